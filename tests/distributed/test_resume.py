@@ -548,6 +548,18 @@ def test_a_fork_of_another_batch_is_refused(saved: SavedRuns, tmp_path: Path) ->
         train_attempt(spec, RUN, AttemptOrigin())
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_fork_with_another_optimizer_is_refused(saved: SavedRuns, tmp_path: Path, name: str) -> None:
+    """Adam's state has the parts of AdamW's."""
+    fork = {"run": RUN, "step": 3, "storage": saved.storage("digits")}
+    spec = document("digits", checkpoint={"storage": str(tmp_path)}, fork=fork, optimizer={"name": name})
+    said = (
+        r"^optimizer\.name: the state of the run that is forked is that of another optimizer, 'adamw'; keep"
+    )
+    with pytest.raises(SpecError, match=said):
+        train_attempt(spec, RUN, AttemptOrigin())
+
+
 def test_a_stale_attempt_publishes_nothing_and_ends(tmp_path: Path) -> None:
     """G5: a newer attempt has begun; the older one cannot publish and says so."""
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1})

@@ -159,6 +159,12 @@ def restore(
                 f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
                 "keep it, or start a new run from its weights with initial_weights"
             )
+    was = start.facts.identity_fields.get("optimizer.name")
+    if start.fork and was not in (None, spec.optimizer.name):  # their states may have the same parts
+        raise SpecError(
+            f"optimizer.name: the state of the run that is forked is that of another optimizer, {was!r}; "
+            "keep its optimizer, or start a new run from its weights with initial_weights"
+        )
     state.restore(sections, fork=start.fork and not start.exact)
     if start.fork:
         return History(reached=state.counters.step)
