@@ -97,7 +97,7 @@ class MicroBatches(Dataset[Any]):
 
         Found out for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
         """
-        if not self.collates_as_torch or (default_collate_fn_map, _fetches()) != _OF_TORCH:
+        if not self.collates_as_torch or not _is_torchs_own():
             return None
         samples: Any = self.samples
         ids = batch.ids
@@ -148,12 +148,17 @@ class MicroBatches(Dataset[Any]):
 _FETCHING = {"__getitem__", "__getitems__"}
 
 
-def _fetches() -> tuple[Any, ...]:
-    """How torch's datasets fetch: a job may have put functions of its own there."""
-    return TensorDataset.__getitem__, Subset.__getitem__, Subset.__getitems__
-
-
-_OF_TORCH = (dict(default_collate_fn_map), _fetches())
+def _is_torchs_own() -> bool:
+    """Whether torch's datasets fetch, and torch's collation stacks, by torch's own functions: a job may have put others in their place."""
+    functions = (
+        TensorDataset.__getitem__,
+        Subset.__getitem__,
+        Subset.__getitems__,
+        default_collate_fn_map.get(Tensor),
+    )
+    return all(getattr(one, "__module__", "").startswith("torch.utils.data.") for one in functions) and not any(
+        isinstance((), kind) for kind in default_collate_fn_map
+    )  # fmt: skip
 
 
 def _is_gathered(tensor: Tensor) -> bool:

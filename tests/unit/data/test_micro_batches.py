@@ -180,6 +180,9 @@ def test_what_a_job_puts_in_torchs_place_is_used(monkeypatch: pytest.MonkeyPatch
         patch.setitem(default_collate_fn_map, Tensor, halves)
         assert torch.equal(batches(whole)[KEY][0], plain / 2)
     with monkeypatch.context() as patch:
+        patch.setitem(default_collate_fn_map, tuple, lambda batch, **_: [halves([x for (x,) in batch])])
+        assert torch.equal(batches(whole)[KEY][0], plain / 2)
+    with monkeypatch.context() as patch:
         patch.setattr(TensorDataset, "__getitem__", lambda self, i: (self.tensors[0][i] + 1,))
         assert torch.equal(batches(whole)[KEY][0], plain + 1)
         assert torch.equal(batches(subset)[KEY][0], plain + 1)
