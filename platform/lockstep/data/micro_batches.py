@@ -102,13 +102,9 @@ class MicroBatches(Dataset[Any]):
         samples: Any = self.samples
         ids = batch.ids
         try:
-            while type(samples) is Subset and isinstance(samples.indices, list | range | np.ndarray):
-                if not vars(samples).keys().isdisjoint(_FETCHING):
-                    return None
+            while _is_just(samples, Subset) and isinstance(samples.indices, list | range | np.ndarray):
                 samples, ids = samples.dataset, [samples.indices[i] for i in ids]
-            if type(samples) is not TensorDataset or not vars(samples).keys().isdisjoint(_FETCHING):
-                return None
-            if not all(map(_is_gathered, samples.tensors)):
+            if not _is_just(samples, TensorDataset) or not all(map(_is_gathered, samples.tensors)):
                 return None
             rows = torch.tensor(ids, device="cpu")
             return [tensor.index_select(0, rows) for tensor in samples.tensors]
@@ -145,7 +141,9 @@ class MicroBatches(Dataset[Any]):
         return collated
 
 
-_FETCHING = {"__getitem__", "__getitems__"}
+def _is_just(samples: Any, kind: type) -> bool:
+    """Whether a dataset is of this class itself, and fetches as the class does."""
+    return type(samples) is kind and vars(samples).keys().isdisjoint(("__getitem__", "__getitems__"))
 
 
 def _is_torchs_own() -> bool:

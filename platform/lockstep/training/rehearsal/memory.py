@@ -144,10 +144,6 @@ class Memory:
                 yield from ((f"{path}.{name}", code) for name, code in _code_of(value))
         elif isinstance(value, types.FunctionType):
             yield from self._see_function(path, value)
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                if cell != types.CellType():
-                    self._containers.append((cell, cell.cell_contents))
-                    yield f"{path}.{name}", cell.cell_contents
         elif isinstance(value, types.MethodType):
             yield path, value.__self__
         elif isinstance(value, functools.partial):
@@ -160,12 +156,16 @@ class Memory:
             yield from self._see_object(path, value)
 
     def _see_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """The defaults of its arguments, which live as long as it does, and its attributes."""
+        """The defaults of its arguments, which live as long as it does, its attributes, and what it closes over."""
         names, defaults = function.__code__.co_varnames, function.__defaults__ or ()
         first = function.__code__.co_argcount - len(defaults)
         yield from ((f"{path}.{names[first + i]}", held) for i, held in enumerate(defaults))
         yield from ((f"{path}.{name}", held) for name, held in (function.__kwdefaults__ or {}).items())
         yield from self._see_attributes(path, vars(function))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if cell != types.CellType():
+                self._containers.append((cell, cell.cell_contents))
+                yield f"{path}.{name}", cell.cell_contents
 
     def _see_attributes(self, path: str, own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         self._containers.append((own, dict(own)))
