@@ -934,6 +934,8 @@ class GivesMergedWeights(Kind):
 
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
+UNSAVED = "changes with an update, and no checkpoint keeps it"
+
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     RateByAnotherName: ("job.optimizer: a group of Signs has no learning rate", "call it lr", "lr=1.0"),
     DropsItsTable: ("buffer 'table' became None in training, wanted () of torch.float32 as at the start",),
@@ -962,17 +964,15 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ThawsByScore: (f"job.score {EVALUATIONS}",),
     MetricWithoutReset: (f"job.streamed.total {EVALUATIONS}",),
     CentresByTheFirstEvaluation: ("model.centre is left behind by an evaluation", "the loss of the first training micro-batch"),
+    SavesHalf: ("resume: '0.weight'", f"job.pull {UNSAVED}"),
+    ForgetsToTakeBack: ("resume: '0.weight'", f"job.pull {UNSAVED}"),
+    ForgetfulOptimizer: ("resume: '0.weight'", f"optimizer.taken {UNSAVED}"),
     FollowsItsEvaluations: ("job.mean is left behind by an evaluation", "the loss of the first training micro-batch"),
 }  # fmt: skip
 """Jobs that are refused, and words of the line that says why."""
 
-UNSAVED = "changes with an update, and no checkpoint keeps it"
-
 TOLD: dict[type[Kind], tuple[str, ...]] = {
-    SavesHalf: (f"job.pull {UNSAVED}",),
-    ForgetsToTakeBack: (f"job.pull {UNSAVED}",),
     HiddenTeacher: (f"job.teacher[0].0.weight and 3 more {UNSAVED}",),
-    ForgetfulOptimizer: (f"optimizer.taken {UNSAVED}",),
     CountsInAnotherClass: (".Scale.asked changes with every micro-batch",),
     CountsInADefault: (".scale_of.seen and ", "changes with every micro-batch"),
     CountsInAFunction: (".scale_by_name.asked changes with every micro-batch",),

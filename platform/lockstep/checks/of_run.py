@@ -139,7 +139,7 @@ def same_bits(specimen: Specimen) -> list[Finding]:
     warnings: list[str] = []
     thorough = spec.model_copy(update={"rehearsal": "full"})
     state = specimen.fresh()
-    StepRehearsal(
+    rehearsal = StepRehearsal(
         state.job,
         thorough,
         specimen.plan,
@@ -147,7 +147,9 @@ def same_bits(specimen: Specimen) -> list[Finding]:
         specimen.batches,
         specimen.device,
         warnings.append,
-    )()
+    )
+    rehearsal.first()
+    rehearsal.elsewhere(None)
     if warnings:
         return [advised("same bits", text) for text in warnings]
     return [
@@ -174,12 +176,12 @@ def evaluation(specimen: Specimen) -> list[Finding]:
     )
     strict = spec.determinism == "strict"
     warnings: list[str] = []
-    first_step = StepRehearsal(
+    rehearsal = StepRehearsal(
         specimen.job, spec, specimen.plan, state, specimen.batches, specimen.device, warnings.append
     )
-    names = evaluate.rehearse(
-        state.model, repeat=strict, warn=warnings.append, training=first_step.first_micro_batch
-    )
+    evaluate.prepare(compares=strict)
+    shown = rehearsal.elsewhere(evaluate, steps=False).evaluation
+    names = shown and shown.names
     check_metric(spec, names)
     repeated = "; the first micro-batch repeats after the last one" if strict else ""
     known = (

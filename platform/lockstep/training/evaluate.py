@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,23 @@ from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.child_process import in_child
 from lockstep.training.rehearsal.generators import OwnGenerators
 from lockstep.training.rehearsal.held import memory_of, named
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
-from lockstep.training.rehearsal.micro_batch import Computed
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""
+
+
+class EvaluationRehearsal(NamedTuple):
+    """What the first evaluation micro-batch showed."""
+
+    names: list[str] | None
+    """Of the metrics; None where they are not known yet: a metric of the whole set may fail on one micro-batch."""
+    warnings: list[str]
+    values: list[Mapping[str, str]]
+    """What the job held after each call of its whole-set functions that changed something."""
 
 
 @contextmanager
@@ -143,39 +153,67 @@ class Evaluation:
             raise wrong or refusal
         return dict(metrics)
 
+    def prepare(self, *, compares: bool) -> None:
+        """Look whether the data draw. `compares` is whether each evaluation looks at what the whole-set functions keep. Call it in the training process."""
+        self._repeats = compares
+        self.batches.check_draws_nothing(self._key(0))
+
+    def learned(self, shown: EvaluationRehearsal) -> None:
+        """Take over what the job held after the whole-set functions of a rehearsal."""
+        self._values = [*shown.values]
+
     def rehearse(
         self,
         model: nn.Module,
         *,
         repeat: bool = False,
         warn: Callable[[str], None] = lambda _: None,
-        training: Callable[[], list[Computed]] = list,
-    ) -> list[str] | None:
-        """Evaluate the first micro-batch, so that what is wrong shows before training. Returns the names of the metrics.
+        training: Callable[[], list[dict[str, str]]] = list,
+    ) -> EvaluationRehearsal:
+        """Evaluate the first micro-batch, so that what is wrong shows before training. Call it in a process that does not train.
 
-        With `repeat` it is computed again, after the last one, and must give the same values; and the first micro-batch of
-        `training` must not depend on what it leaves behind. Buffers are put back. Returns None where the names are not known yet:
-        a metric of the whole set may fail on one micro-batch, which only gives a warning.
+        With `repeat` it is computed again, after the last one, and must give the same values; and the results of the first micro-batch of
+        `training` must not depend on what it leaves behind.
         """
         self._repeats = repeat
-        self.batches.check_draws_nothing(self._key(0))
-        before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
-        held = memory_of(self.job, model) if repeat else None
-        try:
-            once, outputs = self._computed(model, 0)
-            if held is not None:
-                self._check_repeats(model, _texts(once, outputs), held)
-                self._check_left(model, held, training, warn)
-                check_modes(model)
-            over_all = self._tried(model, outputs, warn)
-        finally:
-            self.restore_buffers = before
-            if held is not None:
-                held.restore()
+        self.restore_buffers = KeptBuffers(model).restore
+        if not repeat:
+            return self._shown(model, *self._computed(model, 0), warn)
+        shown, left, with_it = in_child(partial(self._rehearsed, model, training))
+        for text in shown.warnings:
+            warn(text)
+        if left:
+            self._check_left(left, with_it, in_child(training))
+        if handed_on := self._handed_on(model, training, left):
+            warn(
+                f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
+                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
+            )
+        return shown
+
+    def _rehearsed(
+        self, model: nn.Module, training: Callable[[], list[dict[str, str]]]
+    ) -> tuple[EvaluationRehearsal, dict[str, str], list[dict[str, str]]]:
+        """What an evaluation shows, the values of the places that its micro-batches change, and what training gives after it."""
+        before = memory_of(self.job, model)
+        once, outputs = self._computed(model, 0)
+        self._check_repeats(model, _texts(once, outputs), before)
+        after = memory_of(self.job, model)
+        left = {place: after.values.get(place, "") for place in after.changed_since(before)}
+        check_modes(model)
+        with_it = in_child(training) if left else []
+        warnings: list[str] = []
+        shown = self._shown(model, once, outputs, warnings.append)
+        return shown._replace(warnings=warnings), left, with_it
+
+    def _shown(
+        self, model: nn.Module, row: Row, outputs: whole_set.Outputs, warn: Callable[[str], None]
+    ) -> EvaluationRehearsal:
+        over_all = self._tried(model, outputs, warn)
         if over_all is None:
-            return None
-        whole_set.check_names(over_all, once)
-        return [f"eval/{name}" for name in (*once, *over_all)]
+            return EvaluationRehearsal(None, [], self._values)
+        whole_set.check_names(over_all, row)
+        return EvaluationRehearsal([f"eval/{name}" for name in (*row, *over_all)], [], self._values)
 
     def _tried(
         self, model: nn.Module, outputs: whole_set.Outputs, warn: Callable[[str], None]
@@ -183,7 +221,7 @@ class Evaluation:
         if not self._gives_outputs:
             return {}
         try:
-            return self._over_all(model, outputs, partial(self._after_others, model)).metrics
+            return self._over_all(model, outputs, partial(self._after_others, model, outputs)).metrics
         except LockstepError as error:
             if error.__cause__ is None:  # a value of a wrong kind, not a failure on too few samples
                 raise
@@ -197,20 +235,20 @@ class Evaluation:
         self,
         model: nn.Module,
         outputs: whole_set.Outputs,
-        others: Callable[[Memory], Iterable[Mapping[str, str]]] = lambda _: (),
+        others: Callable[[], Iterable[Mapping[str, str]]] = tuple,
     ) -> whole_set.WholeSet:
         """The job's whole-set metrics and figures of some outputs. JobError where the job keeps something of them: only rank 0 would have it.
 
-        `others` gives what the job holds after other outputs, from what it held before.
+        `others` gives what the job holds after other outputs; it is called before these.
         """
         if not self._repeats:
             return whole_set.compute(self.job, outputs, seed=self.seed)
-        before = memory_of(self.job, model)
+        before, further = memory_of(self.job, model), [*others()]
         found = whole_set.compute(self.job, outputs, seed=self.seed)
         after = memory_of(self.job, model)
         changed = after.changed_since(before, beside=found.objects)
         if changed:
-            self._values = [*self._values, after.values, *others(before)]
+            self._values = [*self._values, after.values, *further]
         kept = [place for place in changed if before.keeps(place, after.values, *self._values)]
         if kept:
             raise JobError(
@@ -220,49 +258,52 @@ class Evaluation:
             )
         return found
 
-    def _after_others(self, model: nn.Module, held: Memory) -> Iterator[Mapping[str, str]]:
-        """What the job holds after the whole-set metrics of the last micro-batch as well, and after those alone."""
-        _, outputs = self._computed(model, self._last)
-        whole_set.compute(self.job, outputs, seed=self.seed)
-        yield memory_of(self.job, model).values
-        held.restore()
-        whole_set.compute(self.job, outputs, seed=self.seed)
-        yield memory_of(self.job, model).values
+    def _after_others(self, model: nn.Module, outputs: whole_set.Outputs) -> Iterator[Mapping[str, str]]:
+        """What the job holds after the whole-set metrics of the first outputs and the last, and after the last alone."""
+
+        def values(*every: whole_set.Outputs) -> Mapping[str, str]:
+            for one in every:
+                whole_set.compute(self.job, one, seed=self.seed)
+            return memory_of(self.job, model).values
+
+        _, last = self._computed(model, self._last)
+        yield in_child(partial(values, outputs, last))
+        yield in_child(partial(values, last))
 
     def _check_left(
-        self,
-        model: nn.Module,
-        held: Memory,
-        training: Callable[[], list[Computed]],
-        warn: Callable[[str], None],
+        self, left: Mapping[str, str], with_it: list[dict[str, str]], without: list[dict[str, str]]
     ) -> None:
-        """Refuse what evaluation leaves behind if the first micro-batch of training depends on it; warn if it only changes with each micro-batch."""
-        after = memory_of(self.job, model)
-        left = after.changed_since(held)
+        """Refuse what evaluation leaves behind if the results of the first micro-batch of training depend on it."""
+        for one, other in zip(with_it, without, strict=True):
+            for name in {**one, **other}:
+                if one.get(name) != other.get(name):
+                    raise JobError(
+                        f"evaluation: {named([*left])} is left behind by an evaluation, and {name} of the first training micro-batch "
+                        "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
+                        "else; keep nothing in evaluation that training reads"
+                    )
+
+    def _handed_on(
+        self, model: nn.Module, training: Callable[[], list[dict[str, str]]], left: Mapping[str, str]
+    ) -> list[str]:
+        """The places in `left` that go from one evaluation micro-batch to the next: training does not write them, nor one evaluation anew."""
+
+        def changed(action: Callable[[], Any]) -> tuple[list[str], dict[str, str]]:
+            before = memory_of(self.job, model)
+            action()
+            after = memory_of(self.job, model)
+            return after.changed_since(before), after.values
+
         if not left:
-            return
-        with_it = training()
-        held.restore()
-        for one, other in zip(with_it, training(), strict=True):
-            difference = one.first_difference(other)
-            if difference is not None:
-                raise JobError(
-                    f"evaluation: {named(left)} is left behind by an evaluation, and {difference} of the first training micro-batch "
-                    "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
-                    "else; keep nothing in evaluation that training reads"
-                )
-        by_training = memory_of(self.job, model).changed_since(held)
-        held.restore()
-        self._computed(model, 0)
-        # State that each micro-batch writes anew, such as a metric that is reset, is not carried over.
-        places = after.changed_since(memory_of(self.job, model))
-        within = tuple(f"{one}[" for one in by_training)
-        handed_on = [p for p in places if p in left and p not in by_training and not p.startswith(within)]
-        if handed_on:
-            warn(
-                f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
-                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
-            )
+            return []
+        by_training, _ = in_child(partial(changed, training))
+        _, once = in_child(partial(changed, lambda: self._computed(model, 0)))
+        within = tuple(f"{place}[" for place in by_training)
+        return [
+            place
+            for place, value in left.items()
+            if once.get(place, "") != value and place not in by_training and not place.startswith(within)
+        ]
 
     @property
     def _last(self) -> int:

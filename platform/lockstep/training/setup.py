@@ -41,12 +41,10 @@ from lockstep.training.facts import check_agreed, facts_of, former_fields, leake
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
 from lockstep.training.job_phases import (
-    FrozenRule,
     PhaseOptimizers,
     PhaseSchedules,
     check_combination,
     optimizers_of,
-    phases_of,
 )
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_same_order
@@ -211,29 +209,28 @@ def rehearse(
     group: Group,
     warn: Callable[[str], None],
 ) -> tuple[dict[str, Rehearsal], Evaluation | None]:
-    """Rehearse the first step, the rule for frozen parameters, and the evaluation. Returns what the first micro-batch showed, and the evaluation.
+    """Compute the first micro-batch here, and try the rest of the promise in other processes. Returns what it showed, and the evaluation.
 
     Each rank does so by itself.
     """
-    first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn)
-    found, extent = first_step()
-    learning = [name for phase in phases_of(job, state.model) for name in phase.names]
-    FrozenRule(job, state.model, spec.seed).check(plan.total_steps, learning)
-    if eval_data is None:
-        return found, None
-    evaluate = Evaluation(
-        job,
-        eval_data,
-        group,
-        state.precision,
-        micro_batch=plan.micro_batch,
-        seed=spec.seed,
-        processes=spec.data.loader_processes,
-    )
-    names = evaluate.rehearse(
-        state.model, repeat=extent != "off", warn=warn, training=first_step.first_micro_batch
-    )
-    check_metric(spec, names)
+    first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
+    found = first_step.first()
+    evaluate = None
+    if eval_data is not None:
+        evaluate = Evaluation(
+            job,
+            eval_data,
+            group,
+            state.precision,
+            micro_batch=plan.micro_batch,
+            seed=spec.seed,
+            processes=spec.data.loader_processes,
+        )
+        evaluate.prepare(compares=spec.determinism == "strict" and spec.rehearsal != "off")
+    shown = first_step.elsewhere(evaluate).evaluation
+    if evaluate is not None and shown is not None:
+        evaluate.learned(shown)
+        check_metric(spec, shown.names)
     return found, evaluate
 
 

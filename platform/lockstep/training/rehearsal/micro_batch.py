@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Container
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ class Rehearsal:
     parts: tuple[str, ...]
     loss: float
     written: frozenset[int]
+    digest: str = ""
+    """Of the loss, its parts and each gradient."""
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -105,6 +109,11 @@ class Computed:
     results: dict[str, str]
     gradients: dict[str, Tensor]
     written: frozenset[int]
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of a sha256 over the results."""
+        return hashlib.sha256(json.dumps(self.results, sort_keys=True).encode()).hexdigest()[:16]
 
     def first_difference(self, other: Computed) -> str | None:
         """The name of the first result that differs between two computations of one micro-batch."""

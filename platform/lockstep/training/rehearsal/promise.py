@@ -1,8 +1,13 @@
 """The promise, tried on the user's own job: a micro-batch gives the same bits whatever its worker computed before it.
 
-`off` computes the first micro-batch once, because the run needs its parts and buffers. `quick` computes it again, and
-in halves. `full` also computes the second micro-batch in between, takes the first update after each of the two, and compares:
-worker 0 of two never sees the second micro-batch, and a single worker sees it last.
+The training process computes the first micro-batch once, whatever the extent: the run needs the names of its parts and its buffers,
+and what a first call makes, such as a cache or a compiled program, is there from one seed on every worker. All else happens in forked
+processes, so it can leave no trace. `off` tries the evaluation alone. `quick` computes the first micro-batch again, and in halves.
+`full` also computes the second one in between, and takes the first step in several histories, each in a process of its own:
+
+    straight   micro-batches 0 and 1, then the update; and on to a second step
+    other      the same, with micro-batch 0 computed once more just before each update: what worker 0 of two computes last
+    resumed    the state after the straight first step, loaded by a process that has not taken it; then the second step
 """
 
 from __future__ import annotations
@@ -33,13 +38,21 @@ from lockstep.training.beside import unlisted_tensors
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
+from lockstep.training.evaluate import Evaluation, EvaluationRehearsal
 from lockstep.training.failure import job_at
 from lockstep.training.job_data import make_sampler
-from lockstep.training.job_phases import optimizers_of, phases_of
+from lockstep.training.job_phases import FrozenRule, optimizers_of, phases_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_order, is_of_model, order_of
-from lockstep.training.phase_step import LossModule
-from lockstep.training.rehearsal.first_update import FirstUpdate
+from lockstep.training.phase_step import LossModule, copied
+from lockstep.training.rehearsal.child_process import (
+    LIMIT_S,
+    TIMES_AS_LONG,
+    NoChildError,
+    can_fork,
+    in_child,
+)
+from lockstep.training.rehearsal.first_steps import FirstSteps
 from lockstep.training.rehearsal.generators import of_training
 from lockstep.training.rehearsal.held import memory_of, named
 from lockstep.training.rehearsal.memory import Memory
@@ -57,12 +70,18 @@ QUICK_BYTES = 1 << 32
 Extent = Literal["full", "quick", "off"]
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rehearsal in other processes found of a sound job."""
+
+    warnings: list[str]
+    evaluation: EvaluationRehearsal | None
+    """What the evaluation showed; None where the job has none, or no process could try it."""
+
+
 @dataclass(slots=True)
 class StepRehearsal:
-    """The first step of a run, on the bare model, phase by phase, each from the initial weights and with no parameter frozen.
-
-    Everything that changes after the first micro-batch is put back.
-    """
+    """The first step of a run, on the bare model, from the initial weights and with no parameter frozen."""
 
     job: Job
     spec: Spec
@@ -71,57 +90,127 @@ class StepRehearsal:
     batches: MicroBatches
     device: torch.device
     warn: Callable[[str], None]
-    _update: FirstUpdate = field(init=False)
+    forked: Callable[[], None] = lambda: None
+    """Called first in each other process."""
+    _fetched: tuple[Any, tuple[object, ...]] = field(default=(None, ()), init=False)
+    """The first micro-batch as it was fetched first, and the state of the generators after it."""
+    _left: set[str] = field(default_factory=set, init=False)
+    """The places of which a warning has said that they change with every micro-batch."""
+    _took_s: float = field(default=0.0, init=False)
+    """Seconds that the first micro-batch took, at least."""
 
-    def __post_init__(self) -> None:
-        self._update = FirstUpdate(self.job, self.spec.seed, self.state, self.device, self.warn)
-
-    def __call__(self) -> tuple[dict[str, Rehearsal], Extent]:
-        """Rehearse. Returns what the run must know of its first micro-batch, by phase name, and how far the rehearsal went.
+    def first(self) -> dict[str, Rehearsal]:
+        """Compute the first micro-batch in this process. Returns what the run must know of it, by phase name.
 
         Raises JobError or DeterminismError where the job breaks the promise, and names the cause.
         """
         pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
-        model = self.state.model
-        keys = self._keys()
-        self.batches.check_draws_nothing(keys[0])
-        batch = self._fetched_twice(keys)
-        compiled = self.state.compiled
+        model, key = self.state.model, self._keys()[0]
+        self.batches.check_draws_nothing(key)
         modules = self._modules()
-        self._give_shapes(modules, keys[0])
+        self._give_shapes(modules, key)
         firsts = []
+        batch, drawn = self._fetch_drawing(key)
+        self._fetched = copied(batch), drawn
         for module in modules:
-            batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
+            batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
+            began = time.perf_counter()
             with filled_memory(True):
                 firsts.append(self._computed(module, batch))
-        for there in (model.state_dict(), unlisted_tensors(model)):
-            pack(there, "model")  # only now: the first forward makes what is lazy
-        if compiled is not None:
-            self._compare_with_eager(compiled, modules, keys, firsts)
-        found = {
+            self._took_s = max(self._took_s, time.perf_counter() - began)
+        for tree in (model.state_dict(), unlisted_tensors(model)):
+            pack(tree, "model")  # only now: the first forward makes what is lazy
+        if self.state.compiled is not None:
+            self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts)
+        return {
             module.phase.name: Rehearsal(
-                tuple(first.loss.parts), float(first.loss.total.detach()), first.written
+                tuple(first.loss.parts), float(first.loss.total.detach()), first.written, first.digest
             )
             for module, first in zip(modules, firsts, strict=True)
         }
-        extent = self._extent()
-        if extent == "off":
-            return found, extent
-        # What the first call creates, such as a cache, stays: every worker has created it by now, from one seed.
-        held = self._memory()
-        try:
-            for module, first in zip(modules, firsts, strict=True):
-                extent = self._compare(module, keys, first, extent)
-            self._compare_behind(modules, keys)
-            self._compare_order()
-            return found, extent
-        finally:
-            held.restore()
 
-    def first_micro_batch(self) -> list[Computed]:
-        """Micro-batch 0 of each phase, computed again."""
-        key = self._keys()[0]
-        return [self._compute(module, key) for module in self._modules()]
+    def elsewhere(self, evaluate: Evaluation | None, *, steps: bool = True) -> Verdict:
+        """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
+
+        Raises as `first` does. Where no process can be forked, or a fork cannot use what the job has open, the run goes on with a warning.
+        """
+        verdict = Verdict([], None)
+        if not can_fork(self.device):
+            return verdict
+        try:
+            verdict = in_child(
+                partial(self._in_child, evaluate, steps), forked=self.forked, limit_s=self._limit_s()
+            )
+        except NoChildError as reason:
+            self.warn(f"rehearsal: only the first micro-batch was tried before training: {reason}")
+        for text in verdict.warnings:
+            self.warn(text)
+        return verdict
+
+    def _limit_s(self) -> float:
+        return max(LIMIT_S, TIMES_AS_LONG * self._took_s)
+
+    # --- in another process -----------------------------------------------------------------------------------
+
+    def _in_child(self, evaluate: Evaluation | None, steps: bool) -> Verdict:
+        warnings: list[str] = []
+        self.warn = warnings.append
+        extent, modules, keys = self._extent(), self._modules(), self._keys()
+        if steps:
+            self._try_steps(extent, modules, keys)
+        shown = None
+        if evaluate is not None:
+            training = partial(self._after_evaluation, modules, keys[0])
+            shown = evaluate.rehearse(
+                self.state.model, repeat=extent != "off", warn=self.warn, training=training
+            )
+        return Verdict(warnings, shown)
+
+    def _try_steps(self, extent: Extent, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        if self.spec.determinism == "strict" and self.spec.rehearsal != "off":
+            self._check_fetches(keys)
+        if extent != "off":
+            extent = self._compare_micro_batches(modules, keys, extent)
+        if extent == "full":
+            self._compare_histories(modules, keys)
+        learning = [name for module in modules for name in module.phase.names]
+        FrozenRule(self.job, self.state.model, self.spec.seed).check(self.plan.total_steps, learning)
+
+    def _after_evaluation(self, modules: Sequence[LossModule], key: MicroBatch) -> list[dict[str, str]]:
+        """The results of micro-batch 0 of each phase."""
+        return [self._compute(module, key).results for module in modules]
+
+    def _compare_micro_batches(
+        self, modules: Sequence[LossModule], keys: Sequence[MicroBatch], extent: Extent
+    ) -> Extent:
+        """Compare each phase's micro-batches. Returns the extent: a micro-batch that takes long makes `auto` quick."""
+        for module in modules:
+            extent = self._compare(module, keys, extent)
+        self._compare_behind(modules, keys)
+        self._compare_order()
+        return extent
+
+    def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
+        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules)
+        if not steps.can_update:
+            return
+        fetched = partial(self._fetch_again, keys)
+        run = partial(in_child, limit_s=self._limit_s())
+        straight = run(partial(steps.straight, fetched))
+        if straight is None:
+            return
+        other = run(partial(steps.other_last, fetched))
+        if differing := [n for n, v in straight.updated.items() if other is None or other[n] != v]:
+            raise JobError(
+                f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
+                "a hook reads what the loss left behind: keep nothing from the loss for the update"
+            )
+        resumed = run(partial(steps.resumed, straight.saved, fetched))
+        steps.check_resumed(straight, resumed, self.warn, self._left)
+
+    def _fetch_again(self, keys: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Any]]:
+        return [(key, self._fetch(key)) for key in keys]
 
     def _modules(self) -> list[LossModule]:
         model = self.state.model
@@ -175,12 +264,10 @@ class StepRehearsal:
     def _fetch(self, key: MicroBatch) -> Any:
         return next(Loader(self.batches, [key], self.device))
 
-    def _fetched_twice(self, keys: Sequence[MicroBatch]) -> Any:
-        """Micro-batch 0. Under strict determinism it is fetched again after the next one, and must be the same."""
-        if self.spec.determinism != "strict":
-            return self._fetch(keys[0])
+    def _check_fetches(self, keys: Sequence[MicroBatch]) -> None:
+        """Fetch micro-batch 0 again after others: it must have the same samples and draw the same numbers."""
         own = of_training(self.job, self.batches.samples)
-        once, drawn = self._fetch_drawing(keys[0])
+        once, drawn = self._fetched
         own.look()
         if len(keys) > 1:
             self._fetch(keys[1])
@@ -204,7 +291,6 @@ class StepRehearsal:
                 "data: train_data keeps what it drew: the first micro-batch, fetched again under one seed, draws other random numbers, "
                 "so a sample depends on the process that fetched it first; cache what is read, and draw at each fetch"
             )
-        return once
 
     def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
         """A micro-batch, and the state of the generators after it."""
@@ -242,44 +328,18 @@ class StepRehearsal:
     def _computed(self, module: LossModule, batch: Any, m: int = 0) -> Computed:
         return compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device, m=m)
 
-    def _compare(
-        self, module: LossModule, keys: Sequence[MicroBatch], first: Computed, extent: Extent
-    ) -> Extent:
-        began = time.perf_counter()
+    def _compare(self, module: LossModule, keys: Sequence[MicroBatch], extent: Extent) -> Extent:
+        """Compare what the first micro-batch gives now, when it is computed again, and after another one."""
+        before, began = self._memory(), time.perf_counter()
         again = self._compute(module, keys[0])
         if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
             extent = "quick"
-        before = self._memory()
         forward = partial(self._forward, module)
         check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
-        if extent == "full":
-            self._compare_across(module, keys, again, before)
-        elif first.first_difference(again) is not None:
-            self._same(again, self._compute(module, keys[0]), before)
-        return extent
-
-    def _compare_across(
-        self, module: LossModule, keys: Sequence[MicroBatch], again: Computed, before: Memory
-    ) -> None:
-        """Compare the first micro-batch after another one, and the update after each of them."""
-        second = self._repeated(module, keys[1], before) if len(keys) > 1 else None
-        if second is not None:
-            self._tell_buffers(again, second)
-        gradients = [again.gradients[name] for name in again.gradients]
-        if second is not None:
-            gradients = [a + b for a, b in zip(gradients, second.gradients.values(), strict=True)]
-        weight = sum(float(one.loss.weight) for one in (again, second) if one is not None)
-        alone = self._update.digests(module, gradients, weight, tell=True)
+        if extent == "full" and len(keys) > 1:
+            self._tell_buffers(again, self._repeated(module, keys[1], before))
         self._same(again, self._compute(module, keys[0]), before)
-        if second is None or alone is None:
-            return
-        shared = self._update.digests(module, gradients, weight)
-        differing = [name for name, value in alone.items() if shared is None or shared[name] != value]
-        if differing:
-            raise JobError(
-                f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
-                "a hook reads what the loss left behind: keep nothing from the loss for the update"
-            )
+        return extent
 
     def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
         """A further micro-batch. What it draws when it is first computed, it draws again, unless the job has kept it for whoever asks next."""
@@ -301,15 +361,17 @@ class StepRehearsal:
 
         What the earlier phases leave in the job comes from their worker's last micro-batch.
         """
+
+        def behind(i: int, key: MicroBatch) -> Computed:
+            for module in modules[:i]:
+                self._compute(module, key)
+            return self._compute(modules[i], keys[0])
+
         for i in range(1, len(modules) if len(keys) > 1 else 0):
-            found = []
-            for key in keys:
-                held = self._memory()
-                for module in modules[:i]:
-                    self._compute(module, key)
-                found.append(self._compute(modules[i], keys[0]))
-            if found[0].first_difference(found[1]) is not None:
-                self._same(found[0], found[1], held)
+            before = self._memory()
+            first, other = behind(i, keys[0]), behind(i, keys[1])
+            if first.first_difference(other) is not None:
+                self._same(first, other, before)
 
     def _same(self, before: Computed, after: Computed, held: Memory) -> None:
         """Raise for a micro-batch whose second result differs, and warn of what it left behind."""
@@ -321,12 +383,6 @@ class StepRehearsal:
                 "micro-batches would get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
                 "updates it, or change it once a step in job.after_step(model, step)"
             )
-        if difference is not None and self._update.changed_data:
-            raise JobError(
-                f"data: {named(self._update.changed_data)} is changed by an update, and {difference} depends on it: a batch is fetched before its "
-                "step, with data.loader_processes in another process, so it is undefined which batch sees the change; "
-                "after_step(model, step) must change nothing that the data read"
-            )
         if difference is not None:
             raise DeterminismError(
                 f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
@@ -334,6 +390,7 @@ class StepRehearsal:
                 "job.after_step changes outside the model: draw from the default generators or from lockstep.rng(), and return state from job.state_dict()"
             )
         if left:
+            self._left |= {*left}
             self.warn(
                 f"rehearsal: {named(left)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
                 "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"

@@ -1,0 +1,130 @@
+"""Runs a function in a forked process, so that whatever it does to objects, modules, generators and files ends with that process.
+
+The child has a copy of the parent's memory. It has one intra-op thread, because the parent's are not inherited, reads open files from
+positions of its own (`data.inherited`), and cannot speak over the parent's connections. It hands back one value through a pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.data import inherited
+from lockstep.errors import LockstepError
+
+T = TypeVar("T")
+
+LIMIT_S = 60.0
+"""The least time after which a child is considered stuck, in seconds: a library may wait for threads that a fork does not inherit."""
+
+TIMES_AS_LONG = 100.0
+"""A child may take as many times as long as the first micro-batch did in the parent."""
+
+
+class NoChildError(Exception):
+    """The child gave no verdict, for a reason of the fork and not of the job. Example: a dataset's connection, which a fork cannot use."""
+
+
+class RemoteTracebackError(Exception):
+    """The traceback of an error as the child printed it, as the cause of that error in the parent."""
+
+
+def can_fork(device: torch.device) -> bool:
+    """Whether a child can compute what this process computes. CUDA's context and autograd's threads for it do not survive a fork."""
+    return device.type == "cpu" and not torch.cuda.is_available()
+
+
+def in_child(
+    function: Callable[[], T], *, forked: Callable[[], None] = lambda: None, limit_s: float = LIMIT_S
+) -> T:
+    """The value of `function()`, computed in a child; `forked` is called there first, to drop connections of the parent.
+
+    Raises what the function raises if it is a LockstepError. Raises NoChildError where the child ended without a value or was still at work
+    after `limit_s` seconds.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    opened = inherited.opened()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _serve(function, forked, opened, write)
+    os.close(write)
+    try:
+        answer = _answer(read, limit_s)
+    finally:
+        os.close(read)
+        _end(pid)
+    if not answer:
+        raise NoChildError(f"a process of its own ended without a result, or not within {limit_s:.0f} s")
+    value, error, trace, cut = pickle.loads(answer)
+    if error is None:
+        return value  # type: ignore[no-any-return]
+    if cut:
+        raise NoChildError(f"a process of its own failed: {error}{cut}")
+    raise error from RemoteTracebackError(trace)
+
+
+def _serve(
+    function: Callable[[], Any], forked: Callable[[], None], opened: list[inherited.Opened], write: int
+) -> None:
+    """In the child: compute, hand over, and end without anything that the parent registered for its own end."""
+    value: Any = None
+    error: Exception | None = None
+    trace = cut = ""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+        forked()
+        keep = os.fstat(write)
+        inherited.make_own([one for one in opened if (one.device, one.inode) != (keep.st_dev, keep.st_ino)])
+        inherited.look_for_waits(_serve.__code__)
+        torch.set_num_threads(1)
+        value = function()
+    except LockstepError as raised:
+        error, trace, cut = raised, traceback.format_exc(), inherited.explanation(raised)
+    except BaseException as raised:  # noqa: BLE001 - nothing may leave the child but by the pipe
+        error = RuntimeError(f"in a process of its own: {type(raised).__name__}: {raised}")
+        trace, cut = traceback.format_exc(), inherited.explanation(raised)
+    try:
+        content = _packed(value, error, trace, cut)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(content)
+    finally:
+        os._exit(0)
+
+
+def _packed(value: Any, error: BaseException | None, trace: str, cut: str) -> bytes:
+    try:
+        return pickle.dumps((value, error, trace, cut))
+    except Exception as unpicklable:  # noqa: BLE001 - a value of the job's own class
+        return pickle.dumps((None, NoChildError(str(unpicklable)), traceback.format_exc(), ""))
+
+
+def _answer(read: int, limit_s: float) -> bytes:
+    """All that the child writes until it closes its end; nothing where it does not do so in time."""
+    parts, until = list[bytes](), time.monotonic() + limit_s
+    while (left := until - time.monotonic()) > 0:
+        if select.select([read], [], [], left)[0]:
+            if not (part := os.read(read, 1 << 20)):
+                return b"".join(parts)
+            parts.append(part)
+    return b""
+
+
+def _end(pid: int) -> None:
+    """Reap the child, which has handed over its value, or is stuck."""
+    if os.waitpid(pid, os.WNOHANG) == (0, 0):
+        os.kill(pid, signal.SIGKILL)  # all that it could still do is to exit
+        os.waitpid(pid, 0)
