@@ -92,14 +92,19 @@ def explanation(error: BaseException) -> str:
     )
 
 
-def _is_cut(error: BaseException | None) -> bool:
+def _is_cut(error: BaseException) -> bool:
     """Whether an error, or one that it follows from, is that of a reader whose other side is gone."""
-    if error is None:
-        return False
-    gone = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
-    ends = isinstance(error, EOFError) and not error.args  # a file that is cut short has more to say
-    closed = isinstance(error, OSError) and error.errno == errno.EBADF
-    return gone or ends or closed or _is_cut(error.__cause__ or error.__context__)
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and not any(following is seen for seen in chain):  # it may be its own cause
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    return any(
+        (isinstance(one, ConnectionError) and not isinstance(one, ConnectionRefusedError))
+        or (isinstance(one, EOFError) and not one.args)  # a file that is cut short has more to say
+        or (isinstance(one, OSError) and one.errno == errno.EBADF)
+        for one in chain
+    )
 
 
 def look_for_waits(inside: CodeType) -> None:

@@ -157,7 +157,7 @@ def test_evaluation_leaves_buffers_and_gradients_alone() -> None:
 def test_rehearsal_gives_the_names_of_the_metrics() -> None:
     model = nn.Linear(1, 1)
     job = Ids(range(13))
-    assert evaluation(job).rehearse(model) == ["eval/loss", "eval/ids", "eval/largest"]
+    assert evaluation(job).rehearse(model).names == ["eval/loss", "eval/ids", "eval/largest"]
     assert job.batches == [[0, 1, 2, 3]]
     assert model.training
 

@@ -101,8 +101,8 @@ PLACES = {
     "train_data.sample.own": Data(closed_over()),
     "train_data.sample[0]": Data(by_default),
     "train_data.sample": Data(partial(lambda own, data, index: draw(own), random.Random(7))),
-    "Data.shared": Data(lambda data, index: draw(data.shared)),
-    f"{__name__}.MODULES": Data(lambda data, index: draw(MODULES)),
+    "class Data.shared": Data(lambda data, index: draw(data.shared)),
+    f"module {__name__}.MODULES": Data(lambda data, index: draw(MODULES)),
     "train_data.dataset.rng": Subset(Data(lambda data, index: draw(data.rng), random.Random(8)), range(8)),
     "train_data.datasets[0].rng": ConcatDataset([Data(lambda data, index: draw(data.rng), random.Random(9))]),
 }

@@ -1,4 +1,4 @@
-"""What objects hold is seen by value and put back; what is left behind has a name."""
+"""What objects hold is seen by value; what is left behind has a name."""
 
 from __future__ import annotations
 
@@ -75,17 +75,15 @@ WRITES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("place", WRITES)
-def test_a_write_is_seen_by_name_and_taken_back(place: str) -> None:
+def test_a_write_is_seen_by_name(place: str) -> None:
     owner = Owner()
     before = Memory({"owner": owner})
     assert Memory({"owner": owner}).changed_since(before) == []
     WRITES[place](owner)
     assert Memory({"owner": owner}).changed_since(before)[0] == place
-    before.restore()
-    assert Memory({"owner": owner}).changed_since(before) == []
 
 
-def test_a_write_to_a_tensor_of_inference_mode_is_seen_and_taken_back() -> None:
+def test_a_write_to_a_tensor_of_inference_mode_is_seen() -> None:
     """torch counts no writes to it."""
     with torch.inference_mode():
         job = SimpleNamespace(anchors=torch.ones(2), large=torch.ones(1 << 21))
@@ -93,8 +91,6 @@ def test_a_write_to_a_tensor_of_inference_mode_is_seen_and_taken_back() -> None:
     with torch.inference_mode():
         job.anchors.add_(1)
     assert Memory({"job": job}).changed_since(before) == ["job.anchors"]
-    before.restore()
-    assert job.anchors.tolist() == [1.0, 1.0]
 
 
 def test_an_equal_value_in_its_place_is_no_change() -> None:

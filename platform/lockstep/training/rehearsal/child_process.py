@@ -53,7 +53,7 @@ def in_child(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    opened = inherited.opened()
+    opened, began = inherited.opened(), time.monotonic()
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,9 +64,14 @@ def in_child(
         answer = _answer(read, limit_s)
     finally:
         os.close(read)
-        _end(pid)
+        code = _end(pid, finished=answer is not None)
     if not answer:
-        raise NoChildError(f"a process of its own ended without a result, or not within {limit_s:.0f} s")
+        end = (
+            f"ended without a result (exit code {code})"
+            if answer is not None
+            else "was stopped, still at work"
+        )
+        raise NoChildError(f"a process of its own {end} after {time.monotonic() - began:.0f} s")
     value, error, trace, cut = pickle.loads(answer)
     if error is None:
         return value  # type: ignore[no-any-return]
@@ -78,53 +83,49 @@ def in_child(
 def _serve(
     function: Callable[[], Any], forked: Callable[[], None], opened: list[inherited.Opened], write: int
 ) -> None:
-    """In the child: compute, hand over, and end without anything that the parent registered for its own end."""
-    value: Any = None
-    error: Exception | None = None
-    trace = cut = ""
+    """In the child: compute, hand over, and end without anything that the parent registered for its own end, whatever is raised."""
+    code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
-        keep = os.fstat(write)
-        inherited.make_own([one for one in opened if (one.device, one.inode) != (keep.st_dev, keep.st_ino)])
-        inherited.look_for_waits(_serve.__code__)
+        pipe = os.fstat(write)
+        inherited.make_own([one for one in opened if (one.device, one.inode) != (pipe.st_dev, pipe.st_ino)])
+        inherited.look_for_waits(_result.__code__)
         torch.set_num_threads(1)
-        value = function()
-    except LockstepError as raised:
-        error, trace, cut = raised, traceback.format_exc(), inherited.explanation(raised)
-    except BaseException as raised:  # noqa: BLE001 - nothing may leave the child but by the pipe
-        error = RuntimeError(f"in a process of its own: {type(raised).__name__}: {raised}")
-        trace, cut = traceback.format_exc(), inherited.explanation(raised)
-    try:
-        content = _packed(value, error, trace, cut)
+        content = _result(function)
         sys.stdout.flush()
         sys.stderr.flush()
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(content)
+        with os.fdopen(write, "wb") as file:
+            file.write(content)
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
-def _packed(value: Any, error: BaseException | None, trace: str, cut: str) -> bytes:
+def _result(function: Callable[[], Any]) -> bytes:
+    """The value of the function, or what it raised, packed."""
     try:
-        return pickle.dumps((value, error, trace, cut))
-    except Exception as unpicklable:  # noqa: BLE001 - a value of the job's own class
-        return pickle.dumps((None, NoChildError(str(unpicklable)), traceback.format_exc(), ""))
+        return pickle.dumps((function(), None, "", ""))
+    except LockstepError as error:
+        return pickle.dumps((None, error, traceback.format_exc(), inherited.explanation(error)))
+    except BaseException as error:  # noqa: BLE001 - nothing may leave the child but by the pipe
+        known = RuntimeError(f"in a process of its own: {type(error).__name__}: {error}")
+        return pickle.dumps((None, known, traceback.format_exc(), inherited.explanation(error)))
 
 
-def _answer(read: int, limit_s: float) -> bytes:
-    """All that the child writes until it closes its end; nothing where it does not do so in time."""
+def _answer(read: int, limit_s: float) -> bytes | None:
+    """All that the child writes until it closes its end; None where it does not do so in time."""
     parts, until = list[bytes](), time.monotonic() + limit_s
     while (left := until - time.monotonic()) > 0:
         if select.select([read], [], [], left)[0]:
             if not (part := os.read(read, 1 << 20)):
                 return b"".join(parts)
             parts.append(part)
-    return b""
+    return None
 
 
-def _end(pid: int) -> None:
-    """Reap the child, which has handed over its value, or is stuck."""
-    if os.waitpid(pid, os.WNOHANG) == (0, 0):
-        os.kill(pid, signal.SIGKILL)  # all that it could still do is to exit
-        os.waitpid(pid, 0)
+def _end(pid: int, *, finished: bool) -> int:
+    """Reap the child, after ending it unless it has `finished`. Returns its exit code; a signal's number is negative."""
+    if not finished:
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

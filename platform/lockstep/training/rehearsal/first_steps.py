@@ -17,7 +17,7 @@ from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Shared, pack, sharing
 from lockstep.data.fingerprint import difference
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError
+from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job
 from lockstep.randomness import seed_all
 from lockstep.training.after_step import follow_update
@@ -42,6 +42,7 @@ Fetched = Callable[[], Iterable[tuple[MicroBatch, Any]]]
 """Fetches the micro-batches of a step on trial, anew at each call: a job may write into its batch."""
 
 _WHERE = "after the first update, before training"
+_TAKING_BACK = "taking back the state that it gives after the first update, before training"
 
 
 class Saved(NamedTuple):
@@ -119,11 +120,12 @@ class FirstSteps:
         sections = {name: unpack(skeleton, tensors) for name, (skeleton, tensors) in packed.items()}
         try:
             self.state.restore(sections)
+        except LockstepError as error:
+            if error.__cause__ is None:
+                raise
+            raise as_lockstep_error(error.__cause__, _TAKING_BACK) from error
         except (Exception, SystemExit) as error:
-            raise as_lockstep_error(
-                error.__cause__ or error,
-                "taking back the state that it gives after the first update, before training",
-            ) from error
+            raise as_lockstep_error(error, _TAKING_BACK) from error
         values, shared = _values(self._memories()), _shared_beyond_the_model(self.state.sections())
         return Resumed(values, shared, self._step(1, fetched))
 
@@ -177,6 +179,9 @@ class FirstSteps:
     def _update(self, module: LossModule, step: int, fetched: Fetched, again: bool) -> bool:
         """Sum the gradients of a phase, and update. False where there is nothing finite to update with."""
         state, phase = self.state, module.phase
+        state.model.zero_grad(
+            set_to_none=True
+        )  # only now: after_step may read the gradients of the step before
         batches = [*fetched()]
         computed = [self._compute(module, key, batch) for key, batch in batches]
         sums = [
@@ -196,7 +201,6 @@ class FirstSteps:
             state.optimizer_of(phase.name).step()
         except (Exception, SystemExit) as error:
             raise as_lockstep_error(error, "first update, before training") from error
-        state.model.zero_grad(set_to_none=True)
         return True
 
     def _compute(self, module: LossModule, key: MicroBatch, batch: Any) -> Any:

@@ -114,5 +114,5 @@ def _held(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _code_of(value: Any) -> dict[str, Any]:
     """The classes of an object and the modules that they are from, where these are the user's own."""
     kinds = [kind for kind in type(value).__mro__ if not top_is_closed(kind)]
-    modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds}
-    return {**{kind.__name__: kind for kind in kinds}, **modules}
+    modules = {f"module {kind.__module__}": sys.modules.get(kind.__module__) for kind in kinds}
+    return {**{f"class {kind.__name__}": kind for kind in kinds}, **modules}

@@ -28,8 +28,8 @@ def memory_of(
         "model": model,
         "job": job,
         "optimizer hook": hooks,
-        **{kind.__name__: kind for kind in kinds},
-        **({type(job).__module__: module} if module is not None else {}),
+        **{f"class {kind.__name__}": kind for kind in kinds},
+        **({f"module {type(job).__module__}": module} if module is not None else {}),
     }
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""What Python objects hold: compared by value, and put back as it was.
+"""What Python objects hold, compared by value.
 
-The rehearsal looks at a job, its model and its optimizer's hooks before and after it runs them. Whatever a micro-batch
-leaves behind there is a memory, and a run with a memory depends on which worker ran what before.
+The rehearsal decides by results. Where these differ, it looks at a job, its model and its optimizer's hooks before and after, to name what
+was left behind.
 
 Not seen: iterators, open files, objects of C extensions, private state of classes of torch or of the standard library,
 the tail of a list of more than `LONGEST` elements, and a write that bypasses torch (`.data`, NumPy) into an array of more
@@ -49,8 +49,8 @@ class Memory:
 
     `values` has a text for what is at each place, such as `job.metric.total`; equal values have equal texts.
     Objects in `apart` are not looked into. Parameters and buffers of the `watched` modules, which are the model's, are left
-    out: they are watched by other means. Arrays of more than `largest` bytes are neither hashed nor copied. With `datasets`
-    the plain values of datasets are seen too, but not put back; `of_datasets` has their places.
+    out: they are watched by other means. Arrays of more than `largest` bytes are not hashed. With `datasets` the plain values of datasets
+    are seen too; `of_datasets` has their places.
     """
 
     def __init__(
@@ -66,10 +66,6 @@ class Memory:
         self.of_datasets: set[str] = set()
         self._datasets = datasets
         self._largest, self._watched = largest, {id(module) for module in watched}
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        self._generators: list[tuple[Any, Any]] = []
         self._alive: list[Any] = list(apart)  # an id means something only while its object lives
         self._places: dict[int, str] = {}
         seen = {id(one) for one in self._alive}
@@ -102,26 +98,6 @@ class Memory:
         there = self.values.get(place, NOTHING) != NOTHING
         return there or len({values.get(place) for values in later}) > 1
 
-    def restore(self) -> None:
-        """Put back what was seen: the elements of containers, the numbers of arrays, and the state of generators."""
-        for container, content in self._containers:
-            _refill(container, content)
-        with torch.no_grad():
-            for tensor, value, version in self._tensors:
-                if tensor.is_inference():
-                    with torch.inference_mode():
-                        tensor.copy_(value)
-                elif tensor._version != version or not same_bits(tensor, value):
-                    tensor.detach().copy_(value)
-                    torch._C._autograd._unsafe_set_version_counter(
-                        (tensor,), (version,)
-                    )  # so that the write of this copy does not count
-        for array, kept in self._arrays:
-            if array.flags.writeable:
-                array[...] = kept
-        for generator, state in self._generators:
-            _set_generator(generator, state)
-
     # --- one object -----------------------------------------------------------------------------------------
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -131,8 +107,7 @@ class Memory:
         elif isinstance(value, np.ndarray):
             self._see_array(path, value)
         elif is_generator(value):
-            self._generators.append((value, state := generator_state(value)))
-            self.values[path] = digest_of_state(state)
+            self.values[path] = digest_of_state(generator_state(value))
         elif isinstance(value, dict):
             yield from self._see_dict(path, value)
         elif isinstance(value, list | tuple | deque | set | frozenset):
@@ -140,7 +115,7 @@ class Memory:
         elif isinstance(value, types.ModuleType | type):
             if _top(value) not in _CLOSED:
                 names = [name for name, held in vars(value).items() if name[:2] != "__" and is_data(held)]
-                yield from self._see_names(path, value, names)
+                yield from ((f"{path}.{name}", getattr(value, name)) for name in names)
                 yield from ((f"{path}.{name}", code) for name, code in _code_of(value))
         elif isinstance(value, types.FunctionType):
             yield from self._see_function(path, value)
@@ -161,32 +136,25 @@ class Memory:
         first = function.__code__.co_argcount - len(defaults)
         yield from ((f"{path}.{names[first + i]}", held) for i, held in enumerate(defaults))
         yield from ((f"{path}.{name}", held) for name, held in (function.__kwdefaults__ or {}).items())
-        yield from self._see_attributes(path, vars(function))
+        yield from ((f"{path}.{name}", held) for name, held in list(vars(function).items()))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if cell != types.CellType():
-                self._containers.append((cell, cell.cell_contents))
                 yield f"{path}.{name}", cell.cell_contents
-
-    def _see_attributes(self, path: str, own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        self._containers.append((own, dict(own)))
-        yield from ((f"{path}.{name}", held) for name, held in list(own.items()))
 
     def _see_parameters(self, path: str, held: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Any]]:
         """What the parameters or buffers of a module carry beside their numbers."""
         for name, tensor in held.items():
             if tensor is not None:
-                yield from self._see_attributes(f"{path}.{name}", vars(tensor))
+                yield from ((f"{path}.{name}.{more}", own) for more, own in list(vars(tensor).items()))
                 yield f"{path}.{name}", list((tensor._backward_hooks or {}).values())
 
     def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._containers.append((own, dict(own)))
             for name, held in list(own.items()):
                 if isinstance(value, nn.Module) and name in {"_parameters", "_buffers"}:
                     yield from self._see_parameters(path, held)
                     if id(value) not in self._watched:
-                        self._containers.append((held, dict(held)))
                         yield from ((f"{path}.{own}", tensor) for own, tensor in held.items())
                     continue
                 if isinstance(value, nn.Module) and name == "_modules":
@@ -195,23 +163,14 @@ class Memory:
                     yield f"{path}.{name}", held
         slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
         names = [name for name in slots if name not in {"__dict__", "__weakref__"} and hasattr(value, name)]
-        yield from self._see_names(path, value, names)
-
-    def _see_names(self, path: str, owner: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
-        for name in names:
-            held = getattr(owner, name)
-            self._containers.append((_Attribute(owner, name), held))
-            yield f"{path}.{name}", held
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in names)
 
     def _see_dict(self, path: str, value: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-        self._containers.append((value, dict(value)))
         self.values[path] = f"mapping of {len(value)}"
         for i, (key, held) in enumerate(list(value.items())[:LONGEST]):
             yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", held
 
     def _see_sequence(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, list | deque | set):
-            self._containers.append((value, list(value)))
         self.values[path] = f"{type(value).__name__} of {len(value)}"
         if isinstance(value, set | frozenset):
             self.values[path] += (
@@ -229,14 +188,11 @@ class Memory:
         small = tensor.numel() * tensor.element_size() <= self._largest
         version = 0 if tensor.is_inference() else tensor._version  # torch does not count those
         self.values[path] = tensor_digest(tensor) if small else f"{tuple(tensor.shape)} version {version}"
-        if small and tensor.is_leaf:  # a computed tensor is put back with its container
-            self._tensors.append((tensor, tensor.detach().clone(), version))
 
     def _see_array(self, path: str, array: np.ndarray[Any, Any]) -> None:
         if array.dtype.hasobject or array.nbytes > self._largest:
             return
         self.values[path] = f"{array.dtype} {array.shape} {_digest(array.tobytes())}"
-        self._arrays.append((array, array.copy()))
 
 
 class HeldTensors(Memory):
@@ -249,30 +205,6 @@ class HeldTensors(Memory):
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if tensor.layout == torch.strided and tensor.device.type != "meta":
             self.tensors[path] = tensor
-
-
-class _Attribute:
-    """An attribute of a class, of a module or in a slot."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container back the same objects that it held."""
-    if isinstance(container, _Attribute):
-        if getattr(container.owner, container.name, None) is not content:
-            setattr(container.owner, container.name, content)
-    elif isinstance(container, types.CellType):
-        container.cell_contents = content
-    elif isinstance(container, dict):
-        held = list(container.items())
-        if len(held) != len(content) or any(content.get(key, container) is not value for key, value in held):
-            container.clear()
-            container.update(content)
-    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-        container.clear()
-        container.update(content) if isinstance(container, set) else container.extend(content)
 
 
 def is_open(value: Any) -> bool:
@@ -315,7 +247,7 @@ def is_generator(value: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator, for `_set_generator`."""
+    """The state of a generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.RandomState):
@@ -334,17 +266,6 @@ def digest_of_state(state: Any) -> str:
         return value.tobytes() if isinstance(value, np.ndarray) else value
 
     return _digest(repr(plain(state)).encode())
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.setstate(state)
 
 
 def tensor_digest(tensor: Tensor) -> str:
