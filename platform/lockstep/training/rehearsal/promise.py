@@ -2,7 +2,8 @@
 
 The training process computes the first micro-batch once, whatever the extent: the run needs the names of its parts and its buffers,
 and what a first call makes, such as a cache or a compiled program, is there from one seed on every worker. All else happens in forked
-processes, so it can leave no trace. `off` tries the evaluation alone. `quick` computes the first micro-batch again, and in halves.
+processes, so it can leave no trace. Where a device forbids forks, the training process computes the first micro-batch once more after the
+second one, whatever the extent, and the rest is left out. `off` tries the evaluation alone. `quick` computes the first micro-batch again, and in halves.
 `full` also computes the second one in between, and takes the first step in several histories, each in a process of its own:
 
     straight   micro-batches 0 and 1, then the update; and on to a second step
@@ -122,12 +123,25 @@ class StepRehearsal:
             pack(tree, "model")  # only now: the first forward makes what is lazy
         if self.state.compiled is not None:
             self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts)
+        if not can_fork(self.device) and self.spec.determinism == "strict":
+            self._compare_here(modules, firsts)
         return {
             module.phase.name: Rehearsal(
                 tuple(first.loss.parts), float(first.loss.total.detach()), first.written, first.digest
             )
             for module, first in zip(modules, firsts, strict=True)
         }
+
+    def _compare_here(self, modules: Sequence[LossModule], firsts: Sequence[Computed]) -> None:
+        """Compare the first micro-batch with itself after the second one, in this process, where no other can be forked.
+
+        It is the same whatever the extent, so a trace that it leaves in a job does not depend on the extent either.
+        """
+        keys, before = self._keys(), self._memory()
+        for module, first in zip(modules, firsts, strict=True):
+            for key in keys[1:]:
+                self._compute(module, key)
+            self._same(first, self._compute(module, keys[0]), before)
 
     def elsewhere(self, evaluate: Evaluation | None, *, steps: bool = True) -> Verdict:
         """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
