@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,7 @@ from lockstep.job.imports import imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
+from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
@@ -101,7 +104,7 @@ def placement_params(use: str) -> frozenset[str]:
 
 
 def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The params that decide about bits, in plain data by the names that a spec writes: as the job gets them, with their defaults.
+    """The trees of the params that decide about bits, by the names that a spec writes: as the job gets them, with their defaults.
 
     Raises SpecError where `params` do not fit the job, JobImportError where `use` leads nowhere.
     """
@@ -109,18 +112,41 @@ def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
     checked, placed = _checked(job_class, params), placement_params(use)
     fields = job_class.Params.model_fields.items()
     values = {field.alias or name: getattr(checked, name) for name, field in fields}
-    values |= checked.model_extra or {}
-    return {name: _plain(value, params.get(name)) for name, value in values.items() if name not in placed}
+    trees = {name: _tree(value, params.get(name)) for name, value in values.items() if name not in placed}
+    if extra := checked.model_extra:  # of a job that takes any, and sees in which order they are
+        trees |= {name: _tree(value, params.get(name)) for name, value in extra.items()}
+        trees[""] = list(extra)
+    return trees
 
 
-def _plain(value: Any, written: Any) -> Any:
-    """A param in plain data; one that has no such form, or is secret, as it was written."""
-    if isinstance(value, set | frozenset):  # its order is another one in another process
-        return sorted((_plain(one, one) for one in value), key=repr)
-    if not isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
-        with suppress(pydantic_core.PydanticSerializationError):
-            return pydantic_core.to_jsonable_python(value, fallback=_by_name)
-    return str(type(value).__qualname__) if written is None else written
+def _tree(value: Any, written: Any) -> Any:
+    """The tree of a param. One that has no plain form, or is secret, is told as it was written, or by its type."""
+    try:
+        return encoded(value, _opaque)
+    except (pydantic_core.PydanticSerializationError, ValueError):
+        return {"$written": [f"{type(value).__module__}.{type(value).__qualname__}", encoded(written)]}
+
+
+_BUILT_IN: tuple[Any, ...] = (int, float, str, bytes, list, tuple, dict, set, frozenset)
+
+
+def _opaque(value: Any) -> Opaque:
+    """A value of a kind of its own: a model by its fields, anything else in the plain form that pydantic gives it.
+
+    ValueError or pydantic's error for one that has none.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
+        raise ValueError(f"a {kind} is not shown")
+    if isinstance(value, pydantic.BaseModel):
+        return Opaque(kind, {**dict(value), **(value.model_extra or {})})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return Opaque(kind, {field.name: getattr(value, field.name) for field in fields})
+    for built_in in _BUILT_IN if not isinstance(value, enum.Enum) else ():
+        if isinstance(value, built_in):  # of a class that derives from it
+            return Opaque(kind, built_in(value))
+    return Opaque(kind, pydantic_core.to_jsonable_python(value, fallback=_by_name))
 
 
 def _by_name(value: Any) -> str:

@@ -23,13 +23,6 @@ def job_source_digest(use: str) -> str:
     return _digest(job_sources(use))
 
 
-def former_source_digest(use: str) -> str:
-    """The same as older versions had it: of an installed job with every package that it imports, all the way down. Takes minutes for one that imports torch."""
-    module = use.partition(":")[0]
-    root = root_of(module)
-    return _digest(_followed([module], root, module, within="") if _is_installed(root) else job_sources(use))
-
-
 def _digest(files: Mapping[str, Path]) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

@@ -37,7 +37,7 @@ from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
-from lockstep.training.facts import check_agreed, facts_of, former_fields, leaked_rows, with_compiler
+from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
 from lockstep.training.job_phases import (
@@ -187,8 +187,7 @@ def prepare(
     history = History()
     if start is not None:
         fields = facts["fields"] if replay is None else None
-        formerly = partial(former_fields, spec, job, batches, evaluate)
-        history = restore_on_every_rank(start, spec, plan, state, group, fields, formerly, warn)
+        history = restore_on_every_rank(start, spec, plan, state, group, fields, warn)
         start = start.without_state()
     # Only now: a Stepper takes the buffers as it finds them for those of its first step.
     step = make_stepper(spec, job, plan, group, state, rehearsal)
