@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.job.frames import place_in_job
-from lockstep.job.imports import imports_noted, note_imports
+from lockstep.job.imports import Asked, imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
@@ -73,7 +73,7 @@ def _made(use: str, params: Mapping[str, Any]) -> Job:
     check_methods(job_class, use)
     checked = _checked(job_class, params)
     seed_all("job", use)
-    asked = set[str]()
+    asked = Asked()
     try:
         with imports_noted(asked):
             job = job_class(checked)

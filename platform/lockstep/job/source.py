@@ -39,7 +39,9 @@ def job_sources(use: str) -> dict[str, Path]:
     """
     module = use.partition(":")[0]
     root = root_of(module)
-    return _followed([module], root, module, within=module.partition(".")[0] if _is_installed(root) else "")
+    return _followed(
+        [module], root, module, within=module.partition(".")[0] if _is_installed(root, module) else ""
+    )
 
 
 def imported_sources(text: str, root: Path) -> dict[str, Path]:
@@ -47,8 +49,8 @@ def imported_sources(text: str, root: Path) -> dict[str, Path]:
     return _followed(list(_imported(ast.parse(text), "")), root, "")
 
 
-def _is_installed(root: Path | None) -> bool:
-    return root is not None and is_installed(root.absolute())
+def _is_installed(root: Path | None, module: str) -> bool:
+    return root is not None and is_installed(root.absolute() / module.partition(".")[0])
 
 
 def _followed(waiting: list[str], root: Path | None, job: str, within: str = "") -> dict[str, Path]:

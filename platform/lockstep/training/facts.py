@@ -16,7 +16,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.errors import DriftError, JobError
 from lockstep.job.identity import PARAM, differences, identity_digest, identity_fields, shown
-from lockstep.job.imports import imported_by, source_fields
+from lockstep.job.imports import distribution_fields, imported_by, source_fields
 from lockstep.job.interface import Job, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import seeds
@@ -62,11 +62,13 @@ def facts_of(
     `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
     device, strict = group.device, spec.determinism == "strict"
-    files = imported_by(spec.job.use, job)
+    imported = imported_by(spec.job.use, job)
+    files = imported.files
     fields = identity_fields(
         spec,
         {
             **source_fields(files),
+            **distribution_fields(imported.distributions),
             **_own_fields(job),
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
