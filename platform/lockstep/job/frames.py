@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-import traceback
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +15,8 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 def place_in_job(error: BaseException) -> str:
     """`, jobs/digits/job.py:41 in loss`, or nothing where no frame of the traceback is the job's."""
+    import traceback  # here, since `import lockstep` comes by
+
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_of_the_job(frame.filename):
             return f", {_shown(frame.filename)}:{frame.lineno} in {frame.name}"

@@ -23,21 +23,10 @@ from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
 from lockstep.job.typed_tree import Opaque, encoded
+from lockstep.job.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
-
-_RANK = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-)
-"""Variables by which launchers tell a process its place among others."""
 
 
 @contextmanager
@@ -49,7 +38,7 @@ def others_out_of_sight() -> Iterator[None]:
     one. Lockstep itself talks on the channel of its Group.
     """
     default, dist.group.WORLD = dist.group.WORLD, None
-    told = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+    told = {name: os.environ.pop(name) for name in RANK if name in os.environ}
     try:
         yield
     finally:
@@ -64,8 +53,11 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     `__init__` draws, or a basis that it computes, is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
     not fit.
     """
-    with others_out_of_sight(), one_library_thread(), one_thread():
-        return _made(use, params)
+    reads = Reads()
+    with others_out_of_sight(), one_library_thread(), one_thread(), variables_noted(reads):
+        job = _made(use, params)
+    keep_reads(job, reads)
+    return job
 
 
 def _made(use: str, params: Mapping[str, Any]) -> Job:
@@ -179,6 +171,7 @@ def _is_job(value: object) -> bool:
 def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
+    watch()
     try:
         note_files(name)
         if name in sys.modules:

@@ -40,7 +40,13 @@ def causes(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[Cause]
     """The fields that differ, the likelier cause first. None where the run's own fields are not recorded."""
     if not recorded:
         return []
-    differing = [Cause(*one) for one in differences(recorded, found)]
+    both = recorded.keys() & found
+    # One alone has read the others so far: of those nothing is known to differ.
+    known = [
+        {name: tree for name, tree in one.items() if name in both or not name.startswith("variable.")}
+        for one in (recorded, found)
+    ]
+    differing = [Cause(*one) for one in differences(*known)]
     return sorted(differing, key=lambda cause: (_rank(cause.field), cause.field))
 
 

@@ -25,11 +25,13 @@ from lockstep.record.events import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
 from lockstep.training.compiled import CompiledLosses, identity_of_compiler
-from lockstep.training.determinism import cuda_settings, fp32_products, numerics_probe, numpy_probe
+from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error, job_at
+from lockstep.training.inputs import MOVED, VARIABLE, places_here, variables_read
 from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
+from lockstep.training.settings import Settings
 
 
 def _own_fields(job: Job) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def facts_of(
     plan: Plan,
     evaluate: Evaluation | None,
     initial_digest: str,
+    settings: Settings,
     *,
     fork: str | None,
 ) -> dict[str, Any]:
@@ -64,6 +67,7 @@ def facts_of(
     device, strict = group.device, spec.determinism == "strict"
     imported = imported_by(spec.job.use, job)
     files = imported.files
+    variables, places = variables_read(job, group, imported.paths)
     fields = identity_fields(
         spec,
         {
@@ -74,8 +78,8 @@ def facts_of(
             "data.eval_samples": evaluate.samples if evaluate else 0,
             **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **fp32_products(device),
-            **cuda_settings(device),
+            **settings.fields(),
+            **variables,
             "numerics_probe": numerics_probe(device) if strict else "not taken",
             "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
@@ -86,7 +90,7 @@ def facts_of(
     return {
         "identity": identity_digest(fields),
         "fields": fields,
-        "environment": environment(device),
+        "environment": {**environment(device), MOVED: {**places_here(), **places}},
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
@@ -172,6 +176,10 @@ def _advice(name: str) -> str:
         )
     if name.startswith(PARAM):
         return "its default depends on the process or the machine: set it in the spec, or declare it as lockstep.Placement"
+    if name.startswith(VARIABLE):
+        return (
+            "the job reads it: give every worker the same, or have the job declare it in placement_variables"
+        )
     if name == "initial_weights_digest":
         return "the job's model must be made from the seeded generators alone"
     return "all workers must run the same code on the same data"

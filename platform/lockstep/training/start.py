@@ -24,6 +24,7 @@ from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.digests import Digester, state_digests
+from lockstep.training.inputs import differing
 from lockstep.training.relay import read_once
 from lockstep.training.state import Best, TrainState
 
@@ -87,10 +88,13 @@ def _load(
 
 
 def check_identity(start: Start, fields: Mapping[str, Any]) -> None:
-    """SpecError for the first value in which the identity of a resumed run differs from that of the run that was saved. A fork may differ."""
+    """SpecError for the first value in which the identity of a resumed run differs from that of the run that was saved. A fork may differ.
+
+    `fields` are completed by what was saved: see `inputs.continued`.
+    """
     if start.fork:
         return
-    for name, was, now in differences(start.facts.identity_fields, fields):
+    for name, was, now in differing(start.facts.identity_fields, fields):
         advice = _ADVICE.get(name, "put it back")
         raise SpecError(
             f"resume: {name} is {shown(now)} and was {shown(was)} in the run, which would go on with other bits; "
