@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.job.frames import place_in_job
-from lockstep.job.imports import Asked, imports_noted, note_imports
+from lockstep.job.imports import Asked, imported, imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
@@ -176,7 +177,7 @@ def import_job(name: str) -> ModuleType:
         note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
-        forget_stale_bytecode(name)
+        forget_stale_bytecode(map(Path, imported(f"{name}:", Asked()).paths))
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

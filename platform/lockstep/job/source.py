@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -72,16 +72,12 @@ def _followed(waiting: list[str], root: Path | None, job: str, within: str = "")
     return found
 
 
-def forget_stale_bytecode(module: str) -> None:
+def forget_stale_bytecode(files: Iterable[Path]) -> None:
     """Before the job's module is imported: have no file of it imported as it was before its last change.
 
     Python takes a file for unchanged whose size and whole second of change are those of its bytecode, and the identity has what the file
     holds now.
     """
-    try:
-        files = list(job_sources(f"{module}:").values())
-    except (SyntaxError, ValueError, OSError):  # told by the import
-        return
     for path in files:
         bytecode = Path(importlib.util.cache_from_source(str(path)))
         with suppress(OSError):  # there is none, or another process was quicker

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.errors import DeterminismError
 from lockstep.threads import library_threads, one_library_thread
+from lockstep.training.settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
 
@@ -24,7 +25,7 @@ from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_othe
 def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]:
     """Put this process into the given determinism and number of intra-op threads; restore both on the way out.
 
-    What a job sets for its process, the default type and the precision of fp32 products, is restored as well: a trial of a sweep may follow there.
+    What a job sets for its process (`settings`) is restored as well: a trial of a sweep may follow there.
 
     Under strict the libraries beside torch have one thread: what a job computes with NumPy depends on no number of cores.
 
@@ -45,7 +46,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.benchmark,
     )
-    default, products = torch.get_default_dtype(), _fp32_precisions()
+    settings = [Settings(torch.device(kind)) for kind in ("cpu", "cuda")]
     try:
         with one_library_thread() if kind == "strict" else nullcontext():
             torch.set_num_threads(threads)
@@ -58,10 +59,8 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
         cudnn.benchmark = before[3]
-        torch.set_default_dtype(default)
-        for name, precision in _fp32_precisions().items():
-            if precision != products[name]:
-                _product(name).fp32_precision = products[name]
+        for one in settings:
+            one.put_back()
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
@@ -78,23 +77,6 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
                 f"determinism strict: the job has set {name} to {value}, wanted {wanted} ({why}); take that out of the job, and "
                 "set threads or determinism in the spec"
             )
-
-
-_FP32_PRODUCTS = {
-    "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
-    "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
-}
-"""By kind of device, the backends that may compute products of fp32 numbers in TF32 or bf16."""
-
-
-def _product(name: str) -> Any:
-    """The settings of a backend by its name, such as `mkldnn.matmul`."""
-    family, _, kind = name.partition(".")
-    return getattr(getattr(torch.backends, family), kind)
-
-
-def _fp32_precisions() -> dict[str, str]:
-    return {name: _product(name).fp32_precision for names in _FP32_PRODUCTS.values() for name in names}
 
 
 @contextmanager
