@@ -25,9 +25,14 @@ from tests.unit.test_source import forget
 RUN = "run"
 
 JOB = """
-import importlib, os, torch
+import importlib, importlib.util, os, torch
 from torch import nn
 import lockstep
+
+AT_IMPORT = float(os.environ.get("MY_IMPORTED", "1"))
+spec = importlib.util.spec_from_file_location("by_file", os.path.join(os.path.dirname(__file__), "..", "elsewhere", "by_file.py"))
+by_file = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(by_file)
 
 class Data(torch.utils.data.Dataset):
     def __init__(self, params): self.params, self.parent = params, os.getpid()
@@ -49,6 +54,8 @@ class Mine(lockstep.Job):
     def scale(self, x):
         match self.params.way:
             case "variable": return float(os.environ.get("MY_SCALE", "1"))
+            case "import time": return AT_IMPORT
+            case "by file": return by_file.SCALE
             case "place": return len(os.environ["CORPUS_ROOT"]) * 0 + len(os.environ["CORPUS_NAME"]) * 0 + 1
             case "secret": return len(os.environ["SERVICE_API_KEY"]) * 0 + 1
             case "late" if float(x.sum()) > 4: return float(os.environ.get("MY_SCALE", "1"))
@@ -74,13 +81,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in ("project", "elsewhere", "target"):
         (tmp_path / folder).mkdir()
     (tmp_path / "project" / "job_of_inputs.py").write_text(JOB)
-    for name in ("elsewhere", "late"):
-        (tmp_path / "elsewhere" / f"{name}_of_inputs.py").write_text("SCALE = 1.0\n")
+    for name in ("elsewhere_of_inputs", "late_of_inputs", "by_file"):
+        (tmp_path / "elsewhere" / f"{name}.py").write_text("SCALE = 1.0\n")
     install(tmp_path, "1.0", 1.0)
     monkeypatch.setattr(
         sys, "path", [*(str(tmp_path / one) for one in ("project", "elsewhere", "target")), *sys.path]
     )
-    for name in ("MY_SCALE", "OF_LOADER"):
+    for name in ("MY_SCALE", "MY_IMPORTED", "OF_LOADER"):
         monkeypatch.delenv(name, raising=False)
     yield tmp_path
     forget(tmp_path)
@@ -134,6 +141,14 @@ def saved(project: Path) -> Any:
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "variable": (lambda project: os.environ.update(MY_SCALE="2"), r"variable\.MY_SCALE is '2' and was None"),
     "late": (lambda project: os.environ.update(MY_SCALE="2"), r"variable\.MY_SCALE is '2' and was None"),
+    "import time": (
+        lambda project: os.environ.update(MY_IMPORTED="2"),
+        r"variable\.MY_IMPORTED is '2' and was None",
+    ),
+    "by file": (
+        lambda project: (project / "elsewhere" / "by_file.py").write_text("SCALE = 2.25\n"),
+        r"job\.source\.by_file\.py is '\w+' and was '\w+'",
+    ),
     "module": (
         lambda project: (project / "elsewhere" / "elsewhere_of_inputs.py").write_text("SCALE = 2.25\n"),
         r"job\.source\.elsewhere_of_inputs\.py is '\w+' and was '\w+'",
@@ -154,8 +169,9 @@ def test_an_input_that_nobody_named_is_refused_where_it_changed(
     project: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G1. Late ones are met in step 3 first: the record's identity and the checkpoint's are those from there on."""
-    monkeypatch.setenv("MY_SCALE", "")
-    monkeypatch.delenv("MY_SCALE")
+    for name in ("MY_SCALE", "MY_IMPORTED"):  # is put back afterwards
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     undisturbed = whole(project, way)
     forget(project)
     stopped = begin(project, way)

@@ -12,6 +12,7 @@ import builtins
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -166,8 +167,9 @@ def imported(use: str, asked: Asked) -> Imported:
         path = _path(name, root)
         if path is None or not path.is_file():
             continue
+        path = Path(os.path.abspath(path))  # noqa: PTH100 - without `..`, and links as they are
         if not is_of_the_job(str(path)):
-            installed[name] = path.absolute()
+            installed[name] = path
             continue
         if path.resolve() not in known:
             known.add(path.resolve())
@@ -247,6 +249,9 @@ def _further(name: str, path: Path) -> Iterator[str]:
             # A package holds whichever of its modules anybody has imported.
             if value.__name__ != f"{name}.{key}":
                 yield value.__name__
+            file = vars(value).get("__file__")
+            if value.__name__ not in sys.modules and isinstance(file, str) and file.endswith(".py"):
+                yield file  # it was loaded from one, and is known by no name
         elif isinstance(value, FunctionType | type):
             yield str(value.__module__)
     if path.name == "__init__.py" and _fills_itself(path.read_bytes()):

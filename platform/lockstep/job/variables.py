@@ -59,8 +59,8 @@ class Reads:
             self.values[name] = value
 
 
-_AT_IMPORT = dict[str, Reads]()
-"""By the file of a module, what it read while it was imported."""
+_AT_IMPORT = dict[str, tuple[object, Reads]]()
+"""By the file of a module, what it read while it was imported, and its spec, which is another one if it is imported anew."""
 _AT_IMPORT_SET = set[str]()
 """Variables that modules set while they were imported."""
 
@@ -95,7 +95,7 @@ def reads_of(job: object) -> Reads:
 
 def read_by(job: object, files: Iterable[str]) -> Values:
     """What a job has read so far, and what its files read when they were imported."""
-    at_import = [_AT_IMPORT[file].values for file in sorted(files) if file in _AT_IMPORT]
+    at_import = [_AT_IMPORT[file][1].values for file in sorted(files) if file in _AT_IMPORT]
     return {name: value for values in [*at_import, reads_of(job).values] for name, value in values.items()}
 
 
@@ -161,21 +161,24 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _imported_file(frame: FrameType | None) -> str | None:
-    """The file of the job's module that is being imported where a frame is; None where none is."""
+def _importing(frame: FrameType | None) -> FrameType | None:
+    """The frame of the job's module that is being imported where a frame is; None where none is."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
-            file = code.co_filename
-            return os.path.realpath(file) if _role(file) == "job" else None
+            return frame if _role(code.co_filename) == "job" else None
         frame = frame.f_back
     return None
 
 
 def _reads_at(frame: FrameType) -> Reads | None:
     """Where a read or a change by a frame of the job is noted."""
-    file = _imported_file(frame)
-    return _current if file is None else _AT_IMPORT.setdefault(file, Reads())
+    if (module := _importing(frame)) is None:
+        return _current
+    file, spec = os.path.realpath(module.f_code.co_filename), module.f_globals.get("__spec__")
+    if file not in _AT_IMPORT or _AT_IMPORT[file][0] is not spec:
+        _AT_IMPORT[file] = (spec, Reads())
+    return _AT_IMPORT[file][1]
 
 
 def watch() -> None:
