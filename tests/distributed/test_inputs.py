@@ -18,6 +18,7 @@ from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DeterminismError, SpecError
+from tests.distributed.pool import Pool
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.unit.test_source import forget
@@ -265,3 +266,20 @@ def test_a_setting_that_a_hook_changes_is_refused_by_name(project: Path, way: st
 def test_a_setting_of_the_whole_run_is_part_of_its_identity(project: Path) -> None:
     medium, plain = whole(project, "import"), whole(project, "")
     assert medium.identity != plain.identity
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_one_worker_alone_reads_is_in_the_identity_of_all(
+    pool: Pool, tmp_path: Path, late: bool
+) -> None:
+    """From the start, or before the state is saved."""
+    params = {"claim": str(tmp_path / "claim"), "late": late}
+    spec = {
+        **document(tmp_path, ""),
+        "job": {"use": "tests.distributed.small_jobs:ReadsOnOne", "params": params},
+        "checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 4}},
+    }
+    found = pool.run(2, train_attempt, spec, RUN, AttemptOrigin())
+    facts = saved(tmp_path)
+    assert facts.identity_fields["variable.OF_ONE_WORKER"] is None
+    assert {facts.identity} == {one.identity for one in found}
