@@ -41,7 +41,9 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, i):
         if self.params.way == "loader" and os.getpid() != self.parent:
             os.environ.get("OF_LOADER")
-        return torch.full((4,), float(i)) / 16
+        x = torch.full((4,), float(i), dtype=torch.float32) / 16
+        if self.params.way == "setting in fetch": torch.set_default_dtype(torch.float64)
+        return x
 
 class Mine(lockstep.Job):
     class Params(lockstep.Params):
@@ -67,6 +69,7 @@ class Mine(lockstep.Job):
             case "package":
                 import tiny_of_inputs
                 return tiny_of_inputs.SCALE
+            case "setting in fetch": return float(torch.tensor(0.1))
             case "setting in loss": torch.set_float32_matmul_precision("medium")
         return 1.0
     def loss(self, model, batch):
@@ -261,6 +264,14 @@ def test_a_setting_that_a_hook_changes_is_refused_by_name(project: Path, way: st
         match=rf"^determinism strict: between steps 3 and 4, {told}, which no checkpoint keeps",
     ):
         train(document(project, way))
+
+
+def test_a_setting_that_a_fetch_changes_reaches_no_loss(project: Path) -> None:
+    """Whoever fetches: with loader processes it could not, and without them it would have."""
+    alone = whole(project, "setting in fetch")
+    forget(project)
+    beside = train(document(project, "setting in fetch", loader_processes=1))
+    assert (beside.weights_digest, beside.rows) == (alone.weights_digest, alone.rows)
 
 
 def test_a_setting_of_the_whole_run_is_part_of_its_identity(project: Path) -> None:
