@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.job.variables import watch
+
 if TYPE_CHECKING:
     from lockstep.calls.resumption import resume
     from lockstep.calls.training import train
@@ -55,6 +57,9 @@ _HOME = {
     "sweep": "lockstep.sweeps.driver",
     "train": "lockstep.calls.training",
 }
+
+
+watch()  # before the modules are imported that a job is made of
 
 
 def __getattr__(name: str) -> Any:

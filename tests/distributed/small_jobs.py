@@ -342,6 +342,29 @@ class FailsOnOne(Plain):
         return super().loss(model, batch)
 
 
+class ReadsOnOne(Plain):
+    """In the process that is the first to make the file `Params.claim`, it reads a variable in each loss, or once `late`."""
+
+    class Params(Plain.Params):
+        claim: str
+        late: bool = False
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        self.reads = claimed(self.params.claim)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if self.reads and not self.params.late:
+            os.environ.get("OF_ONE_WORKER")
+        return super().loss(model, batch)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.reads and self.params.late and step == 3:
+            os.environ.get("OF_ONE_WORKER")
+
+
 class Checkpointed(Plain):
     """Uses one layer twice in each forward, by torch's checkpoint: in its older way, or in the one that torch recommends."""
 

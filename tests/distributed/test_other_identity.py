@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-import lockstep.training.facts
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
-from lockstep.job.identity import identity_fields, written_params
-from lockstep.job.imports import FIELD
-from lockstep.spec.fields import Spec
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.unit.test_source import forget
@@ -81,17 +76,6 @@ def resumed(project: Path, change: Callable[[], Any] = lambda: None, **params: A
     return train_attempt(document(project, **params), RUN, taken_up(str(project / "runs"), None))
 
 
-def older(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as older versions wrote them."""
-    fields = {
-        name: value
-        for name, value in identity_fields(spec, facts).items()
-        if not name.startswith((FIELD, "job.params."))
-    }
-    texts = {"data.train.labels": "[   0    1    2 ... 4093 4094 4095]", "job.identity.many": "tensor([   0,    1,    2,  ..., 4093, 4094, 4095])"}  # fmt: skip
-    return {**fields, **texts, **written_params(spec)}
-
-
 def begin(project: Path, **params: Any) -> None:
     train_attempt(document(project, **params), RUN, AttemptOrigin(), 2)
 
@@ -122,18 +106,6 @@ def test_what_is_unchanged_is_resumed_to_the_same_bits(project: Path) -> None:
         whole.rows,
         whole.identity,
     )
-
-
-def test_a_run_of_an_older_version_is_resumed(project: Path) -> None:
-    """Whose identity has the params as they were written, no defaults, and texts for arrays."""
-    written = {"rate": "1e0", "limit": 1}
-    with mock.patch.object(lockstep.training.facts, "identity_fields", older):
-        begin(project, **written)
-    assert resumed(project, **written).summary["step"] == 4
-    with mock.patch.object(lockstep.training.facts, "identity_fields", older):
-        train_attempt(document(project, **written), "other", AttemptOrigin(), 2)
-    with pytest.raises(SpecError, match=r"^resume: job\.params\.limit is True and was 1 in the run"):
-        train_attempt(document(project, rate="1e0", limit=True), "other", AttemptOrigin("other", 2, None))
 
 
 def test_defaults_of_params_are_part_of_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.job.imports import imported_by, imports_noted, imports_of_job
+from lockstep.job.imports import Asked, imported_by, imports_noted, imports_of_job
 from lockstep.job.loading import load_job
 from tests.unit.test_source import forget
 
@@ -85,7 +85,7 @@ def made(**params: str) -> dict[str, bytes]:
         job.train_data()
         if params.get("arch", "mlp") == "mlp":
             job.model()
-    return imported_by("exp.job:Mine", job)
+    return imported_by("exp.job:Mine", job).files
 
 
 def test_a_module_beside_the_job_and_those_with_computed_names_are_its_source(project: Path) -> None:
@@ -106,10 +106,10 @@ def test_it_is_the_same_whatever_else_was_imported_before(project: Path) -> None
 
 
 def test_import_is_as_it_was_afterwards_and_a_request_that_fails_is_none(project: Path) -> None:
-    before, asked = builtins.__import__, set[str]()
+    before, asked = builtins.__import__, Asked()
     with pytest.raises(ModuleNotFoundError), imports_noted(asked):
         importlib.import_module(".nowhere", "plugins")
     assert builtins.__import__ is before
     with imports_noted(asked):
         importlib.import_module(".cnn", "plugins")
-    assert asked == {"plugins.cnn"}
+    assert asked.modules == asked.by_job == {"plugins.cnn"}

@@ -1,4 +1,4 @@
-"""A call in a process of its own, for an interpreter in which no run can be exact: a notebook's, or one that hashes strings at random.
+"""A call in a process of its own, for an interpreter in which no run can be exact: a notebook's, or one that was not started with PYTHONHASHSEED=0.
 
 The process has the environment that `determinism: strict` needs, and ends with its parent: where that is gone, it stops as
 after a signal, and can be resumed. Its progress and its outcome come through a pipe; what the job prints goes to
@@ -29,7 +29,7 @@ from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, end_on_sec
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_at_random
+from lockstep.training.worker_environment import hashes_otherwise, sent_environment
 
 LOOK_S = 0.1
 """How often a signal is looked for."""
@@ -79,7 +79,7 @@ Message = LineSaid | RowsShown | TrialsShown | Begun | Over
 
 def unfit() -> bool:
     """Whether a run in this process would not be exact, or is in the way of one that is: it needs a process of its own."""
-    return not under_torchrun() and (hashes_at_random() or in_notebook())
+    return not under_torchrun() and (hashes_otherwise() or in_notebook())
 
 
 def apart(
@@ -185,9 +185,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment() -> dict[str, str]:
     """That of this process, with what has to stand in it before an exact run starts, and its paths."""
-    given = {**WORKER_ENVIRONMENT, **os.environ}
-    if given["PYTHONHASHSEED"] == "random":
-        given["PYTHONHASHSEED"] = WORKER_ENVIRONMENT["PYTHONHASHSEED"]
+    given = {**os.environ, **sent_environment()}
     if given.get("MPLBACKEND", "").startswith("module://"):
         del given["MPLBACKEND"]  # the notebook's, which draws into a cell
     return {**given, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

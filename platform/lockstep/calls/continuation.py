@@ -29,7 +29,7 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import private
-from lockstep.job.identity import changed_fields
+from lockstep.job.identity import PARAM, changed_fields, shown
 from lockstep.job.loading import check_params
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.recorded_run import recorded_main
@@ -109,11 +109,11 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
         if before.job.params != after.job.params:
             check_params(after.job.use, after.job.params)
     for name, old, new in changed:
-        if name in hidden:
+        if any(name.startswith(one) for one in hidden):
             continue  # the workers compare it with the checkpoint
-        was = "not set" if old is None and name.startswith("job.params.") else repr(old)
+        was = "not set" if old is None and name.startswith(PARAM) else shown(old)
         raise SpecError(
-            f"resume: {name} is {was} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
+            f"resume: {name} is {was} in run {run_id}, got {shown(new)}; a resumed run is the same run: leave it, "
             "or start a new run from its state with --fork"
         )
 

@@ -87,8 +87,8 @@ def run() -> None:
         ["diff"],
         ["replay"],
     )
-    if trains_here and "PYTHONHASHSEED" not in os.environ:
-        # Python reads it when it starts: a run in this very process has to start over with it.
+    if trains_here and sys.flags.hash_randomization:
+        # Python reads PYTHONHASHSEED when it starts: a run in this very process has to start over with 0, whatever it was.
         from lockstep.training.worker_environment import sent_environment
 
         os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(began_at)}

@@ -320,7 +320,7 @@ def inspected_as_text(found: Inspected) -> str:
 
 def difference_as_text(found: Difference) -> str:
     """How two runs differ, for a person."""
-    lines = [f"{one.field}: {one.recorded!r} → {one.found!r}" for one in found.fields]
+    lines = [one.change for one in found.fields]
     lines += found.source.splitlines()
     if found.first_difference is None:
         return "\n".join([*lines, f"same: every bit of {found.steps} steps is equal"])
@@ -329,7 +329,7 @@ def difference_as_text(found: Difference) -> str:
 
 def guarded_as_text(found: Guarded) -> str:
     """What a guard found, for a person."""
-    lines = [f"{one.field}: {one.recorded!r} → {one.found!r}" for one in found.fields]
+    lines = [one.change for one in found.fields]
     base = found.base[:12]
     if found.first_difference is None:
         lines.append(f"same: every bit of {found.steps} steps is equal to those of commit {base}")

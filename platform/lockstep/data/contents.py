@@ -23,6 +23,8 @@ from uuid import UUID
 import numpy as np
 import torch
 
+from lockstep.job.typed_tree import Opaque, encoded
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _SAID = (
@@ -62,13 +64,20 @@ def digest(value: Any) -> bytes:
     return found.digest()
 
 
-def written_out(value: Any) -> str:
+def tree_of(value: Any) -> Any:
     """A value as one field of a run's identity: text, numbers and lists of them as they are, anything else as a digest. Raises UnreadableError."""
-    return str(value) if _is_plain(value) else f"sha256 {digest(value).hex()}"
+    return encoded(value if _is_plain(value) else Opaque("sha256", digest(value).hex()), _said)
+
+
+def _said(value: Any) -> Opaque:
+    """A value of which `str` says all."""
+    if isinstance(value, torch.Size):
+        return Opaque(_kind(value), list(value))
+    return Opaque(_kind(value), str(value))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `str` says all of a value, and the same in every process."""
+    """Whether all of a value can be told, and the same in every process."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.cache import cached
-from lockstep.data.contents import UnreadableError, leaves, written_out
+from lockstep.data.contents import UnreadableError, leaves, tree_of
 from lockstep.data.dataset import Fingerprinted, fetch_one, is_fingerprinted
 from lockstep.errors import DataError, JobError, LockstepError, first_line
 from lockstep.job.frames import place_in_job
@@ -35,8 +35,8 @@ SPANS, SPAN_BYTES = 16, 1 << 16
 
 def fingerprint(
     dataset: Any, samples: int, seed: int, left_out: Callable[[int], bool] = lambda _: False
-) -> dict[str, str]:
-    """Fields that differ where the data do, by name. A sample that is `left_out` of training is not read.
+) -> dict[str, Any]:
+    """Fields that differ where the data do, by name: trees of the identity. A sample that is `left_out` of training is not read.
 
     Raises JobError for content that cannot be looked into, and the error of a sample that cannot be fetched.
     """
@@ -47,23 +47,16 @@ def fingerprint(
                 dataset, samples, lambda index: None if left_out(index) else read(index)
             )
         }
-    fields = {}
+    fields = dict[str, Any]()
     for name, value in _own_fields(dataset).items():
         try:
-            fields[str(name)] = written_out(value)
+            fields[str(name)] = tree_of(value)
         except UnreadableError as error:
             raise JobError(
                 f"data: fingerprint() of {type(dataset).__name__} gave for {name!r} a {error.kind}, whose content cannot be read "
                 f"({error.reason}); give text, numbers, arrays or objects that pickle takes"
             ) from error
     return fields
-
-
-def former_fingerprint(dataset: Any, samples: int, seed: int) -> dict[str, str]:
-    """The same as older versions told it: what a dataset says of itself as text, which of arrays shows a part; and left out samples as well."""
-    if is_fingerprinted(dataset):
-        return {str(name): str(value) for name, value in _own_fields(dataset).items()}
-    return {"samples": _samples_digest(dataset, samples, partial(_sample_or_none, dataset, seed))}
 
 
 def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:
@@ -92,14 +85,6 @@ def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any]
                 f"would go unseen; return tensors, arrays or objects that pickle takes, or give {type(dataset).__name__} a fingerprint()"
             ) from error
     return found.hexdigest()[:32]
-
-
-def _sample_or_none(dataset: Any, seed: int, index: int) -> tuple[Any] | None:
-    seed_all(seed, "fingerprint", index)
-    try:
-        return (fetch_one(dataset, index),)
-    except (Exception, SystemExit):  # noqa: BLE001 - it is told where training meets it
-        return None
 
 
 def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:

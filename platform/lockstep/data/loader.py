@@ -35,6 +35,7 @@ from lockstep.data.fingerprint import difference
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, DeterminismError, LockstepError, SpecError
+from lockstep.job.variables import open_channel, report_reads
 from lockstep.threads import one_thread_here
 
 ALIGNMENT = 64
@@ -257,6 +258,7 @@ def _data_loader(
     at that moment (python/cpython#112275): seen once in some ten thousand. The run would wait for it for ever.
     """
     pinned = device.type == "cuda"
+    open_channel()
     for _ in range(STARTS):
         begun = multiprocessing.get_context("fork").Semaphore(0)
         loader = DataLoader(
@@ -305,6 +307,7 @@ def _begin(
     """
     torch.utils.data._utils.worker._worker_info = None
     forked()
+    report_reads()
     inherited.make_own(opened)
     inherited.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()

@@ -114,7 +114,14 @@ class RunView:
                 pass
             case events.AttemptsSummarised() | events.Diagnosed() | events.Failed() | events.TakenOver():
                 pass
-            case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
+            case (
+                events.InputsFound()
+                | events.Opened()
+                | events.SetAside()
+                | events.Mended()
+                | events.Sealed()
+                | events.Delivered()
+            ):
                 pass
             case _:
                 assert_never(event)

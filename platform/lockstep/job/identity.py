@@ -2,43 +2,41 @@
 
 Two runs with one identity give the same weights. What is only placement (workers, loader processes, where
 files and records go) never enters it.
+
+It is the digest of one mapping, of a field's name to its tree (`typed_tree`). A section of the spec gives a field for each of its own; a
+param of the job is one field, however deep its value is, so what a user writes never becomes part of a name.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import SpecError
-from lockstep.job.imports import FIELD
 from lockstep.job.source import changed_file, job_source_digest
+from lockstep.job.typed_tree import decoded, digest, encoded, text
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.sample_ids import described
 
-LATER = frozenset({"numerics_probe.numpy"})
-"""Fields by these very names that records of earlier versions lack, which is no difference."""
+PARAM = "job.params."
+"""How the field of a param begins; its name follows."""
+
+_ORIGIN = ("initial_weights", "fork")
+"""Where a run's first state comes from: no part of its identity, which has the digest of what lies there."""
 
 
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of the identity by its dotted name, in plain data.
+    """Every field of the identity, by name: trees, which are plain JSON.
 
-    `facts` are what only a worker can know: data sizes, device kind, numerics probe, initial weights' digest, what a fork starts from.
+    `facts` are trees that only a worker can know: data sizes, device kind, numerics probe, initial weights' digest, what a fork starts from.
     With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well. SpecError where a file of the
     job was changed after it was imported.
     """
-    document = deciding(spec)
-    document["job"] = {**document["job"], "params": _params(spec)}
-    for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
-        document.pop(name)
-    fields = dict(_flat(document))
-    if (without := fields.pop("data.without")) is not None:
-        fields["data.without"] = described(without)
+    fields = {name: tree for name, tree in deciding(spec).items() if name not in _ORIGIN}
     fields |= {f"version.{name}": found for name, found in _versions().items()}
     fields["job.source"] = _source_digest(spec.job.use)
     if spec.reduction == "exact":
@@ -64,76 +62,84 @@ def forked_step(fields: Mapping[str, Any]) -> int:
     return int(found[1]) if found else 0
 
 
-def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
-    """The fields of the identity in which two specs differ: dotted name, value before, value after."""
-    documents = [deciding(spec) for spec in (before, after)]
-    if not same_value(before.job.params, after.job.params):  # else there is no need to import the job
-        for spec, document in zip((before, after), documents, strict=True):
-            document["job"] = {**document["job"], "params": _params(spec)}
-    old, new = (dict(_flat(document)) for document in documents)
-    names = {**old, **new}
-    changed = [
-        (name, old.get(name), new.get(name)) for name in names if not same_value(old.get(name), new.get(name))
-    ]
-    # A mapping that is empty on one side alone is told by what the other one has in it.
-    return [one for one in changed if not any(name.startswith(f"{one[0]}.") for name in names)]
+class Difference(NamedTuple):
+    """A value in which two identities differ: where it is, and its trees on both sides, None where there is none."""
+
+    name: str
+    before: Any
+    now: Any
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are one in a recorded identity, where 1, 1.0 and true are three."""
-    return _as_json(one) == _as_json(other)
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """The values in which two identities differ, by the names of their fields, and inside them by key: `job.params.scale['a']['b']`."""
+    return [one for name in sorted({*before, *now}) for one in _within(name, before, now, name)]
 
 
-def differing_fields(before: Mapping[str, Any], now: Mapping[str, Any], *, either: bool = False) -> list[str]:
-    """The names of the fields in which two recorded identities differ.
-
-    `before` may lack what older versions did not record: LATER, defaults of params, files of the job; with `either` so may `now`.
-    """
-
-    def lacks(name: str) -> bool:
-        later = name in LATER or name.startswith(("job.params", FIELD))
-        return later and (name not in before or (either and name not in now))
-
-    names = sorted({*before, *now})
-    return [name for name in names if not same_value(before.get(name), now.get(name)) and not lacks(name)]
+def _within(key: str, before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[Difference]:
+    """The differences at a key of two mappings, which is called `name`."""
+    old, new = before.get(key), now.get(key)
+    if (key in before) == (key in now) and text(old) == text(new):
+        return
+    if _is_plain_mapping(old) and _is_plain_mapping(new):
+        for inner in sorted({*old, *new}):
+            yield from _within(inner, old, new, f"{name}[{inner!r}]")
+        return
+    yield Difference(name, old, new)
 
 
-def written_params(spec: Spec) -> dict[str, Any]:
-    """The params as the spec has them, which older versions recorded: fields `job.params.…`."""
-    from lockstep.job.loading import placement_params
+def _is_plain_mapping(tree: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(tree, Mapping) and not any(key.startswith("$") for key in tree)
 
-    placed = placement_params(spec.job.use)
-    return dict(_flat({k: v for k, v in spec.job.params.items() if k not in placed}, "job.params."))
+
+def shown(tree: Any) -> str:
+    """The value of a tree as Python writes it."""
+    return repr(decoded(tree))
+
+
+def changed_fields(before: Spec, after: Spec) -> list[Difference]:
+    """The values that decide in which two specs differ. The job is imported only where its params as they are written differ."""
+    same = text(encoded(before.job.params)) == text(encoded(after.job.params))
+    params = [{} if same else _params(spec) for spec in (before, after)]
+    old, new = ({**_sections(spec), **own} for spec, own in zip((before, after), params, strict=True))
+    return differences(old, new)
 
 
 def deciding(spec: Spec) -> dict[str, Any]:
-    """The part of a spec that decides about bits."""
+    """The fields of a spec that decide about bits, its job's params among them as the job gets them."""
+    return {**_sections(spec), **_params(spec)}
+
+
+def _sections(spec: Spec) -> dict[str, Any]:
+    """The fields of a spec that decide, but for the job's params. An `early_stop` that is left out gives none."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
+    origin = {name: encoded(document.pop(name)) for name in _ORIGIN}
     for section, placed in PLACEMENT_FIELDS.items():
         if section != "determinism":
             document[section] = {key: value for key, value in document[section].items() if key != placed}
     document["determinism"] = spec.determinism  # its mode, however it was written
-    return document
+    document["job"] = {"use": spec.job.use}
+    document["early_stop"] = document["early_stop"] or {}
+    fields = {name: encoded(value) for name, value in _flat(document)}
+    if (without := fields.pop("data.without")) is not None:
+        fields["data.without"] = described(without)
+    return {**fields, **origin}
 
 
 def _params(spec: Spec) -> dict[str, Any]:
     from lockstep.job.loading import deciding_params
 
-    return deciding_params(spec.job.use, spec.job.params)
+    return {f"{PARAM}{name}": tree for name, tree in deciding_params(spec.job.use, spec.job.params).items()}
 
 
 def identity_digest(fields: Mapping[str, Any]) -> str:
-    """sha256 over the fields as JSON with sorted names."""
-    return hashlib.sha256(_as_json(fields).encode()).hexdigest()
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    """sha256 over the fields."""
+    return digest(dict(fields))
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of the spec's sections, whose names have no dot."""
     for key, value in document.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

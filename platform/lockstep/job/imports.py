@@ -1,4 +1,5 @@
-"""What a job imports and no reading of its source finds: modules over a changed `sys.path`, and by names that it computes.
+"""What a job imports and no reading of its own folder finds: modules over a changed `sys.path` or from another folder on it, those by
+names that it computes, and the distributions from which all the others come.
 
 It must be the same whatever else the process has imported, in this run or before it, for it is part of the run's identity.
 So a module counts where the job's own code names, holds or asks for it, not where it is merely there.
@@ -11,15 +12,18 @@ import builtins
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from lockstep.job.distributions import distribution_of
 from lockstep.job.frames import is_of_the_job
 from lockstep.job.source import MAIN_MODULE, file_of, imports_of, job_sources, root_of
 
@@ -33,8 +37,27 @@ _BY_NAME = frozenset({"import_module", "__import__", "exec_module", "load_module
 """Functions that import what they are given a name of."""
 
 
+@dataclass(slots=True)
+class Asked:
+    """Modules that were asked to be imported, and those of them that code of the job asked for, and no library in its stead."""
+
+    modules: set[str] = field(default_factory=set)
+    by_job: set[str] = field(default_factory=set)
+
+    def add(self, names: Iterable[str], *, by_job: bool) -> None:
+        """Note a request."""
+        self.modules.update(names)
+        if by_job:
+            self.by_job.update(names)
+
+    def join(self, other: Asked) -> None:
+        """Note all that was asked for elsewhere."""
+        self.modules |= other.modules
+        self.by_job |= other.by_job
+
+
 @contextmanager
-def imports_noted(found: set[str]) -> Iterator[None]:
+def imports_noted(found: Asked) -> Iterator[None]:
     """Note what the code of the block asks to be imported, by module name, or by file where it is loaded from one.
 
     A request counts whether or not the module is there already, so a second run in a process notes what the first one did. What a module
@@ -43,7 +66,8 @@ def imports_noted(found: set[str]) -> Iterator[None]:
     importing, thread = False, threading.get_ident()
 
     @contextmanager
-    def outermost(*names: str) -> Iterator[None]:
+    def outermost(file: str, *names: str) -> Iterator[None]:
+        """Note the names that a file asks for, unless an import is under way."""
         nonlocal importing
         if importing or threading.get_ident() != thread:
             yield
@@ -51,7 +75,7 @@ def imports_noted(found: set[str]) -> Iterator[None]:
         importing = True
         try:
             yield
-            found.update(names)
+            found.add(names, by_job=is_of_the_job(file))
         finally:
             importing = False
 
@@ -69,17 +93,23 @@ def imports_noted(found: set[str]) -> Iterator[None]:
         fromlist: Any = (),
         level: int = 0,
     ) -> ModuleType:
-        package = (globals or {}).get("__package__") or ""
-        origin = _absolute("." * level + name, package)
-        with outermost(origin, *(f"{origin}.{one}" for one in fromlist or ())):
+        module = globals or {}
+        origin = _absolute("." * level + name, module.get("__package__") or "")
+        with outermost(
+            str(module.get("__file__", "<>")), origin, *(f"{origin}.{one}" for one in fromlist or ())
+        ):
             return import_statement(name, globals, locals, fromlist, level)
 
     def by_name(name: str, package: Any = None, level: int = 0) -> Any:
-        with outermost(_absolute("." * level + name, package or "")):
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__") == "importlib" and caller.f_back is not None:
+            caller = caller.f_back
+        with outermost(caller.f_code.co_filename, _absolute("." * level + name, package or "")):
             return import_by_name(name, package, level)
 
     def of_file(loader: Any, module: ModuleType) -> None:
-        with outermost(str(getattr(loader, "path", ""))):
+        path = str(getattr(loader, "path", "<>"))
+        with outermost(path, path):
             load_file(loader, module)
 
     builtins.__import__, by_names._gcd_import, loaders.exec_module = statement, by_name, of_file
@@ -92,49 +122,92 @@ def imports_noted(found: set[str]) -> Iterator[None]:
 
 def imports_of_job(job: object) -> AbstractContextManager[None]:
     """Note what the code of the block asks for as asked for by a job."""
-    return imports_noted(note_imports(job, ()))
+    return imports_noted(note_imports(job))
 
 
-def note_imports(job: object, asked: Iterable[str]) -> set[str]:
+def note_imports(job: object, asked: Asked | None = None) -> Asked:
     """Add to what a job asked for. Returns all of it."""
-    noted: set[str] = vars(job).setdefault(_NOTED, set())
-    noted.update(asked)
+    noted: Asked = vars(job).setdefault(_NOTED, Asked())
+    noted.join(asked or Asked())
     return noted
 
 
-def imported_by(use: str, job: object) -> dict[str, bytes]:
-    """`imported_files` of a job whose data and model were made."""
-    return imported_files(use, vars(job).get(_NOTED, ()))
+class Imported(NamedTuple):
+    """What a job is made of beside `job_sources`."""
+
+    files: dict[str, bytes]
+    """Files that no distribution has installed: by their path below the job's root, or of their module where they lie elsewhere."""
+    distributions: dict[str, str]
+    """The versions of the distributions that its modules name, by name."""
+    paths: frozenset[str]
+    """Where all its files lie, `job_sources` included."""
 
 
-def imported_files(use: str, noted: Iterable[str]) -> dict[str, bytes]:
-    """The files that a job is made of beside `job_sources`, by their paths below its root. The job and its model were made, and asked for `noted`."""
+def imported_by(use: str, job: object) -> Imported:
+    """What a job is made of whose data and model were made."""
+    return imported(use, note_imports(job))
+
+
+def imported(use: str, asked: Asked) -> Imported:
+    """What a job is made of that asked for these modules."""
     module = use.partition(":")[0]
     root = root_of(module)
     if root is None:
-        return {}
+        return Imported({}, {}, frozenset())
     roots = [root, *([Path.cwd()] if module == MAIN_MODULE else [])]  # a notebook's modules lie beside it
-    known = {path.resolve() for path in job_sources(use).values()}
-    found: dict[str, bytes] = {}
-    seen, waiting = set[str](), [*job_sources(use), *noted]
+    sources = job_sources(use)
+    known = {path.resolve() for path in sources.values()}
+    files, installed = dict[str, bytes](), dict[str, Path]()
+    seen, waiting, named = set[str](), [*sources, *asked.modules, *_OF_THE_INTERPRETER], set(asked.by_job)
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
         path = _path(name, root)
-        below = None if path is None else _below(path, roots)
-        if path is None or below is None:
+        if path is None or not path.is_file():
+            continue
+        path = Path(os.path.abspath(path))  # noqa: PTH100 - without `..`, and links as they are
+        if not is_of_the_job(str(path)):
+            installed[name] = path
             continue
         if path.resolve() not in known:
-            found[below] = path.read_bytes()
-        waiting += _further(name, path)
-    return dict(sorted(found.items()))
+            known.add(path.resolve())
+            files[_key(files, name, path, roots)] = path.read_bytes()
+        further = set(_further(name, path))
+        named |= further
+        waiting += further
+    found = {distribution_of(path) for name, path in installed.items() if name in named}
+    distributions = {one.name: one.version for one in found if one is not None and one.name not in _TOLD}
+    return Imported(
+        dict(sorted(files.items())), dict(sorted(distributions.items())), frozenset(map(str, known))
+    )
+
+
+_OF_THE_INTERPRETER = ("sitecustomize", "usercustomize")
+"""Modules that Python itself imports, for every program: they may change anything in any other."""
+
+_TOLD = frozenset({"torch", "numpy", "lockstep-train"})
+"""Distributions whose versions every identity has."""
+
+
+def _key(files: Mapping[str, bytes], name: str, path: Path, roots: Iterable[Path]) -> str:
+    """The path that stands for a file in the identity and in the record."""
+    module = f"{name.replace('.', '/')}{'/__init__' if path.name == '__init__.py' else ''}.py"
+    key = _below(path, roots) or (path.name if name.endswith(".py") else module)
+    while key in files:  # a module of that name lies elsewhere too
+        key = f"elsewhere/{key}"
+    return key
 
 
 def source_fields(files: Mapping[str, bytes]) -> dict[str, str]:
     """The fields of the identity for these files."""
     return {f"{FIELD}{path}": hashlib.sha256(content).hexdigest() for path, content in files.items()}
+
+
+def distribution_fields(distributions: Mapping[str, str]) -> dict[str, str]:
+    """The fields of the identity for these distributions."""
+    return {f"distribution.{name}": version for name, version in distributions.items()}
 
 
 def recorded_beside(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -143,10 +216,24 @@ def recorded_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def files_here(use: str, paths: Iterable[str]) -> dict[str, bytes]:
-    """What lies at these paths below the job's root."""
+    """What lies at these paths below the job's root, or is the module of such a path."""
     root = root_of(use.partition(":")[0])
-    found = [(path, root / path) for path in paths] if root is not None else []
-    return {path: file.read_bytes() for path, file in found if file.is_file()}
+    found = [(path, _file_at(path, root)) for path in paths] if root is not None else []
+    return {path: file.read_bytes() for path, file in found if file is not None and file.is_file()}
+
+
+def _file_at(path: str, root: Path) -> Path | None:
+    if (root / path).is_file():
+        return root / path
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return _path(name, root)
+
+
+def new_modules(before: Iterable[str]) -> list[str]:
+    """The modules of this process that are not among `before` and that no distribution has installed."""
+    names = sys.modules.keys() - set(before)
+    files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names))
+    return [name for name, file in files if isinstance(file, str) and is_of_the_job(file)]
 
 
 def _further(name: str, path: Path) -> Iterator[str]:
@@ -162,6 +249,9 @@ def _further(name: str, path: Path) -> Iterator[str]:
             # A package holds whichever of its modules anybody has imported.
             if value.__name__ != f"{name}.{key}":
                 yield value.__name__
+            file = vars(value).get("__file__")
+            if value.__name__ not in sys.modules and isinstance(file, str) and file.endswith(".py"):
+                yield file  # it was loaded from one, and is known by no name
         elif isinstance(value, FunctionType | type):
             yield str(value.__module__)
     if path.name == "__init__.py" and _fills_itself(path.read_bytes()):
@@ -221,9 +311,7 @@ def _root_or_none(name: str) -> Path | None:
 
 
 def _below(path: Path, roots: Iterable[Path]) -> str | None:
-    """The path from the first of the roots that it lies below; None for one that is elsewhere, or no code of the job's."""
-    if not path.is_file() or not is_of_the_job(str(path)):
-        return None
+    """The path from the first of the roots that it lies below; None for one that is elsewhere."""
     for root in roots:
         for folder, one in ((root.absolute(), path.absolute()), (root.resolve(), path.resolve())):
             if one.is_relative_to(folder):

@@ -6,7 +6,7 @@ Importing this module costs nothing but torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -85,6 +85,8 @@ class Job:
     """Base class of every job. Override `model`, `train_data`, and `loss` or `phases`; the rest has defaults."""
 
     Params: ClassVar[type[Params]] = Params
+    placement_variables: ClassVar[Collection[str]] = ()
+    """Environment variables that the job reads and that say where something is, never what it is: they are no part of a run's identity."""
     params: Any
     _told: Sequence[str] = ()
     """What a run warns of when one of Lockstep's own jobs has made its model."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,25 +19,15 @@ import torch.distributed as dist
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.job.frames import place_in_job
-from lockstep.job.imports import imports_noted, note_imports
+from lockstep.job.imports import Asked, imported, imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
+from lockstep.job.typed_tree import Opaque, encoded
+from lockstep.job.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
-
-_RANK = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-)
-"""Variables by which launchers tell a process its place among others."""
 
 
 @contextmanager
@@ -46,7 +39,7 @@ def others_out_of_sight() -> Iterator[None]:
     one. Lockstep itself talks on the channel of its Group.
     """
     default, dist.group.WORLD = dist.group.WORLD, None
-    told = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+    told = {name: os.environ.pop(name) for name in RANK if name in os.environ}
     try:
         yield
     finally:
@@ -61,8 +54,11 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     `__init__` draws, or a basis that it computes, is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
     not fit.
     """
-    with others_out_of_sight(), one_library_thread(), one_thread():
-        return _made(use, params)
+    reads = Reads()
+    with others_out_of_sight(), one_library_thread(), one_thread(), variables_noted(reads):
+        job = _made(use, params)
+    keep_reads(job, reads)
+    return job
 
 
 def _made(use: str, params: Mapping[str, Any]) -> Job:
@@ -70,7 +66,7 @@ def _made(use: str, params: Mapping[str, Any]) -> Job:
     check_methods(job_class, use)
     checked = _checked(job_class, params)
     seed_all("job", use)
-    asked = set[str]()
+    asked = Asked()
     try:
         with imports_noted(asked):
             job = job_class(checked)
@@ -101,7 +97,7 @@ def placement_params(use: str) -> frozenset[str]:
 
 
 def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The params that decide about bits, in plain data by the names that a spec writes: as the job gets them, with their defaults.
+    """The trees of the params that decide about bits, by the names that a spec writes: as the job gets them, with their defaults.
 
     Raises SpecError where `params` do not fit the job, JobImportError where `use` leads nowhere.
     """
@@ -109,18 +105,41 @@ def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
     checked, placed = _checked(job_class, params), placement_params(use)
     fields = job_class.Params.model_fields.items()
     values = {field.alias or name: getattr(checked, name) for name, field in fields}
-    values |= checked.model_extra or {}
-    return {name: _plain(value, params.get(name)) for name, value in values.items() if name not in placed}
+    trees = {name: _tree(value, params.get(name)) for name, value in values.items() if name not in placed}
+    if extra := checked.model_extra:  # of a job that takes any, and sees in which order they are
+        trees |= {name: _tree(value, params.get(name)) for name, value in extra.items()}
+        trees[""] = list(extra)
+    return trees
 
 
-def _plain(value: Any, written: Any) -> Any:
-    """A param in plain data; one that has no such form, or is secret, as it was written."""
-    if isinstance(value, set | frozenset):  # its order is another one in another process
-        return sorted((_plain(one, one) for one in value), key=repr)
-    if not isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
-        with suppress(pydantic_core.PydanticSerializationError):
-            return pydantic_core.to_jsonable_python(value, fallback=_by_name)
-    return str(type(value).__qualname__) if written is None else written
+def _tree(value: Any, written: Any) -> Any:
+    """The tree of a param. One that has no plain form, or is secret, is told as it was written, or by its type."""
+    try:
+        return encoded(value, _opaque)
+    except (pydantic_core.PydanticSerializationError, ValueError):
+        return {"$written": [f"{type(value).__module__}.{type(value).__qualname__}", encoded(written)]}
+
+
+_BUILT_IN: tuple[Any, ...] = (int, float, str, bytes, list, tuple, dict, set, frozenset)
+
+
+def _opaque(value: Any) -> Opaque:
+    """A value of a kind of its own: a model by its fields, anything else in the plain form that pydantic gives it.
+
+    ValueError or pydantic's error for one that has none.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
+        raise ValueError(f"a {kind} is not shown")
+    if isinstance(value, pydantic.BaseModel):
+        return Opaque(kind, {**dict(value), **(value.model_extra or {})})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return Opaque(kind, {field.name: getattr(value, field.name) for field in fields})
+    for built_in in _BUILT_IN if not isinstance(value, enum.Enum) else ():
+        if isinstance(value, built_in):  # of a class that derives from it
+            return Opaque(kind, built_in(value))
+    return Opaque(kind, pydantic_core.to_jsonable_python(value, fallback=_by_name))
 
 
 def _by_name(value: Any) -> str:
@@ -153,11 +172,12 @@ def _is_job(value: object) -> bool:
 def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
+    watch()
     try:
         note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
-        forget_stale_bytecode(name)
+        forget_stale_bytecode(map(Path, imported(f"{name}:", Asked()).paths))
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -21,13 +21,6 @@ MAIN_MODULE = "lockstep_main"
 def job_source_digest(use: str) -> str:
     """sha256 over the files of `job_sources`."""
     return _digest(job_sources(use))
-
-
-def former_source_digest(use: str) -> str:
-    """The same as older versions had it: of an installed job with every package that it imports, all the way down. Takes minutes for one that imports torch."""
-    module = use.partition(":")[0]
-    root = root_of(module)
-    return _digest(_followed([module], root, module, within="") if _is_installed(root) else job_sources(use))
 
 
 def _digest(files: Mapping[str, Path]) -> str:
@@ -46,7 +39,9 @@ def job_sources(use: str) -> dict[str, Path]:
     """
     module = use.partition(":")[0]
     root = root_of(module)
-    return _followed([module], root, module, within=module.partition(".")[0] if _is_installed(root) else "")
+    return _followed(
+        [module], root, module, within=module.partition(".")[0] if _is_installed(root, module) else ""
+    )
 
 
 def imported_sources(text: str, root: Path) -> dict[str, Path]:
@@ -54,8 +49,8 @@ def imported_sources(text: str, root: Path) -> dict[str, Path]:
     return _followed(list(_imported(ast.parse(text), "")), root, "")
 
 
-def _is_installed(root: Path | None) -> bool:
-    return root is not None and is_installed(root.absolute())
+def _is_installed(root: Path | None, module: str) -> bool:
+    return root is not None and is_installed(root.absolute() / module.partition(".")[0])
 
 
 def _followed(waiting: list[str], root: Path | None, job: str, within: str = "") -> dict[str, Path]:
@@ -77,16 +72,12 @@ def _followed(waiting: list[str], root: Path | None, job: str, within: str = "")
     return found
 
 
-def forget_stale_bytecode(module: str) -> None:
+def forget_stale_bytecode(files: Iterable[Path]) -> None:
     """Before the job's module is imported: have no file of it imported as it was before its last change.
 
     Python takes a file for unchanged whose size and whole second of change are those of its bytecode, and the identity has what the file
     holds now.
     """
-    try:
-        files = list(job_sources(f"{module}:").values())
-    except (SyntaxError, ValueError, OSError):  # told by the import
-        return
     for path in files:
         bytecode = Path(importlib.util.cache_from_source(str(path)))
         with suppress(OSError):  # there is none, or another process was quicker

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lockstep.job.identity import differing_fields
+from lockstep.job.identity import differences, shown
 
 UNTOLD = "no field of the identity differs: look for a change to the record, an operator that is not deterministic, or a machine that computes wrong results"
 """What is said of a difference that nothing in the identity explains."""
 
 
 class Cause(NamedTuple):
-    """One field of the identity that is not what it was."""
+    """One value of the identity that is not what it was: its field, with the place inside it, and both trees."""
 
     field: str
     recorded: Any
@@ -23,8 +23,13 @@ class Cause(NamedTuple):
         """Whether bits may rightly differ for it: another version, kind of device or processor."""
         return self.field.startswith(("version.", "numerics_probe")) or self.field == "device"
 
+    @property
+    def change(self) -> str:
+        """The field with both values, for a list of them."""
+        return f"{self.field}: {shown(self.recorded)} → {shown(self.found)}"
+
     def __str__(self) -> str:
-        return f"{self.field} was {self.recorded!r} and is {self.found!r}"
+        return f"{self.field} was {shown(self.recorded)} and is {shown(self.found)}"
 
 
 _ORDER = ("version.", "device", "numerics_probe", "threads", "job.", "data.")
@@ -35,8 +40,13 @@ def causes(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[Cause]
     """The fields that differ, the likelier cause first. None where the run's own fields are not recorded."""
     if not recorded:
         return []
-    names = differing_fields(recorded, found, either=True)
-    differing = [Cause(name, recorded.get(name), found.get(name)) for name in names]
+    both = recorded.keys() & found
+    # One alone has read the others so far: of those nothing is known to differ.
+    known = [
+        {name: tree for name, tree in one.items() if name in both or not name.startswith("variable.")}
+        for one in (recorded, found)
+    ]
+    differing = [Cause(*one) for one in differences(*known)]
     return sorted(differing, key=lambda cause: (_rank(cause.field), cause.field))
 
 

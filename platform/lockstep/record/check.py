@@ -13,7 +13,16 @@ from lockstep.errors import StorageError
 from lockstep.record import ledger
 from lockstep.record.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.documents import as_json
-from lockstep.record.events import Corrupted, EvaluationRow, Finished, Mended, Opened, Started, StepRow
+from lockstep.record.events import (
+    Corrupted,
+    EvaluationRow,
+    Finished,
+    InputsFound,
+    Mended,
+    Opened,
+    Started,
+    StepRow,
+)
 from lockstep.record.journal import Damage, Journal
 from lockstep.record.points import Point, points_of
 from lockstep.record.replay import last_words, lost_end, status_of
@@ -163,6 +172,8 @@ def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Itera
     for event in journal.events:
         if isinstance(event, Started) and event.facts.get("fields"):
             wanted["fields.json"] = event.facts["fields"]
+        elif isinstance(event, InputsFound):
+            wanted["fields.json"] = event.fields
     if isinstance(end, Finished):
         wanted["summary.json"] = end.summary
     for name, document in wanted.items():

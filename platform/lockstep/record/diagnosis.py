@@ -146,7 +146,14 @@ class Diagnosis:
                 return
             case events.Corrupted() | events.Warned() | events.Straggling():
                 return
-            case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
+            case (
+                events.InputsFound()
+                | events.Opened()
+                | events.SetAside()
+                | events.Mended()
+                | events.Sealed()
+                | events.Delivered()
+            ):
                 return
             case _:
                 assert_never(event)

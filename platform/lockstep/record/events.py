@@ -47,6 +47,19 @@ class Started:
     facts: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class InputsFound:
+    """Something that decides about the run was found after its start, in step number `step`: from here on this is its identity, with all its fields.
+
+    `source` has the texts of files of the job that came with it, by path.
+    """
+
+    step: int
+    fields: Mapping[str, Any]
+    identity: str
+    source: Mapping[str, str] = field(default_factory=dict)
+
+
 class Digests(NamedTuple):
     """Digests of the results of a step, each a whole number below 2**64; `training.digests` defines them."""
 
@@ -403,6 +416,7 @@ Row = StepRow | EvaluationRow
 Recorded = (
     Opened
     | Started
+    | InputsFound
     | StepRow
     | EvaluationRow
     | Observation

@@ -25,6 +25,7 @@ from lockstep.record.events import (
     EvaluationRow,
     Failed,
     Finished,
+    InputsFound,
     Mended,
     Observation,
     Opened,
@@ -65,6 +66,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "opened", {"at": event.at, **event.process}
         case Started():
             return "started", dict(event.facts)
+        case InputsFound():
+            return "inputs", asdict(event)
         case Sampled():
             return "system", {"node": event.node, "at": event.at, "values": dict(event.values)}
         case AttemptsSummarised():
@@ -143,6 +146,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Opened(value.pop("at"), value)
         case "started":
             return Started(value)
+        case "inputs":
+            return InputsFound(**value)
         case "system":
             return Sampled(**value)
         case "attempts":

@@ -31,6 +31,7 @@ from lockstep.record.events import (
     EvaluationRow,
     Failed,
     Finished,
+    InputsFound,
     Mended,
     Observation,
     Opened,
@@ -103,6 +104,8 @@ class Page:
         match event:
             case Started():
                 self._started(event.facts)
+            case InputsFound():
+                self._inputs(event)
             case CheckpointRow():
                 self._checkpoint(event)
             case AttemptsSummarised():
@@ -174,6 +177,17 @@ class Page:
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
+
+    def _inputs(self, found: InputsFound) -> None:
+        """Show the identity that the run has since inputs were found after its start."""
+        self.log(
+            f"step {found.step}: an input of the job was found; the identity is {found.identity} from here on"
+        )
+        self._facts["identity"] = found.identity
+        self._tag({"identity": found.identity})
+        for path, text in found.source.items():
+            self._document(f"source/{path}", text)
+        self._document("fields.json", documents.as_json(dict(found.fields)))
 
     def _attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """Show what is known of each attempt so far; those of an earlier driver stay as it left them."""

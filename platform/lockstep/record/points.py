@@ -47,7 +47,14 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return iter(())
         case events.Warned() | events.Straggling() | events.Finished() | events.Failed() | events.TakenOver():
             return iter(())
-        case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
+        case (
+            events.InputsFound()
+            | events.Opened()
+            | events.SetAside()
+            | events.Mended()
+            | events.Sealed()
+            | events.Delivered()
+        ):
             return iter(())
         case _:
             assert_never(event)

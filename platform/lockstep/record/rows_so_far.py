@@ -68,7 +68,13 @@ class RowsSoFar:
                 pass
             case events.Warned() | events.Straggling():
                 pass
-            case events.Opened() | events.SetAside() | events.Mended() | events.Delivered():
+            case (
+                events.InputsFound()
+                | events.Opened()
+                | events.SetAside()
+                | events.Mended()
+                | events.Delivered()
+            ):
                 pass
             case None:
                 pass  # damaged

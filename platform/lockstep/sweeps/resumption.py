@@ -11,7 +11,7 @@ from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
-from lockstep.job.identity import changed_fields
+from lockstep.job.identity import changed_fields, shown
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.redaction import redacted_fields
 from lockstep.record.stores import find_sweep
@@ -75,9 +75,9 @@ def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
         )
     hidden = redacted_fields(before.document())
     for name, old, new in changed_fields(before, after):
-        if name not in hidden:
+        if not any(name.startswith(one) for one in hidden):
             raise SpecError(
-                f"resume: {name} is {old!r} in sweep {sweep_id}, got {new!r}; a resumed sweep is the same sweep: leave it, or begin a new one"
+                f"resume: {name} is {shown(old)} in sweep {sweep_id}, got {shown(new)}; a resumed sweep is the same sweep: leave it, or begin a new one"
             )
 
 

@@ -6,8 +6,6 @@ trial gives all of it back. `fit` runs in a thread; after an evaluation it waits
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import queue
 import sys
@@ -41,7 +39,7 @@ from lockstep.errors import (
     StorageError,
     TransientStorageError,
 )
-from lockstep.job.identity import deciding, written_params
+from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import EvaluationRow
@@ -390,7 +388,5 @@ def was_begun(sweep: SweepSpec, sweep_id: str, number: int, config: Mapping[str,
 
 def run_name(sweep_id: str, number: int, spec: Spec) -> str:
     """The name under which any attempt of a trial finds its run, however it is placed; in a population a trial goes through several."""
-    document = deciding(spec)
-    document["job"] = {**document["job"], "params": written_params(spec)}
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    digest = identity_digest(deciding(spec))
     return f"sweep-{sweep_id}-{number}-{digest[:16]}"

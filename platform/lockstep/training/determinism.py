@@ -17,23 +17,25 @@ from torch import Tensor
 
 from lockstep.errors import DeterminismError
 from lockstep.threads import library_threads, one_library_thread
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_at_random
+from lockstep.training.settings import Settings
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
 
 @contextmanager
 def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]:
     """Put this process into the given determinism and number of intra-op threads; restore both on the way out.
 
-    What a job sets for its process, the default type and the precision of fp32 products, is restored as well: a trial of a sweep may follow there.
+    What a job sets for its process (`settings`) is restored as well: a trial of a sweep may follow there.
 
     Under strict the libraries beside torch have one thread: what a job computes with NumPy depends on no number of cores.
 
-    Raises DeterminismError where python's string hashing was left random at start-up.
+    Raises DeterminismError where python hashes strings in another way than with PYTHONHASHSEED=0.
     """
-    if kind == "strict" and hashes_at_random():
+    if kind == "strict" and hashes_otherwise():
+        seed = os.environ.get("PYTHONHASHSEED", "random")
         raise DeterminismError(
-            "determinism strict: this python hashes strings at random; start it with PYTHONHASHSEED=0, "
-            "or use the lockstep command, which does"
+            f"determinism strict: this python was not started with PYTHONHASHSEED=0 (it is {seed}), so it orders sets of strings in another "
+            "way than other runs; start it with PYTHONHASHSEED=0, or use the lockstep command, which does"
         )
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -44,7 +46,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.benchmark,
     )
-    default, products = torch.get_default_dtype(), _fp32_precisions()
+    settings = [Settings(torch.device(kind)) for kind in ("cpu", "cuda")]
     try:
         with one_library_thread() if kind == "strict" else nullcontext():
             torch.set_num_threads(threads)
@@ -57,10 +59,8 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
         cudnn.benchmark = before[3]
-        torch.set_default_dtype(default)
-        for name, precision in _fp32_precisions().items():
-            if precision != products[name]:
-                _product(name).fp32_precision = products[name]
+        for one in settings:
+            one.put_back()
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
@@ -77,66 +77,6 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
                 f"determinism strict: the job has set {name} to {value}, wanted {wanted} ({why}); take that out of the job, and "
                 "set threads or determinism in the spec"
             )
-
-
-_FP32_PRODUCTS = {
-    "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
-    "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
-}
-"""By kind of device, the backends that may compute products of fp32 numbers in TF32 or bf16."""
-
-
-def fp32_products(device: torch.device) -> dict[str, str]:
-    """For the identity: the backends that compute fp32 products at lower precision, such as TF32. Convolutions on CUDA do by default."""
-    found = {}
-    for name in _FP32_PRODUCTS.get(device.type, ()):
-        precision = _product(name).fp32_precision
-        if precision not in ("none", "ieee"):
-            found[f"fp32_products.{name}"] = str(precision)
-    return found
-
-
-def _product(name: str) -> Any:
-    """The settings of a backend by its name, such as `mkldnn.matmul`."""
-    family, _, kind = name.partition(".")
-    return getattr(getattr(torch.backends, family), kind)
-
-
-def _fp32_precisions() -> dict[str, str]:
-    return {name: _product(name).fp32_precision for names in _FP32_PRODUCTS.values() for name in names}
-
-
-_CUDA_PRODUCTS = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction_split_k",
-    "allow_bf16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction_split_k",
-    "allow_fp16_accumulation",
-)
-"""Attributes of torch.backends.cuda.matmul."""
-
-_CUDA_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE")
-"""Variables by which cuBLAS chooses its kernels."""
-
-
-def cuda_settings(device: torch.device) -> dict[str, str]:
-    """For the identity: the settings by which torch and cuBLAS choose among CUDA kernels with different bits. Empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    cuda: Any = torch.backends.cuda  # partly untyped
-    found = {
-        **{f"matmul.{name}": getattr(cuda.matmul, name) for name in _CUDA_PRODUCTS},
-        "blas": cuda.preferred_blas_library(),
-        "linalg": cuda.preferred_linalg_library(),
-        "cudnn": torch.backends.cudnn.enabled,
-        "attention.flash": cuda.flash_sdp_enabled(),
-        "attention.mem_efficient": cuda.mem_efficient_sdp_enabled(),
-        "attention.math": cuda.math_sdp_enabled(),
-        "attention.cudnn": cuda.cudnn_sdp_enabled(),
-        "attention.math_reduced_precision": cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        **{name: os.environ[name] for name in _CUDA_ENVIRONMENT if name in os.environ},
-    }
-    return {f"cuda.{name}": str(value) for name, value in found.items()}
 
 
 @contextmanager

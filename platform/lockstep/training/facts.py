@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 from lockstep.communication.group import Group
-from lockstep.data.contents import UnreadableError, written_out
+from lockstep.data.contents import UnreadableError, tree_of
 from lockstep.data.dataset import is_table
-from lockstep.data.fingerprint import fingerprint, former_fingerprint
+from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.errors import DriftError, JobError
-from lockstep.job.identity import differing_fields, identity_digest, identity_fields, written_params
-from lockstep.job.imports import imported_by, source_fields
+from lockstep.job.identity import PARAM, differences, identity_digest, identity_fields, shown
+from lockstep.job.imports import distribution_fields, imported_by, source_fields
 from lockstep.job.interface import Job, overrides
-from lockstep.job.source import former_source_digest
 from lockstep.plan import Plan
 from lockstep.randomness import seeds
 from lockstep.record.environment import environment
@@ -26,17 +25,19 @@ from lockstep.record.events import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
 from lockstep.training.compiled import CompiledLosses, identity_of_compiler
-from lockstep.training.determinism import cuda_settings, fp32_products, numerics_probe, numpy_probe
+from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error, job_at
+from lockstep.training.inputs import MOVED, VARIABLE, places_here, variables_read
 from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
+from lockstep.training.settings import Settings
 
 
-def _own_fields(job: Job, written: Callable[[Any], str] = written_out) -> dict[str, str]:
+def _own_fields(job: Job) -> dict[str, Any]:
     """What a job adds to the identity. JobError where it fails, returns no mapping or what cannot be looked into."""
     try:
-        own = {str(name): written(value) for name, value in job.identity().items()}
+        own = {str(name): tree_of(value) for name, value in job.identity().items()}
     except UnreadableError as error:
         raise JobError(
             f"job.identity: gave a {error.kind}, whose content cannot be read ({error.reason}); "
@@ -55,6 +56,7 @@ def facts_of(
     plan: Plan,
     evaluate: Evaluation | None,
     initial_digest: str,
+    settings: Settings,
     *,
     fork: str | None,
 ) -> dict[str, Any]:
@@ -63,18 +65,21 @@ def facts_of(
     `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
     device, strict = group.device, spec.determinism == "strict"
-    files = imported_by(spec.job.use, job)
+    imported = imported_by(spec.job.use, job)
+    files = imported.files
+    variables, places = variables_read(job, group, imported.paths)
     fields = identity_fields(
         spec,
         {
             **source_fields(files),
+            **distribution_fields(imported.distributions),
             **_own_fields(job),
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
             **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **fp32_products(device),
-            **cuda_settings(device),
+            **settings.fields(),
+            **variables,
             "numerics_probe": numerics_probe(device) if strict else "not taken",
             "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
@@ -85,7 +90,7 @@ def facts_of(
     return {
         "identity": identity_digest(fields),
         "fields": fields,
-        "environment": environment(device),
+        "environment": {**environment(device), MOVED: {**places_here(), **places}},
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
@@ -96,17 +101,6 @@ def facts_of(
         ),
         **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
     }
-
-
-def former_fields(spec: Spec, job: Job, batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
-    """Fields of the identity as older versions wrote them, where that was in another way."""
-    data = {
-        f"data.{name}.{field}": value
-        for name, data, size in _data_sets(batches, evaluate)
-        for field, value in former_fingerprint(data.samples, size, data.seed).items()
-    }
-    source = {"job.source": former_source_digest(spec.job.use)}
-    return {**written_params(spec), **_own_fields(job, str), **data, **source}
 
 
 def with_compiler(facts: dict[str, Any], compiled: CompiledLosses) -> dict[str, Any]:
@@ -166,21 +160,26 @@ def check_agreed(group: Group, own: dict[str, Any], spec: Spec) -> None:
     """Refuse to train where ranks differ in anything that enters the identity."""
     every = group.gather(own)
     for rank, other in enumerate(every):
-        for field in differing_fields(every[0], other, either=True):
-            of_machine = (
-                "these machines give other bits for the same program (another processor, library or number of threads): use machines "
-                "of one kind"
-            )
-            advice = {
-                "numerics_probe": of_machine,
-                "numerics_probe.numpy": of_machine,
-                **dict.fromkeys(
-                    [name for name in every[0] if name.startswith("job.params.")],
-                    "its default depends on the process or the machine: set it in the spec, or declare it as lockstep.Placement",
-                ),
-                "initial_weights_digest": "the job's model must be made from the seeded generators alone",
-            }.get(field, "all workers must run the same code on the same data")
+        for name, first, second in differences(every[0], other):
             if spec.determinism == "strict":
                 raise DriftError(
-                    f"{field}: rank 0 has {every[0].get(field)}, rank {rank} has {other.get(field)}; {advice}"
+                    f"{name}: rank 0 has {shown(first)}, rank {rank} has {shown(second)}; {_advice(name)}"
                 )
+
+
+def _advice(name: str) -> str:
+    """What to do where ranks differ in a value of the identity."""
+    if name.startswith("numerics_probe"):
+        return (
+            "these machines give other bits for the same program (another processor, library or number of threads): use machines "
+            "of one kind"
+        )
+    if name.startswith(PARAM):
+        return "its default depends on the process or the machine: set it in the spec, or declare it as lockstep.Placement"
+    if name.startswith(VARIABLE):
+        return (
+            "the job reads it: give every worker the same, or have the job declare it in placement_variables"
+        )
+    if name == "initial_weights_digest":
+        return "the job's model must be made from the seeded generators alone"
+    return "all workers must run the same code on the same data"

@@ -18,6 +18,7 @@ from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
+from lockstep.job.variables import reads_of, variables_noted
 from lockstep.periodic import periodically
 from lockstep.plan import Position
 from lockstep.record.events import (
@@ -87,9 +88,9 @@ def fit(
     Returns None, without an event, where `requests.go_on` says that nobody wants more of the run, or where this worker leaves it. Raises
     LockstepError with one clear line for whatever is wrong with the spec, the job or the machine.
     """
-    with surroundings(spec):
+    with surroundings(spec), variables_noted(reads_of(job)):
         run = prepare(spec, job, group, tell, origin)
-        tell(Started(run.facts))
+        tell(Started(dict(run.facts)))
         tell(run.history.past())
         tell_compiled(run, tell)
         seat = Seat(group, tell, requests, origin)
@@ -106,7 +107,7 @@ def join(
 
     `origin` is that of the attempt which the others began with. Returns None where they no longer let this worker in, or it leaves again.
     """
-    with surroundings(spec):
+    with surroundings(spec), variables_noted(reads_of(job)):
         alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
         run = prepare(spec, job, alone.group, tell_nobody, newcomer=True)
         entered = let_in(run, alone, recovery)
@@ -165,6 +166,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
         if ending == "regrouping":
             checkpoints.leave()
         else:
+            run.inputs.agree(run.group, run.facts, run.state.counters.step, seat.tell)
             checkpoints.finish()
     if ending == "regrouping":
         raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
@@ -190,6 +192,7 @@ def take_steps(
         row = clock.row(run, position, result, batches)
         note_step(run, row)
         run.step.digests.compare()
+        run.inputs.look(run.facts, position.number, tell)
         tell(row)
         watch.end(position, row, tell)
         for straggler in pace.add(position.number, result.pace):
@@ -200,6 +203,7 @@ def take_steps(
         evaluated = evaluation_is_due(run, position)
         over = evaluated and evaluate(run, position, tell)
         if checkpoints.due(position, agreed=result.save):
+            run.inputs.agree(run.group, run.facts, position.number, tell)
             with watch.saving():
                 checkpoints.save()
         clock.leave_out()

@@ -30,10 +30,10 @@ from lockstep.checkpoint.tree import pack
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
-from lockstep.job.identity import differing_fields
 from lockstep.record.events import Started, Tell
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
+from lockstep.training.inputs import completed, differing
 from lockstep.training.job_phases import PhaseOptimizers
 from lockstep.training.requests import Requests
 from lockstep.training.roll_call import Progress
@@ -200,7 +200,7 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
     facts, rows = group.given((run.facts, run.history.handed()) if own else None, source)
     # A fork's origin is known from its checkpoint, which a newcomer does not read.
     mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
-    others = differing_fields(facts["fields"], mine, either=True)
+    others = [one.name for one in differing(facts["fields"], completed(mine, facts["fields"], run.spec))]
     for rank, names in enumerate(group.gather(others)):
         if names:
             raise ClusterError(

@@ -37,8 +37,9 @@ from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
-from lockstep.training.facts import check_agreed, facts_of, former_fields, leaked_rows, with_compiler
+from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.inputs import Inputs, continued
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
 from lockstep.training.job_phases import (
     PhaseOptimizers,
@@ -55,6 +56,7 @@ from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
 from lockstep.training.schedule import make_schedule
+from lockstep.training.settings import Settings
 from lockstep.training.sharding import check_threads
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
@@ -77,6 +79,7 @@ class Run:
     facts: dict[str, Any]
     start: Start | None
     history: History
+    inputs: Inputs
     last_save: LastSave = field(default_factory=LastSave)
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
@@ -91,6 +94,7 @@ class Run:
             parts=old.parts,
             written_buffers=old.buffers.written,
         )
+        step.settings = old.settings
         if self.evaluate is not None:
             self.evaluate.join(group)
             self.evaluate.restore_buffers = step.buffers.restore
@@ -172,11 +176,14 @@ def prepare(
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
-    rehearsal, evaluate = group.together(
-        partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
-    )
+    settings = Settings(group.device)
+    with imports_of_job(job):
+        rehearsal, evaluate = group.together(
+            partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
+        )
     check_kept(spec.determinism, spec.threads)
-    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start)
+    settings.put_back()
+    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, settings)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
@@ -184,19 +191,23 @@ def prepare(
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
+        if not start.fork:
+            facts = continued(facts, start.facts, spec, warn)
         fields = facts["fields"] if replay is None else None
-        formerly = partial(former_fields, spec, job, batches, evaluate)
-        history = restore_on_every_rank(start, spec, plan, state, group, fields, formerly, warn)
+        history = restore_on_every_rank(start, spec, plan, state, group, fields, warn)
+        settings.check("after job.load_state_dict")
         start = start.without_state()
     # Only now: a Stepper takes the buffers as it finds them for those of its first step.
     step = make_stepper(spec, job, plan, group, state, rehearsal)
+    step.settings = settings
     if replay is not None and replay.probe is not None:
         step.probe = replay.probe
     watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
-    return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history)
+    inputs = Inputs(spec, job, facts)
+    return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
 
 
 def rehearse(
@@ -243,10 +254,11 @@ def make_facts(
     batches: MicroBatches,
     evaluate: Evaluation | None,
     start: Start | None,
+    settings: Settings,
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
     digest = weights_digest(state.model.state_dict())
-    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, settings, fork=start and start.parent)
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 

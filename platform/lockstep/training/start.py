@@ -16,7 +16,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError, SpecError, StorageError
-from lockstep.job.identity import differing_fields, same_value
+from lockstep.job.identity import differences, shown
 from lockstep.plan import Plan
 from lockstep.randomness import digest64
 from lockstep.record.events import Segment
@@ -24,6 +24,7 @@ from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.digests import Digester, state_digests
+from lockstep.training.inputs import differing
 from lockstep.training.relay import read_once
 from lockstep.training.state import Best, TrainState
 
@@ -86,36 +87,31 @@ def _load(
     return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
 
 
-def check_identity(start: Start, fields: dict[str, Any], formerly: Callable[[], Mapping[str, Any]]) -> None:
-    """SpecError for the first identity field in which a resumed run differs from the run that was saved. A fork may differ.
+def check_identity(start: Start, fields: Mapping[str, Any]) -> None:
+    """SpecError for the first value in which the identity of a resumed run differs from that of the run that was saved. A fork may differ.
 
-    `formerly` gives fields as older versions wrote them, where that is in another way.
+    `fields` are completed by what was saved: see `inputs.continued`.
     """
     if start.fork:
         return
-    saved = start.facts.identity_fields
-    differing = differing_fields(saved, fields)
-    former = formerly() if differing else {}
-    for name in differing:
-        if name in former and same_value(saved.get(name), former[name]):
-            continue
+    for name, was, now in differing(start.facts.identity_fields, fields):
+        advice = _ADVICE.get(name, "put it back")
         raise SpecError(
-            f"resume: {name} is {fields.get(name)!r} and was {saved.get(name)!r} in the run, which would go on with other bits; "
-            f"{_ADVICE.get(name, 'put it back')}, or start a new run from this state with --fork"
+            f"resume: {name} is {shown(now)} and was {shown(was)} in the run, which would go on with other bits; "
+            f"{advice}, or start a new run from this state with --fork"
         )
 
 
-_ADVICE = {
-    "numerics_probe": "go on with it on a machine of the same kind (with MKL_CBWR=AVX2 in the environment, if an earlier version of Lockstep began "
-    "it on an Intel processor with AVX-512)"
-}
+_ADVICE = dict.fromkeys(
+    ("numerics_probe", "numerics_probe.numpy"), "go on with it on a machine of the same kind"
+)
 
 
 def judges_anew(start: Start, fields: Mapping[str, Any]) -> bool:
     """Whether a fork compares other evaluations than its parent did: by another metric, or on other data. The parent's best is none of its own then."""
     if not start.fork or start.exact:
         return False
-    differing = differing_fields(start.facts.identity_fields, fields)
+    differing = (one.name for one in differences(start.facts.identity_fields, fields))
     return any(name in _JUDGED or name.startswith("data.eval") for name in differing)
 
 
@@ -184,15 +180,14 @@ def restore_on_every_rank(
     state: TrainState,
     group: Group,
     fields: dict[str, Any] | None,
-    formerly: Callable[[], Mapping[str, Any]],
     warn: Callable[[str], None],
 ) -> History:
     """Compare the identity `fields` with those of the checkpoint, restore the state, and compare it between the ranks.
 
-    `fields` is None for a replay, which compares them itself; `formerly` as for `check_identity`. Returns the rows that `restore` does.
+    `fields` is None for a replay, which compares them itself. Returns the rows that `restore` does.
     """
     if fields is not None:
-        check_identity(start, fields, formerly)
+        check_identity(start, fields)
     history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
     if fields is not None and judges_anew(start, fields):
         state.best = Best()

@@ -28,7 +28,7 @@ from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
-from lockstep.training.after_step import follow_update
+from lockstep.training.after_step import follow_update, has_after_step
 from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Totals
@@ -43,6 +43,7 @@ from lockstep.training.precision import Precision
 from lockstep.training.probe import NoProbe, Probe
 from lockstep.training.recheck import Recheck
 from lockstep.training.reduction import TreeSum
+from lockstep.training.settings import Settings
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step_digests import StepDigests
@@ -122,6 +123,7 @@ class Stepper:
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
         self.probe: Probe = NoProbe()
+        self.settings = Settings(group.device)
         self.recheck: Recheck | None = None
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
@@ -131,6 +133,8 @@ class Stepper:
             for phase in phases_of(job, state.model)
         ]
         self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
+        self.hooks = self.updates_by_job or has_after_step(job)
+        """Whether code of the job runs between the last micro-batch of a step and the next one."""
         self.frozen = FrozenRule(job, state.model, spec.seed)
         self._learning(min(state.counters.step + 1, plan.total_steps))
         self.watch = Stopwatch(group.device)
@@ -176,6 +180,7 @@ class Stepper:
     ) -> PhaseResult:
         """Take one phase from its first micro-batch to its update; `last` where it is the last one of the step."""
         self._accumulate(phase, position, batches, scale_down)
+        self.settings.put_back()
         if self._looks_at_buffers(position):
             self.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
         agreed = phase.exchange.read(position.micro_batches)
@@ -217,6 +222,8 @@ class Stepper:
                 phase.rates.schedule.follow()
         if updated:
             follow_update(state, seed=self.spec.seed, device=self.group.device)
+        if self.hooks and self.spec.determinism == "strict":
+            self.settings.check(f"between steps {position.number} and {position.number + 1}")
         if self.updates_by_job:
             self.modules.check(f"after step {position.number}")
             self.buffers.take_over()
@@ -352,6 +359,8 @@ class Stepper:
         batch: Any,
         precision: Precision | None = None,
     ) -> Loss:
+        # Whatever a micro-batch before it, or its own fetch, has set: each is computed alike.
+        self.settings.put_back()
         # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
         seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, device=self.group.device)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():

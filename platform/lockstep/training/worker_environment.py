@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 
 DECISIVE = {
     "PYTHONHASHSEED": "0",  # the order of sets of strings
@@ -30,18 +32,48 @@ WORKER_ENVIRONMENT = {**DECISIVE, **MEMORY}
 """What a worker process starts with."""
 
 
+_KERNELS = re.compile(
+    r"MKL_(?!NUM_THREADS|DOMAIN_NUM_THREADS|VERBOSE|SERVICE)\w+"
+    r"|(?:OPENBLAS|BLIS)_(?!NUM_THREADS|VERBOSE)\w+|GOTO_\w+|VECLIB_\w+"
+    r"|(?:ONEDNN|DNNL)_(?!VERBOSE|JIT|PRIMITIVE_CACHE|GRAPH_DUMP)\w+"
+    r"|ATEN_CPU_CAPABILITY|ATEN_\w*NO_\w+|NPY_\w*CPU_FEATURES|NUMEXPR_\w+"
+    r"|OMP_(?:DYNAMIC|SCHEDULE|THREAD_LIMIT|NESTED|MAX_ACTIVE_LEVELS)"
+    r"|KMP_(?:DETERMINISTIC_REDUCTION|FORCE_REDUCTION|ALL_THREADS|DEVICE_THREAD_LIMIT|TEAMS_THREAD_LIMIT|DYNAMIC_MODE)"
+    r"|TORCH_(?:ALLOW_TF32\w*|BLAS_PREFER\w*|LINALG_PREFER\w*|CUDNN_\w+)|NNPACK_\w+"
+)
+"""Variables by which libraries on a processor choose their kernels or the parts that these work on. Those of their threads are not among them: a
+run sets their numbers itself. Nor are those of logs, memory and waiting."""
+
+_CUDA_KERNELS = re.compile(
+    r"(?:CUBLAS|CUBLASLT|CUDNN|NVIDIA_TF32|CUTLASS)_(?!LOG)\w+|TORCH_CUDNN_\w+|PYTORCH_NVFUSER\w*"
+)
+
+
+def kernel_variables(environment: Mapping[str, str], *, cuda: bool) -> dict[str, str]:
+    """Those by which a process computes other bits: with their values a part of the identity."""
+    found = {
+        name: value
+        for name, value in sorted(environment.items())
+        if _KERNELS.fullmatch(name) or (cuda and _CUDA_KERNELS.fullmatch(name))
+    }
+    tunables = environment.get("GLIBC_TUNABLES", "").split(":")
+    if chosen := [
+        one for one in tunables if one.startswith("glibc.cpu.")
+    ]:  # which functions of libm there are
+        found["GLIBC_TUNABLES"] = ":".join(chosen)
+    return found
+
+
 def sent_environment() -> dict[str, str]:
-    """What workers on a cluster are given: WORKER_ENVIRONMENT, and in it what this process was given for their products and memory."""
-    return {
-        name: value if name == "PYTHONHASHSEED" else os.environ.get(name, value)
-        for name, value in WORKER_ENVIRONMENT.items()
-    }
+    """What workers are given: WORKER_ENVIRONMENT, and what this process was given for its kernels and memory. Strings are hashed alike everywhere."""
+    given = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
+    kernels = {name: os.environ[name] for name in kernel_variables(os.environ, cuda=True)}
+    return {**given, **kernels, "PYTHONHASHSEED": DECISIVE["PYTHONHASHSEED"]}
 
 
-def hashes_at_random() -> bool:
-    """Whether this python hashes strings at random, so that each process orders sets of strings differently."""
-    # Python started with a seed of 0 clears the flag: a flag beside a 0 means that someone set the variable later.
-    return bool(sys.flags.hash_randomization) and os.environ.get("PYTHONHASHSEED", "random") in {
-        "random",
-        "0",
-    }
+def hashes_otherwise() -> bool:
+    """Whether this python hashes strings in another way than every exact run, so that it orders sets of strings differently.
+
+    Python looks at PYTHONHASHSEED as it starts, and only a seed of 0 clears the flag: a variable that was set later changes nothing.
+    """
+    return bool(sys.flags.hash_randomization)

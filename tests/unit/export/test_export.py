@@ -622,7 +622,7 @@ def test_a_recorded_run_of_the_digits_predicts_what_its_model_does_and_has_the_a
 def test_a_model_is_kept_in_the_form_of_its_library(tmp_path: Path) -> None:
     """Again over the one before; and not where the library reads another bit than it wrote."""
     run = Path(train(document(tmp_path, "OfLibrary"), local=True).folder)
-    assert json.loads((run / "fields.json").read_text())["job.identity.library"] == "3"
+    assert json.loads((run / "fields.json").read_text())["job.identity.library"] == 3
     made = exported(run, form="pretrained")
     folder = run / "export" / "pretrained" / "final"
     assert Path(made.path) == folder

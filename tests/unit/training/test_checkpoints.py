@@ -37,7 +37,7 @@ def run(storage: Path) -> Run:
     state: Any = SimpleNamespace(counters=Counters(step=1))
     nothing: Any = None
     group = Group(0, 1, torch.device("cpu"))
-    return Run(spec, nothing, nothing, group, state, step, None, nothing, {}, None, nothing)
+    return Run(spec, nothing, nothing, group, state, step, None, nothing, {}, None, nothing, nothing)
 
 
 def of(run: Run) -> Checkpoints:

@@ -46,7 +46,8 @@ def test_a_cluster_gets_what_the_command_was_given_for_products_and_memory(
     assert sent_environment() == WORKER_ENVIRONMENT == {**DECISIVE, **MEMORY}
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert sent_environment() == {**WORKER_ENVIRONMENT, "MKL_CBWR": "AVX2"}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert sent_environment() == {**WORKER_ENVIRONMENT, "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
