@@ -273,7 +273,9 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
     if rule is not None:
         with run.state.averaged():
-            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model, run.job)
+            over = run.state.best.judge(
+                rule, _named(metrics, rule.metric), step, run.state.model, run.job, run.state.settings.changed
+            )
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     with job_at(f"the schedule after the evaluation of step {step}"):
         run.state.schedule.evaluated(metrics)
@@ -321,7 +323,7 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
 def _beside(state: TrainState) -> dict[str, dict[str, Any]]:
     """What is beside the final weights and the best ones, by the names of their files, where that is known."""
     best = {} if state.best.beside is None else {"best": state.best.beside}
-    return {"final": beside_weights(state.model, state.job), **best}
+    return {"final": beside_weights(state.model, state.job, state.settings.changed), **best}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -48,6 +48,7 @@ from lockstep.training.job_phases import (
     optimizers_of,
     phases_of,
 )
+from lockstep.training.modes import enter_training, learning_in_evaluation_mode
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_same_order
 from lockstep.training.parameters import check_scaled, short_parameters
@@ -169,7 +170,7 @@ def prepare(
     plan = make_plan(spec, train_data)
     make_sampler(spec, plan, train_data).check_order()
     model = make_model(spec, job, plan, group.device, group)
-    for text in (*job._told, *short_parameters(model)):
+    for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
@@ -394,4 +395,6 @@ def make_model(
         load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
-    return model.to(device).train()
+    model.to(device)
+    enter_training(model)
+    return model

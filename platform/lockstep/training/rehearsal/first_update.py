@@ -78,7 +78,8 @@ class FirstUpdate:
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
             if has_after_step(self.job):
-                call_after_step(state, 1, seed=self.seed, device=self.device)
+                with state.settings.followed():
+                    call_after_step(state, 1, seed=self.seed, device=self.device)
             watch.check_asking("after the first update, before training")
             watch.check_places()
             modules.check("after the first update, before training")
@@ -95,6 +96,7 @@ class FirstUpdate:
                     parameter.copy_(value)
             buffers.restore()
             inside.restore()
+            state.settings.load({})
             held.restore()
 
     def _held(self) -> Memory:
@@ -139,9 +141,11 @@ class FirstUpdate:
             )
             for section, one in packed.items()
         }
+        settings = self.state.settings.changed
         held.restore()
         inside.restore()
         try:
+            self.state.settings.load(settings)
             model.load_state_dict(saved["model"])
             restore_optimizer(optimizer, saved["optimizer"], fork=False)
             schedule.load_state_dict(saved["schedule"], fork=False)

@@ -36,6 +36,7 @@ from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
+from lockstep.training.modes import evaluating
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_order, is_of_model, order_of
 from lockstep.training.phase_step import LossModule
@@ -216,12 +217,10 @@ class StepRehearsal:
         model = self.state.model
         if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             return
-        model.eval()
         compiled = self.state.compiled
-        with torch.no_grad(), nullcontext() if compiled is None else compiled.off():
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
             for module in modules:
                 self._loss(module, self._fetch(key), 0)
-        model.train()
 
     # --- how far ----------------------------------------------------------------------------------------------
 
