@@ -31,7 +31,7 @@ from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
-from lockstep.training.average import Average
+from lockstep.training.average import Average, has_modes
 from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
@@ -57,7 +57,7 @@ from lockstep.training.recheck import Recheck
 from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
-from lockstep.training.schedule import make_schedule
+from lockstep.training.schedule import RateSchedule, make_schedule
 from lockstep.training.sharding import check_threads
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
@@ -174,6 +174,9 @@ def prepare(
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
+    if state.average is not None:
+        for text in state.average.told_at_the_start(plan.total_steps):
+            warn(text)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal, evaluate = group.together(
         partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
@@ -221,6 +224,7 @@ def rehearse(
     learning = [name for phase in phases_of(job, state.model) for name in phase.names]
     FrozenRule(job, state.model, spec.seed).check(plan.total_steps, learning)
     if eval_data is None:
+        check_followed(state.schedule, ())
         return found, None
     evaluate = Evaluation(
         job,
@@ -235,6 +239,7 @@ def rehearse(
         state.model, repeat=extent != "off", warn=warn, training=first_step.first_micro_batch
     )
     check_metric(spec, names)
+    check_followed(state.schedule, names)
     return found, evaluate
 
 
@@ -313,6 +318,12 @@ def make_state(
             phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
             for phase, one in optimizers_of(optimizer).items()
         }
+    if average is not None and (
+        modal := [one for one in optimizers_of(optimizer).values() if has_modes(one)]
+    ):
+        raise SpecError(
+            f"ema: got {spec.ema:g}, and the job's {type(modal[0]).__name__} has weights of its own to evaluate (train() and eval()); leave ema out"
+        )
     schedule = (
         PhaseSchedules(schedules)
         if isinstance(optimizer, PhaseOptimizers)
@@ -337,6 +348,22 @@ def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
     for name, rule in rules.items():
         if rule is not None and rule.metric not in metrics:
             raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
+
+
+def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> None:
+    """JobError where the job's schedule follows a metric that the evaluation does not give; `metrics` as for `check_metric`."""
+    if metrics is None:
+        return
+    for name in schedule.metrics:
+        if name not in metrics:
+            what = (
+                f"the job gives no {name!r}{nearest(name, metrics)}"
+                if metrics
+                else "the job has no eval_data"
+            )
+            raise JobError(
+                f"job.schedule: it follows {name!r}, and {what}; name a metric that every evaluation gives"
+            )
 
 
 def make_plan(spec: Spec, train_data: Any) -> Plan:

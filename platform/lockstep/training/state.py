@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.average import Average
+from lockstep.training.average import Average, has_modes, shown_by_optimizers
 from lockstep.training.beside import beside_weights, copied, unlisted_tensors
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
@@ -136,9 +136,16 @@ class TrainState:
         """Whole epochs done."""
         return self.counters.step // plan.steps_per_epoch
 
+    @property
+    def has_average(self) -> bool:
+        """Whether other weights are evaluated than those that are trained."""
+        return self.average is not None or any(map(has_modes, optimizers_of(self.optimizer).values()))
+
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is evaluated: with the average in the place of its weights, where there is one."""
-        return nullcontext() if self.average is None else self.average.shown()
+        if self.average is not None:
+            return self.average.shown()
+        return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""

@@ -187,6 +187,7 @@ class Stepper:
             self._check(phase, position, agreed.totals)
             if last:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
+            phase.agree_on_unused()
             # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
@@ -268,6 +269,7 @@ class Stepper:
         assigned = clip(self.assigned, position.micro_batches)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
+        phase.module.used.clear()
         self.watched.note()  # the update since the last step wrote to parameters rightly
         if self.recheck is not None:
             self.recheck.compute(position)
@@ -457,6 +459,7 @@ class Stepper:
                 f"the gradient of step {position.number}{within} has the norm {grad_norm} though its loss is finite; "
                 f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
             )
+        phase.rest_unused()
         phase.rates.set(state.counters.updates)
         if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(spec.seed, "update", position.step, *phase.phase.key, device=self.group.device)
