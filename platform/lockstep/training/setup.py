@@ -336,7 +336,7 @@ def make_state(
         Precision(spec.precision, device),
         average=average,
         schedule=schedule,
-        compiled=CompiledLosses(spec.determinism, device) if spec.compile else None,
+        compiled=CompiledLosses(spec.determinism, device, spec.precision) if spec.compile else None,
     )
 
 

@@ -164,9 +164,7 @@ def test_a_buffer_that_changes_its_kind_is_refused(other: Tensor | None) -> None
     model = Counting()
     buffers = StepBuffers(model, ALONE, frozenset())
     model.written = other
-    with pytest.raises(
-        JobError, match=r"^buffer 'written' became .*, wanted torch.float32 as at the start"
-    ):
+    with pytest.raises(JobError, match=r"^buffer 'written' became .*, wanted torch.float32 as at the start"):
         buffers.keep()
 
 

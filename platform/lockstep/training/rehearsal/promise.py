@@ -34,6 +34,7 @@ from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
+from lockstep.training.interleaving import has_order_of_the_users, told_interleaved
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.modes import evaluating
@@ -115,6 +116,7 @@ class StepRehearsal:
                 extent = self._compare(module, keys, first, extent)
             self._compare_behind(modules, keys)
             self._compare_order()
+            self._tell_interleaved(modules)
             return found, extent
         finally:
             held.restore()
@@ -159,6 +161,23 @@ class StepRehearsal:
         model = self.job.model()
         again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
+
+    def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
+        """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
+        if not has_order_of_the_users(self.batches.samples):
+            return
+        assigned = range(self.plan.position(0).micro_batches)
+        sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
+        keys = list(islice(sampler, len(assigned)))
+        model, compiled = self.state.model, self.state.compiled
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+
+                def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
+                    return float(self._forward(module, self._fetch(key), seed).total)
+
+                for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
+                    self.warn(text)
 
     # --- what is fetched --------------------------------------------------------------------------------------
 
