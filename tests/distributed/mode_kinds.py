@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -261,7 +262,7 @@ class ScheduleFree(Kind):
 # --- schedules by a metric ------------------------------------------------------------------------------------
 
 
-class FallsByAccuracy(Kind):
+class FallsByScore(Kind):
     """milesial/Pytorch-UNet: `ReduceLROnPlateau(optimizer, "max")`, whose goal is to maximise a score."""
 
     more: ClassVar[dict[str, Any]] = {"evaluate": {"every": {"steps": 1}}}
@@ -270,25 +271,29 @@ class FallsByAccuracy(Kind):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
-        return lockstep.Plateau(ReduceLROnPlateau(optimizer, "max", patience=0), metric="eval/accuracy")
+        return lockstep.Plateau(ReduceLROnPlateau(optimizer, "max", patience=0), metric="eval/score")
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        x, y = batch
+        return {"score": Mean(model(x).softmax(1).gather(1, y[:, None]).sum(), len(y))}
 
 
-class FollowsNothingThatRises(FallsByAccuracy):
+class FollowsNothingThatRises(FallsByScore):
     def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
         return ReduceLROnPlateau(optimizer, "max", patience=0)
 
 
-class FollowsAnUnknownMetric(FallsByAccuracy):
+class FollowsAnUnknownMetric(FallsByScore):
     def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
         return lockstep.Plateau(ReduceLROnPlateau(optimizer, "max"), metric="eval/acuracy")
 
 
-class FollowsWithoutEvaluation(FallsByAccuracy):
+class FollowsWithoutEvaluation(FollowsAnUnknownMetric):
     def eval_data(self) -> None:
         return None
 
 
-class FollowsAnotherScheduler(FallsByAccuracy):
+class FollowsAnotherScheduler(FallsByScore):
     def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
         return lockstep.Plateau(torch.optim.lr_scheduler.StepLR(optimizer, 1), metric="eval/accuracy")  # type: ignore[arg-type]
 
@@ -338,13 +343,66 @@ class HeadsOfTasks(Kind):
         return Loss(total, len(y))
 
 
+# --- orders of a dataset's own ----------------------------------------------------------------------------------
+
+
+class Identities(TensorDataset):
+    """P identities of K pictures in a row, as `RandomIdentitySampler` gives them (Cysu/open-reid)."""
+
+    def __init__(self) -> None:
+        who = torch.arange(12).repeat_interleave(3)
+        super().__init__(numbers(12, FEATURES)[who] + 0.5 * numbers(36, FEATURES, seed=3), who)
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any:
+        people = np.random.default_rng((seed, epoch)).permutation(12)
+        return (3 * people[:, None] + np.arange(3)).ravel()
+
+
+class SideBySide(Identities):
+    neighbours_together = True
+
+
+class Reidentification(Kind):
+    """The batch-hard triplet loss: without a second picture of a person in the micro-batch there is nothing to pull."""
+
+    more: ClassVar[dict[str, Any]] = {"rehearsal": "full"}
+
+    def train_data(self) -> Dataset[Any]:
+        return SideBySide()
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(numbers(7, FEATURES, seed=5), torch.arange(7) // 3)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, who = batch
+        f, same = model(x), who[:, None] == who[None]
+        distance = (f[:, None] - f[None]).square().sum(2).clamp(min=1e-12).sqrt()
+        near = distance.masked_fill(same, torch.inf).amin(1)
+        far = (distance * same).amax(1)
+        each = torch.where(near.isinf(), far, F.relu(far - near + 0.3))
+        return Loss(each.sum(), len(x), {"positives": Mean(same.sum() - len(x), len(x))})
+
+
+class ReidentificationInARow(Reidentification):
+    """Its micro-batches get every fourth picture."""
+
+    def train_data(self) -> Dataset[Any]:
+        return Identities()
+
+
 REFUSED: Mapping[type[Kind], tuple[str, ...]] = {
     FollowsNothingThatRises: ("job.schedule", "mode 'max'", "eval/loss", "lockstep.Plateau(scheduler, metric='eval/accuracy')"),
     FollowsAnUnknownMetric: ("job.schedule: follows 'eval/acuracy'", "did you mean 'eval/accuracy'"),
-    FollowsWithoutEvaluation: ("job.schedule: follows 'eval/accuracy'", "the job has no eval_data"),
+    FollowsWithoutEvaluation: ("job.schedule: follows 'eval/acuracy'", "the job has no eval_data"),
     FollowsAnotherScheduler: ("job.schedule: lockstep.Plateau holds a StepLR", "ReduceLROnPlateau"),
 }  # fmt: skip
 """Jobs that are refused, and words of the line that says why."""
+
+TOLD: dict[type[Kind], tuple[str, ...]] = {
+    SizedByItsForward: ("the buffer 'largest' of the model depends on the samples",),
+    ReidentificationInARow: ("job.loss: the first step's total is", "neighbours in the order of Identities.epoch_order", "the positions m, m + 4"),
+}  # fmt: skip
+"""Jobs that are warned of something and exact all the same, and words of the warning."""
 
 HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

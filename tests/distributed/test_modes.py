@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lockstep import Loss, Mean
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.check import check
 from lockstep.job.interface import overrides
@@ -208,3 +210,40 @@ def test_with_zeros_in_place_of_no_gradient_it_would_move() -> None:
     with mock.patch.object(PhaseStep, "rest_unused", lambda self: None):
         moved = train(run)
     assert moved.digests != train(run).digests
+
+
+# --- what a loss returns ----------------------------------------------------------------------------------------
+
+
+class PartsAsTheyAre(Kind):
+    """Parts with their graph, as "return tensors as they are" has it."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        out = model(batch[0])
+        squared, absolute = out.square().sum(), out.abs().sum()
+        n = len(out)
+        return Loss(squared + absolute, n, {"squared": Mean(squared, n), "absolute": Mean(absolute, n)})
+
+
+def test_a_part_may_keep_its_graph() -> None:
+    """torch warns where such a tensor becomes a number, and a warning is an error here."""
+    assert train(document(PartsAsTheyAre, rehearsal="full")).warnings == ()
+
+
+def test_the_rate_falls_where_the_named_metric_no_longer_rises() -> None:
+    """As ReduceLROnPlateau does by hand over the scores; by the loss, which falls here, it would have fallen otherwise."""
+    trained = train(document(kinds.FallsByScore, length={"epochs": 4}))
+    scores = [float.fromhex(dict(row[2])["eval/score"]) for row in trained.evaluations]
+    losses = [float.fromhex(dict(row[2])["eval/loss"]) for row in trained.evaluations]
+    rates = [row.lr for row in trained.steps]
+    assert rates == by_plateau(scores) != by_plateau(losses)
+
+
+def by_plateau(values: list[float]) -> list[float]:
+    """The rates of the steps, each with an evaluation after it."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler, rates = ReduceLROnPlateau(optimizer, "max", patience=0), []
+    for value in values:
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(value)
+    return rates

@@ -274,7 +274,7 @@ class _ByMetric(Section):
     def _names_what_rises(self) -> Self:
         if self.mode == "max" and "metric" not in self.model_fields_set:
             raise ValueError(
-                "mode: got max and no metric, and eval/loss falls as the model improves; name the metric, such as metric=eval/accuracy"
+                "wanted the name of a metric beside mode=max, such as metric=eval/accuracy: eval/loss falls as the model improves"
             )
         return self
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.data.dataset import orders_itself
+from lockstep.data.own_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
 
 SEEDS = 3
@@ -46,14 +47,15 @@ def told_interleaved(
     count = len(keys)
     return [
         f"{label}: the first step's total is {apart[0]:.4g}, and {together[0]:.4g} if neighbours in the order of {type(data).__name__}.epoch_order share a "
-        f"micro-batch: the loss compares samples, and micro-batch m has the positions m, m + {count}, m + 2·{count} … of each {count * len(keys[0].ids)}; set "
-        "batch.micro = batch.global, or interleave each global batch in epoch_order: ids.reshape(-1, M, micro).swapaxes(1, 2).ravel()"
+        f"micro-batch: the loss compares samples, and micro-batch m has the positions m, m + {count}, m + 2·{count} … of each {count * len(keys[0].ids)}; say "
+        f"which is meant by an attribute of {type(data).__name__}: neighbours_together = True has neighbours share one, and False leaves it so"
     ]
 
 
-def has_order_of_the_users(data: Any) -> bool:
-    """Whether a dataset of the job's own orders itself."""
-    return orders_itself(data) and not type(data).__module__.startswith("lockstep.")
+def is_unsaid(data: Any) -> bool:
+    """Whether a dataset of the job's own orders itself, and does not say whether neighbours share a micro-batch."""
+    mine = not type(data).__module__.startswith("lockstep.")
+    return mine and orders_itself(data) and says_of_neighbours(data) is None
 
 
 def _of_neighbours(keys: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -357,13 +357,11 @@ def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> Non
     for name in schedule.metrics:
         if name not in metrics:
             what = (
-                f"the job gives no {name!r}{nearest(name, metrics)}"
+                f"its evaluations give none{nearest(name, metrics)}"
                 if metrics
                 else "the job has no eval_data"
             )
-            raise JobError(
-                f"job.schedule: it follows {name!r}, and {what}; name a metric that every evaluation gives"
-            )
+            raise JobError(f"job.schedule: follows {name!r}, and {what}")
 
 
 def make_plan(spec: Spec, train_data: Any) -> Plan:

@@ -34,7 +34,7 @@ from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
-from lockstep.training.interleaving import has_order_of_the_users, told_interleaved
+from lockstep.training.interleaving import is_unsaid, told_interleaved
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.modes import evaluating
@@ -164,7 +164,7 @@ class StepRehearsal:
 
     def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
         """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
-        if not has_order_of_the_users(self.batches.samples):
+        if not is_unsaid(self.batches.samples):
             return
         assigned = range(self.plan.position(0).micro_batches)
         sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
