@@ -29,20 +29,21 @@ class Modes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules = list(model.modules())
         self.note()
 
     def note(self) -> None:
         """Accept the modes as they are now."""
-        self._flags = [(module, module.training) for module in self._model.modules()]
+        self._modes = [module.training for module in self._modules]
 
     @property
     def trains(self) -> bool:
         """Whether any module was in training mode."""
-        return any(mode for _, mode in self._flags)
+        return any(self._modes)
 
     def changed(self) -> str:
         """The name of the first module whose mode differs, or nothing."""
-        was = {id(module): mode for module, mode in self._flags}
+        was = self._by_id()
         named = self._model.named_modules()
         differing = (
             name or "the model" for name, one in named if was.get(id(one), one.training) != one.training
@@ -51,7 +52,7 @@ class Modes:
 
     def changed_where_it_learns(self) -> str:
         """The same, but for modules whose parameters are all frozen, as those of a teacher."""
-        was = {id(module): mode for module, mode in self._flags}
+        was = self._by_id()
         resting: tuple[str, ...] = ()
         for name, module in self._model.named_modules():
             if was.get(id(module), module.training) == module.training or name.startswith(resting):
@@ -64,13 +65,18 @@ class Modes:
 
     def restore(self) -> None:
         """Restore the modes where one differs."""
-        if any(module.training is not mode for module, mode in self._flags):
+        if [
+            module.training for module in self._modules
+        ] != self._modes:  # for each micro-batch, of a thousand modules
             self.restore_by_train()
 
     def restore_by_train(self) -> None:
         """Restore the modes by `train()`, as a training loop would: a module may keep something until it is called."""
-        self._model.train(self._flags[0][1])
-        _set(self._flags)
+        self._model.train(self._modes[0])
+        _set(list(zip(self._modules, self._modes, strict=True)))
+
+    def _by_id(self) -> dict[int, bool]:
+        return {id(module): mode for module, mode in zip(self._modules, self._modes, strict=True)}
 
 
 def _set(flags: Sequence[tuple[nn.Module, bool]]) -> None:
@@ -155,17 +161,17 @@ class ModuleSettings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._modules = dict(model.named_modules())
         self.changed: dict[str, dict[str, Any]] = {}
         self._made_with: dict[tuple[str, str], Any] = {}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Note what the block changes. It compares objects by identity: this runs once a step, for a thousand modules."""
-        modules = [(name, vars(module)) for name, module in self._model.named_modules()]
-        before = [dict(attributes) for _, attributes in modules]
+        attributes = [vars(module) for module in self._modules.values()]
+        before = [held.copy() for held in attributes]
         yield
-        for (name, now), was in zip(modules, before, strict=True):
+        for name, now, was in zip(self._modules, attributes, before, strict=True):
             if len(now) == len(was) and all(map(is_, now.values(), was.values())):
                 continue
             for key, value in now.items():
@@ -176,7 +182,7 @@ class ModuleSettings:
 
     def load(self, changed: Settings) -> None:
         """Have the modules as `job.model()` made them, but for what `changed` says. KeyError where there is no such module."""
-        modules = dict(self._model.named_modules())
+        modules = self._modules
         for (name, key), value in self._made_with.items():
             if value is _ABSENT:
                 modules[name].__dict__.pop(key, None)

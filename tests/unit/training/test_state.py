@@ -59,7 +59,7 @@ def judged(rule: EarlyStop, values: list[float]) -> tuple[Best, list[bool]]:
 )
 def test_judge(mode: str, values: list[float], best: int, stops: list[bool]) -> None:
     """With a patience of two: which evaluation is kept, and after which the run should stop."""
-    found, stopped = judged(EarlyStop(mode=mode, patience=2), values)  # type: ignore[arg-type]
+    found, stopped = judged(EarlyStop(metric="eval/score", mode=mode, patience=2), values)  # type: ignore[arg-type]
     assert stopped == stops
     assert (found.value, found.step) == (values[best], 10 * (best + 1))
     assert found.weights is not None
