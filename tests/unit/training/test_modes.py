@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from lockstep.job.interface import Job
+from lockstep.training.beside import beside_weights, load_beside, put_beside, save_beside
 from lockstep.training.modes import Modes, ModuleSettings, enter_training, learning_in_evaluation_mode
 
 
@@ -127,3 +131,16 @@ def test_settings_are_those_of_the_state_that_is_loaded() -> None:
     assert (other.backbone[1].training, other.head.scale, hasattr(other.head, "steps")) == (True, 1.0, False)
     with pytest.raises(KeyError):
         taken.load({"nowhere": {"training": False}})
+
+
+def test_settings_are_beside_the_weights(tmp_path: Path) -> None:
+    """A model that is made again from a run's weights computes with them."""
+    model, job = Wrapped(), Job(None)
+    settings = ModuleSettings(model)
+    with settings.followed():
+        model.head.scale = 2.0
+    path = save_beside(tmp_path / "final.safetensors", beside_weights(model, job, settings.changed))
+    assert path.is_file()
+    other = Wrapped()
+    put_beside(other, job, model.state_dict(), load_beside(tmp_path / "final.safetensors"))
+    assert other.head.scale == 2.0
