@@ -381,9 +381,9 @@ class FrozenBackbone(Kind):
 
 
 class GhostBatchNorm(Kind):
-    """What SyncBatchNorm is in many recipes: statistics over all samples at once, by a micro-batch that is the global batch."""
+    """What a recipe with SyncBatchNorm becomes: the statistics of a micro-batch, with a slow momentum, and no clipping."""
 
-    more: ClassVar[dict[str, Any]] = {"batch": {"global": 12, "micro": 6}, "clip_norm": None}
+    more: ClassVar[dict[str, Any]] = {"clip_norm": None}
 
     def model(self) -> nn.Module:
         return perceptron(FEATURES, CLASSES, nn.BatchNorm1d(8, momentum=0.01))
