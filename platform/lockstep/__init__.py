@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `Plateau`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.calls.training import train
     from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
-    from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement
+    from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement, Plateau
     from lockstep.randomness import rng
     from lockstep.spec.fields import Spec
     from lockstep.spec.loading import load_spec
@@ -30,6 +30,7 @@ __all__ = [
     "Params",
     "Phase",
     "Placement",
+    "Plateau",
     "Result",
     "Spec",
     "SweepResult",
@@ -48,6 +49,7 @@ _HOME = {
     "Params": "lockstep.job.interface",
     "Phase": "lockstep.job.interface",
     "Placement": "lockstep.job.interface",
+    "Plateau": "lockstep.job.interface",
     "Result": "lockstep.driver.result",
     "Spec": "lockstep.spec.fields",
     "SweepResult": "lockstep.sweeps.driver",

@@ -107,6 +107,11 @@ class Plan:
         first = position.index * self.global_batch
         return slice(first + m, first + position.samples, self.micro_batches)
 
+    def neighbours(self, position: Position, m: int) -> slice:
+        """The positions of micro-batch `m` where neighbours share one; it has as many as `sample_slice` gives."""
+        first = position.index * self.global_batch + sum(self.micro_batch_size(position, i) for i in range(m))
+        return slice(first, first + self.micro_batch_size(position, m), 1)
+
     def micro_batch_size(self, position: Position, m: int) -> int:
         """Samples in micro-batch `m`; in a ragged step the sizes differ by at most one."""
         return len(range(m, position.samples, self.micro_batches))

@@ -938,7 +938,7 @@ UNSAVED = "changes with an update, and no checkpoint keeps it"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     RateByAnotherName: ("job.optimizer: a group of Signs has no learning rate", "call it lr", "lr=1.0"),
-    DropsItsTable: ("buffer 'table' became None in training, wanted () of torch.float32 as at the start",),
+    DropsItsTable: ("buffer 'table' became None in training, wanted torch.float32 as at the start",),
     DropsItsTableAfterStep: ("buffer 'table' became None in training",),
     WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
     WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),

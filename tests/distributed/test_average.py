@@ -140,3 +140,33 @@ def test_after_step_is_told_the_step_and_skipped_ones_are_no_updates() -> None:
     trained = train(document(Skipping, rehearsal="off"))
     assert [row.skipped for row in trained.steps] == [False, True, False]
     assert Seen.steps == [1, 3]
+
+
+RULES: list[dict[str, Any]] = [
+    {"early_stop": {"patience": 9}},
+    {"checkpoint": {"every": None, "keep_best": {"metric": "eval/loss"}}},
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_average_that_is_not_one_yet_is_told_where_it_decides(rule: dict[str, Any]) -> None:
+    """Once, with the number of updates after which it is one; 0.7 has left half of its start behind after three."""
+    every = {"evaluate": {"every": {"steps": 1}}, **rule}
+    (told,) = train(document(Averaged, **every)).warnings
+    assert told.startswith(f"ema: {'early_stop' if 'early_stop' in rule else 'checkpoint.keep_best'} judges")
+    assert "after 1 updates" in told and "100%" in told and "from update 3 on" in told
+    assert train(document(Averaged, **{**every, "evaluate": {"every": {"epochs": 1}}})).warnings == ()
+    assert train(document(Averaged, evaluate={"every": {"steps": 1}})).warnings == ()  # nothing is decided
+
+
+def test_an_average_that_never_becomes_one_is_told_at_the_start() -> None:
+    """With the largest decay, and the fewest updates, that would do; and not a second time where it decides."""
+    (told,) = train(document(Averaged, ema=0.9999, early_stop={"patience": 9})).warnings
+    assert (
+        "100% of the average is still the weights after the first update when the run ends after 3 updates"
+        in told
+    )
+    assert "lower ema to at most 0.7071, or train for at least 6933 updates" in told
+    assert train(document(Averaged, ema=0.707)).warnings == ()
+    (nearly,) = train(document(Averaged, ema=0.708)).warnings
+    assert nearly.startswith("ema: with 0.708, 50%")

@@ -23,6 +23,7 @@ from lockstep.record.events import Event, StepRow
 from lockstep.record.ledger import read_parquet, write_parquet
 from lockstep.training import compiled
 from lockstep.training.compiled import CompiledLoss, CompiledLosses
+from tests.distributed import kinds as document_kinds
 from tests.distributed import training
 from tests.distributed.kinds import document as document_of_kind
 from tests.distributed.phase_kinds import HELD as PHASES
@@ -240,3 +241,34 @@ def test_a_loss_that_would_be_compiled_again_and_again_is_refused() -> None:
         for _ in range(4):
             loss(nn.Linear(2, 2), torch.ones(3, 2))
     assert "\n" not in str(info.value)
+
+
+class Recomputing(document_kinds.Dropouts):
+    """Deep enough for the partitioner to choose what it recomputes: its dropout, with other draws (pytorch#190758)."""
+
+    def model(self) -> nn.Module:
+        layers = [
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.5), nn.Linear(256, 32))
+            for _ in range(3)
+        ]
+        return nn.Sequential(
+            nn.Linear(document_kinds.FEATURES, 32), *layers, nn.Linear(32, document_kinds.CLASSES)
+        )
+
+
+@pytest.mark.scenario
+def test_a_gradient_that_is_not_that_of_an_eager_run_is_refused() -> None:
+    """A distance that rounding does not explain, measured on the first micro-batch; and the setting is in the identity."""
+    from torch._functorch import config
+
+    run = document_of_kind(Recomputing, compile=True, rehearsal="off")
+    sound = train(run)
+    with config.patch(activation_memory_budget=0.5), pytest.raises(JobError) as info:
+        train(run)
+    assert "activation_memory_budget is 0.5 here" in str(info.value) and "\n" not in str(info.value)
+    with (
+        config.patch(activation_memory_budget=0.5),
+        mock.patch.dict(compiled._FARTHEST, {"fp32": math.inf}),
+    ):
+        other = train(run)
+    assert other.identity != sound.identity and other.digests != sound.digests

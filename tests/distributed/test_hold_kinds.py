@@ -20,7 +20,15 @@ from lockstep.data.loader import Loader
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.record.events import Event, StepRow
 from lockstep.training.rehearsal import promise
-from tests.distributed import further_kinds, keeping_kinds, kinds, phase_kinds, step_kinds
+from tests.distributed import (
+    further_kinds,
+    keeping_kinds,
+    kinds,
+    mode_kinds,
+    phase_kinds,
+    public_kinds,
+    step_kinds,
+)
 from tests.distributed.kinds import (
     RUN,
     BackPropagationThroughTime,
@@ -35,7 +43,7 @@ from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
 from tests.forked import Forked
 
-EVERY = [kinds, further_kinds, step_kinds, phase_kinds, keeping_kinds]
+EVERY = [kinds, further_kinds, step_kinds, phase_kinds, keeping_kinds, mode_kinds, public_kinds]
 HELD = [kind for module in EVERY for kind in module.HELD]
 REFUSED = {kind: words for module in EVERY for kind, words in module.REFUSED.items()}
 
@@ -55,6 +63,7 @@ TOLD = {
     further_kinds.QueueInABuffer,
     further_kinds.HalfWeights,
     step_kinds.LargestGradients,
+    *mode_kinds.TOLD,
 }
 """Jobs that are warned of something and exact all the same."""
 

@@ -376,3 +376,16 @@ def test_powers_of_two_send_one_partial_sum_each() -> None:
 def test_a_worker_without_a_micro_batch_is_refused(workers: int) -> None:
     with pytest.raises(ValueError, match=f"^{workers} workers for 4 micro-batches: each needs at least one$"):
         worker_ranges(4, workers)
+
+
+def test_neighbours_share_micro_batches_of_the_usual_sizes() -> None:
+    """Each position of an epoch once and in order, ragged steps among them."""
+    for samples in (24, 25, 29, 31):
+        plan = Plan.of(samples, 12, 3, drop_last=False, epochs=1, steps=None)
+        met = []
+        for position in plan.positions():
+            for m in range(position.micro_batches):
+                positions = range(samples)[plan.neighbours(position, m)]
+                assert len(positions) == plan.micro_batch_size(position, m)
+                met += positions
+        assert met == list(range(samples))

@@ -385,6 +385,8 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
         ("workers: {gpus_each: -1}", "workers.gpus_each: got -1, wanted at least 0 or 'auto'"),
         ("workers: {min: x}", "workers.min: got 'x', wanted a whole number"),
         ("evaluate: {every: 5}", "evaluate.every: got 5, wanted a mapping of fields: epochs, steps"),
+        ("early_stop: {mode: max}", "early_stop: got {'mode': 'max'}, wanted the name of a metric beside mode=max, such as metric=eval/accuracy: eval/loss falls as the model improves"),
+        ("checkpoint: {keep_best: {mode: max}}", "checkpoint.keep_best: got {'mode': 'max'}, wanted the name of a metric beside mode=max, such as metric=eval/accuracy: eval/loss falls as the model improves"),
         ("early_stop: {mode: [min]}", "early_stop.mode: got ['min'], wanted 'min' or 'max'"),
     ],
 )  # fmt: skip

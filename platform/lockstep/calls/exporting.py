@@ -284,7 +284,8 @@ def _beside(
         except BadCheckpointError:
             return None
     model: Any = sections["model"]
-    return by_kind(model["state"], model["unlisted_buffers"], sections["job"])  # type: ignore[arg-type]
+    settings = model.get("settings", {})
+    return by_kind(model["state"], model["unlisted_buffers"], sections["job"], settings)  # type: ignore[arg-type]
 
 
 def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any] | None) -> nn.Module:
@@ -294,7 +295,7 @@ def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any] | No
         model = job.model()
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "while its model was made") from error
-    if beside is None and (unknown := beside_weights(model, job)):
+    if beside is None and (unknown := beside_weights(model, job, {})):
         raise ExportError(
             f"weights: run {weights.run} is of an older version, and the value of {_named(unknown)}, is in no file of its weights and in no "
             f"checkpoint of step {weights.step}; export safetensors, or train it again"

@@ -13,8 +13,9 @@ from lockstep.checks.losses_seen import LossesSeen, Seen
 from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.buffers import KeptBuffers
-from lockstep.training.evaluate import evaluating, has_evaluation_loss
+from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.means import means_alone, means_of
+from lockstep.training.modes import Modes, evaluating
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""
@@ -47,9 +48,9 @@ class FirstStep:
     silent: frozenset[str] = frozenset()
     """Parameters whose gradient was zero in every element, in every micro-batch and in every phase."""
     changed_mode: str = ""
-    """A module whose mode the job's loss changed in training."""
+    """A module with parameters that learn, whose mode the job's loss changed in training."""
     kept_mode: str = ""
-    """A module that was in training mode after the job's loss or metrics in evaluation."""
+    """A module that the job's loss or metrics put into training mode in evaluation."""
     drops: str = ""
     """A function for dropout that was at work in evaluation."""
     compute_s: float = float("inf")
@@ -65,19 +66,19 @@ def walk(specimen: Specimen) -> FirstStep:
     for key in specimen.step_keys():
         spent = 0.0
         for module in modules:
-            batch, modes, phase = specimen.fetch(key), modes_of(state.model), found.phases[module.phase.name]
+            batch, modes, phase = specimen.fetch(key), Modes(state.model), found.phases[module.phase.name]
             began = time.perf_counter()
             with LossesSeen(phase.seen):
                 loss = specimen.backward(module, state, batch, key)
             spent += time.perf_counter() - began
-            found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
+            found.changed_mode = found.changed_mode or modes.changed_where_it_learns()
             phase.total += float(loss.total.detach())
             phase.weight += float(loss.weight)
             phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
             named = state.model.named_parameters()
             silent -= {name for name, p in named if p.grad is not None and bool(p.grad.any())}
             state.model.zero_grad(set_to_none=True)
-            state.model.train()
+            modes.restore()
         found.compute_s = min(found.compute_s, spent)
     found.silent, found.written = frozenset(silent), specimen.written
     if specimen.evaluation_count:
@@ -88,16 +89,17 @@ def walk(specimen: Specimen) -> FirstStep:
 
 
 def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
-    """A module that is in training mode after one evaluation micro-batch."""
+    """A module that one evaluation micro-batch puts into training mode."""
     batch, buffers = specimen.fetch(key), KeptBuffers(model)
     try:
         with evaluating(model), specimen.with_place(key):
+            modes = Modes(model)
             if has_evaluation_loss(specimen.job):
                 loss = specimen.job.loss(model, batch)
                 means_of(loss, specimen.job.metrics(model, batch))
             else:
                 means_alone(specimen.job.metrics(model, batch))
-            return next((name or "the model" for name, on in modes_of(model).items() if on), "")
+            return modes.changed()
     finally:
         buffers.restore()
 
@@ -125,13 +127,3 @@ def labels_of(specimen: Specimen, phase: str | None) -> Seen:
                 loss(state.model, specimen.fetch(key))
             buffers.restore()
     return seen
-
-
-def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Which modules are in training mode, by name."""
-    return {name: module.training for name, module in model.named_modules()}
-
-
-def first_change(before: dict[str, bool], after: dict[str, bool]) -> str:
-    """The first module whose mode differs, or nothing."""
-    return next((name or "the model" for name, on in before.items() if after.get(name) != on), "")

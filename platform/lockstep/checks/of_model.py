@@ -74,10 +74,12 @@ def modes(first: FirstStep) -> list[Finding]:
     """Training and evaluation mode, which are the platform's to set."""
     if first.changed_mode:
         return [
-            failed(
+            warned(
                 "modes",
-                f"the loss changes the mode of {first.changed_mode!r} in training: what follows trains without dropout or batch statistics",
-                "take train() and eval() out of the job; evaluation sets the mode by itself, and puts it back",
+                f"the loss changes the mode of {first.changed_mode!r} in training and leaves it so: what it computes after that trains without "
+                "dropout or batch statistics; the next micro-batch begins in training mode again",
+                "take train() and eval() out of the loss: evaluation sets the mode by itself, and a part that job.model returns in evaluation mode "
+                "stays in it",
             )
         ]
     if first.kept_mode:

@@ -29,6 +29,7 @@ from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.failure import job_at
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.job_phases import phases_of
+from lockstep.training.modes import evaluating
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.rehearsal.micro_batch import check_loss
 from lockstep.training.setup import make_model, make_plan, make_state
@@ -134,11 +135,9 @@ class Specimen:
         """Make the parameters that a lazy module leaves to its first forward."""
         if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             key = self.step_keys()[0]
-            model.eval()
-            with torch.no_grad(), self.with_place(key):
+            with evaluating(model), self.with_place(key):
                 for module in self.modules(job, model):
                     module(self.fetch(key))
-            model.train()
 
     def modules(self, job: Job, model: torch.nn.Module) -> list[LossModule]:
         """The losses of a step's phases in turn; of a job without phases its only one."""

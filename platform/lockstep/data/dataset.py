@@ -45,7 +45,10 @@ class ChecksOrder(Protocol):
 
 
 class OrdersItself(Protocol):
-    """Has an order of its own: the ids at the positions of an epoch, a pure function of seed, epoch and position."""
+    """Has an order of its own: the ids at the positions of an epoch, a pure function of seed, epoch and position.
+
+    With an attribute `neighbours_together` that is true, neighbours in this order share a micro-batch.
+    """
 
     def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any: ...
 

@@ -36,6 +36,12 @@ def number_of_ids(dataset: Any) -> int:
     return len(dataset) if own is None else int(own)
 
 
+def says_of_neighbours(dataset: Any) -> bool | None:
+    """Whether neighbours in the order of a dataset that orders itself share a micro-batch; None where it does not say."""
+    said = getattr(dataset, "neighbours_together", None) if orders_itself(dataset) else None
+    return None if said is None else bool(said)
+
+
 def own_order(
     dataset: OrdersItself, seed: int, epoch: int, shuffle: Shuffle, samples: int, guard: Guard
 ) -> Order:

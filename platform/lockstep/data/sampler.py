@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
-from lockstep.data.own_order import Guard, check_own_order, own_order
+from lockstep.data.own_order import Guard, check_own_order, own_order, says_of_neighbours
 from lockstep.errors import JobError
 from lockstep.plan import Plan, Position, clip
 from lockstep.spec.sample_ids import parse
@@ -89,7 +89,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     """Yields the micro-batches of one worker from step `start` to the end of the run.
 
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
-    replicas `assigned` to it. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
+    replicas `assigned` to it. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
     left with none. `guard` tells what the dataset's own code raises where it is asked for its order.
     """
@@ -127,6 +127,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.guard = guard
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
+        self.neighbours_together = says_of_neighbours(dataset) is True
         self._last: tuple[int, Order] | None = None
         """The epoch of which `at` was last asked, and its order."""
 
@@ -195,7 +196,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         return sizes.astype(np.int64, copy=False)
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
-        places = self.plan.sample_slice(position, m)
+        of_neighbours = self.neighbours_together
+        places = (self.plan.neighbours if of_neighbours else self.plan.sample_slice)(position, m)
         ids, due = self.without.rest(order[places]), list[int]()
         if self.reads_ahead and isinstance(order, BlockOrder) and len(ids):
             due = order.due(places.start)

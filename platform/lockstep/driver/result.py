@@ -16,7 +16,10 @@ from lockstep.spec.locations import RECORD_OFF
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a run. Times in seconds; `first_step_s` counts from the command to the end of the first step."""
+    """The outcome of a run. Times in seconds; `first_step_s` counts from the command to the end of its first step.
+
+    It is None where the command took no step, as a resume of a finished run.
+    """
 
     run_id: str
     status: str
@@ -98,7 +101,7 @@ def result_of(
         status="KILLED" if summary["stopped"] else "FINISHED",
         signal_number=signal_number if summary["stopped"] else None,
         attempts=attempts,
-        first_step_s=None if first is None else first - began_at,
+        first_step_s=None if first is None or first < began_at else first - began_at,
         url=url,
         tracking_uri=tracking_uri,
         folder=folder,

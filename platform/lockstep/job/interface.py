@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, default_collate
 
 T = TypeVar("T")
@@ -79,6 +79,14 @@ class Phase:
     parameters: Sequence[str]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     draws_as: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """A `ReduceLROnPlateau` and the metric of the evaluations that it is stepped with, such as `eval/accuracy`."""
+
+    scheduler: ReduceLROnPlateau
+    metric: str
 
 
 class Job:
@@ -169,11 +177,12 @@ class Job:
 
     def schedule(
         self, optimizer: torch.optim.Optimizer, updates: int
-    ) -> Callable[[int], float] | LRScheduler | None:
+    ) -> Callable[[int], float] | LRScheduler | Plateau | None:
         """The job's own schedule, or None for the one in the spec.
 
         Either a function from the number of updates done to the factor on each group's learning rate in the next update, or
-        a torch scheduler over `optimizer`, whose state is saved. `updates` is the most updates that the run can make.
+        a torch scheduler over `optimizer`, whose state is saved. A `ReduceLROnPlateau` is stepped after each evaluation: with `eval/loss`, or in
+        a `lockstep.Plateau` with the metric that it names. `updates` is the most updates that the run can make.
         """
         return None
 

@@ -264,11 +264,24 @@ class Evaluate(Section):
     every: Every = Every(epochs=1)
 
 
-class EarlyStop(Section):
-    """Stop after `patience` evaluations without a better metric; the best weights are kept."""
+class _ByMetric(Section):
+    """A rule that goes by one metric of the evaluations."""
 
     metric: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
+
+    @model_validator(mode="after")
+    def _names_what_rises(self) -> Self:
+        if self.mode == "max" and "metric" not in self.model_fields_set:
+            raise ValueError(
+                "wanted the name of a metric beside mode=max, such as metric=eval/accuracy: eval/loss falls as the model improves"
+            )
+        return self
+
+
+class EarlyStop(_ByMetric):
+    """Stop after `patience` evaluations without a better metric; the best weights are kept."""
+
     patience: PositiveInt = 5
 
 
@@ -300,11 +313,8 @@ class Cadence(Every):
         return self.seconds is not None and elapsed_s >= self.seconds
 
 
-class KeepBest(Section):
+class KeepBest(_ByMetric):
     """The checkpoint with the best value of an evaluation's metric is kept."""
-
-    metric: str = "eval/loss"
-    mode: Literal["min", "max"] = "min"
 
 
 class Checkpoint(Section):

@@ -13,7 +13,8 @@ from lockstep.training.state import TrainState
 def follow_update(state: TrainState, *, seed: int, device: torch.device | None) -> None:
     """Call `after_step` and move the average. `state` has just counted the step, whose updates are done."""
     if has_after_step(state.job):
-        call_after_step(state, state.counters.step, seed=seed, device=device)
+        with state.settings.followed():
+            call_after_step(state, state.counters.step, seed=seed, device=device)
     if state.average is not None:
         state.average.move()
 

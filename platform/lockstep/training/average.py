@@ -1,12 +1,16 @@
-"""The exponential moving average of the weights: what `ema` in the spec asks for.
+"""The weights that are evaluated where those are not the trained ones: an average of them, or what the optimizer itself evaluates with.
 
-It begins as the weights after the first update. After each later update, each parameter's average moves
+What `ema` in the spec asks for begins as the weights after the first update. After each later update, each parameter's average moves
 by `1 - decay` of the way to the parameter: `torch._foreach_lerp_`, as in `torch.optim.swa_utils`. Parameters that learn are
 averaged; frozen ones and buffers are the model's own.
+
+A schedule-free optimizer (Defazio et al. 2024, "The Road Less Scheduled") has the gradient taken at other weights than those to evaluate, and swaps
+them in its `train()` and `eval()`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +28,7 @@ class Average:
         self.model = model
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
+        self._told = False
 
     def move(self) -> None:
         """Move the average towards the model's weights. Called once after each update."""
@@ -75,3 +80,63 @@ class Average:
             for name, parameter in learning.items()
             if state
         }
+
+    def start_left(self, updates: int) -> float:
+        """The share of the average that is still its start, the weights after the first update, after so many updates."""
+        return float(self.decay ** max(0, updates - 1))
+
+    @property
+    def ripe_after(self) -> int:
+        """The number of updates after which at most half of the average is still its start."""
+        return 1 + math.ceil(math.log(0.5) / math.log(self.decay))
+
+    def told_at_the_start(self, updates: int) -> list[str]:
+        """A warning where a run of so many updates ends before the average is one."""
+        if self.start_left(updates) <= 0.5:
+            return []
+        self._told = True
+        return [
+            f"ema: with {self.decay:g}, {self.start_left(updates):.0%} of the average is still the weights after the first update when the run ends "
+            f"after {updates} updates, and it is the average that is evaluated, kept and exported; lower ema to at most "
+            f"{_largest_decay(updates):.4g}, or train for at least {self.ripe_after} updates"
+        ]
+
+    def told_where_it_decides(self, updates: int, rule: str) -> list[str]:
+        """A warning, once, where `rule` judges an average that is not one yet."""
+        if self._told or self.start_left(updates) <= 0.5:
+            return []
+        self._told = True
+        return [
+            f"ema: {rule} judges the average after {updates} updates, and with {self.decay:g} {self.start_left(updates):.0%} of it is still the weights "
+            f"after the first update; lower ema, or evaluate from update {self.ripe_after} on"
+        ]
+
+
+def _largest_decay(updates: int) -> float:
+    """The largest decay, of four digits, whose average has left half of its start behind after so many updates."""
+    return math.floor(math.pow(0.5, 1 / max(1, updates - 1)) * 1e4) / 1e4
+
+
+@contextmanager
+def shown_by_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Have the optimizers with modes of their own in evaluation mode. The weights come back bit for bit, which their `train()` may round."""
+    changing = [optimizer for optimizer in optimizers if has_modes(optimizer)]
+    if not changing:
+        yield
+        return
+    trained = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    for optimizer in changing:
+        optimizer.eval()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for optimizer in changing:
+            optimizer.train()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for parameter, value in trained:
+                parameter.copy_(value)
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has `train()` and `eval()`, as schedule-free ones have."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

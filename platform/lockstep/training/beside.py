@@ -1,6 +1,7 @@
 """What a model computes with besides its weights, in a file beside theirs: a run's weights outlive its checkpoints.
 
-These are the buffers and parameters that `state_dict` leaves out, the extra state of modules, and the state of the job, which may change the model.
+These are the buffers and parameters that `state_dict` leaves out, the extra state of modules, the plain attributes of modules that updates
+have changed, and the state of the job, which may change the model.
 Averaged weights compute with those of the final ones.
 """
 
@@ -23,23 +24,24 @@ from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.job.interface import Job
 from lockstep.training.failure import job_at
+from lockstep.training.modes import ModuleSettings, Settings
 
 _SKELETON = "skeleton"
 
 
-def beside_weights(model: nn.Module, job: Job) -> dict[str, Tree]:
+def beside_weights(model: nn.Module, job: Job, settings: Settings) -> dict[str, Tree]:
     """What there is besides the weights now, by kind; empty where there is nothing. Nothing is copied."""
     with job_at("in state_dict"):
         of_job = dict(job.state_dict())
-    return by_kind(model.state_dict(), unlisted_tensors(model), of_job)
+    return by_kind(model.state_dict(), unlisted_tensors(model), of_job, settings)
 
 
 def by_kind(
-    state: Mapping[str, Any], buffers: Mapping[str, Tensor], of_job: Mapping[str, Tree]
+    state: Mapping[str, Any], buffers: Mapping[str, Tensor], of_job: Mapping[str, Tree], settings: Settings
 ) -> dict[str, Tree]:
-    """The same from a model's `state_dict`, its unlisted tensors and the job's state."""
+    """The same from a model's `state_dict`, its unlisted tensors, the job's state and the settings of modules."""
     extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    kinds = {"buffers": dict(buffers), "extra": extra, "job": dict(of_job)}
+    kinds = {"buffers": dict(buffers), "extra": extra, "job": dict(of_job), "settings": dict(settings)}
     return {kind: tree for kind, tree in kinds.items() if tree}
 
 
@@ -57,6 +59,7 @@ def unlisted_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside: Mapping[str, Tree]) -> None:
     """Load weights, and what was beside them, into a new model and its job. Raises whatever does not fit."""
+    ModuleSettings(model).load(beside.get("settings", {}))
     model.load_state_dict({**weights, **beside.get("extra", {})})
     saved, buffers = beside.get("buffers", {}), unlisted_tensors(model)
     if left := sorted(buffers.keys() - saved.keys()):

@@ -1,11 +1,13 @@
 """Buffers such as BatchNorm's statistics, as DDP treats them at world size M.
 
 Every micro-batch of a step starts from the step's buffers, and the update of micro-batch 0 is the one that is
-kept. Only buffers that a forward writes to are copied or sent; constant ones cost one comparison of numbers.
+kept, with the shape that it gives a buffer: an observer's are empty until its first forward. Only buffers that a forward writes to are copied or
+sent; constant ones cost one comparison of numbers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +21,8 @@ from lockstep.training.rehearsal.memory import LARGEST, same_bits
 class StepBuffers:
     """Restores the model's buffers between micro-batches and spreads micro-batch 0's update at the step's end.
 
-    A write shows in the tensor's version, or in another tensor in its place (`self.mean = …`). torch's batch norm
-    writes its running statistics without raising the version, so those, and whatever the rehearsal saw change
+    A write shows in the tensor's version, or in another tensor in its place (`self.mean = …`). torch's batch norm and the observers of
+    its quantization write their statistics without raising the version, so those, and whatever the rehearsal saw change
     (`written`), count as written in every micro-batch.
     """
 
@@ -29,6 +31,7 @@ class StepBuffers:
         self._statistics = statistics(model)
         self.written = written | self._statistics
         self.buffers: list[Tensor] = list(model.buffers())
+        self._names = [name for name, _ in model.named_buffers()]
         self._owners = owners(model)
         self._before = [buffer.detach().clone() for buffer in self.buffers]
         self._versions = [buffer._version for buffer in self.buffers]
@@ -37,19 +40,19 @@ class StepBuffers:
         """The buffers whose write by micro-batch 0's forward shows."""
         modules = list(model.named_modules())
         self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
-        self._count, self._there = self._number(), self._names()
+        self._count, self._there = self._number(), self._all_names()
         self._empty = [(held, name) for _, held in self._places for name in held if held[name] is None]
 
     def _come_since(self) -> list[str]:
         """The buffers that were not there at the start. It counts: this runs for each micro-batch."""
         if self._number() == self._count and all(held.get(name) is None for held, name in self._empty):
             return []
-        return sorted(self._names() - self._there)
+        return sorted(self._all_names() - self._there)
 
     def _number(self) -> int:
         return sum(len(held) for _, held in self._places)
 
-    def _names(self) -> set[str]:
+    def _all_names(self) -> set[str]:
         return {
             f"{place}{name}"
             for place, held in self._places
@@ -78,10 +81,14 @@ class StepBuffers:
                 continue
             if i not in self._kept:
                 raise JobError(
-                    f"buffer {self._owners[i][1]!r} was written to in backward, and not in the rehearsal: its value would be lost; write to it in every "
+                    f"buffer {self._names[i]!r} was written to in backward, and not in the rehearsal: its value would be lost; write to it in every "
                     "backward from the first one on, or in job.after_step(model, step)"
                 )
-            copy_all([self._kept[i]], [self._written_value(i)])
+            self._kept[i] = self._written_value(i).clone()
+
+    def resized(self) -> list[int]:
+        """Which buffers micro-batch 0 has given another shape."""
+        return [i for i, value in self._kept.items() if value.shape != self._before[i].shape]
 
     def _is_counted(self, i: int) -> bool:
         """Whether a write to a buffer shows, in its version or as another tensor in its place."""
@@ -91,11 +98,10 @@ class StepBuffers:
     def _written_value(self, i: int) -> Tensor:
         held, name = self._owners[i]
         value, before = held.get(name), self._before[i]
-        if value is None or value.shape != before.shape or value.dtype != before.dtype:
-            got = "None" if value is None else f"{tuple(value.shape)} of {value.dtype}"
+        if value is None or value.dtype != before.dtype:
+            got = "None" if value is None else f"a tensor of {value.dtype}"
             raise JobError(
-                f"buffer {name!r} became {got} in training, wanted {tuple(before.shape)} of {before.dtype} as at the start; "
-                "a buffer keeps its shape and type"
+                f"buffer {self._names[i]!r} became {got} in training, wanted {before.dtype} as at the start; a buffer keeps its type"
             )
         return value.detach()
 
@@ -132,16 +138,22 @@ class StepBuffers:
             small = buffer.numel() * buffer.element_size() <= LARGEST
             if small and i not in self.written and not same_bits(buffer, before):
                 raise JobError(
-                    f"buffer {self._owners[i][1]!r} was written to past torch's count of writes ({where}), and not in the rehearsal, so each "
+                    f"buffer {self._names[i]!r} was written to past torch's count of writes ({where}), and not in the rehearsal, so each "
                     "worker would keep what its own micro-batches wrote; write to it by torch: buffer.copy_(…), not buffer.data"
                 )
 
-    def end_step(self, flagged: Sequence[int]) -> None:
-        """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast."""
+    def end_step(self, flagged: Sequence[int], *, resized: bool = False) -> None:
+        """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast; `resized`: some have another shape."""
         if not flagged:
             return
         values = [self._kept.get(i, self._before[i]) for i in flagged]
         if self.group.size > 1:
+            if resized:
+                shapes = self.group.given([value.shape for value in values], 0)
+                values = [
+                    v.new_empty(shape) if v.shape != shape else v
+                    for v, shape in zip(values, shapes, strict=True)
+                ]
             joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
             self.group.broadcast(joined)
             parts = torch.split(joined, [value.numel() * value.element_size() for value in values])
@@ -165,9 +177,11 @@ class StepBuffers:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, in one launch per dtype: for small tensors on CUDA, launches are what copies cost."""
+    """Copy each source to its target, which takes its shape, in one launch per dtype: for small tensors on CUDA, launches are what copies cost."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
+        if target.shape != source.shape:
+            target.resize_(source.shape)
         into, out_of = by_type.setdefault(target.dtype, ([], []))
         into.append(target)
         out_of.append(source)
@@ -200,6 +214,8 @@ class KeptBuffers:
         with torch.no_grad():
             for (place, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
                 place[key] = buffer
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
 
 
@@ -214,14 +230,25 @@ def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
 
 
 def statistics(model: nn.Module) -> frozenset[int]:
-    """Indices in `model.buffers()` of the buffers of batch and instance norm layers."""
+    """Indices in `model.buffers()` of the buffers of torch's layers that follow statistics of their input."""
+    kinds = _following_statistics()
     owned = {
         id(buffer)
         for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
+        if isinstance(module, kinds)
         for buffer in module.buffers(recurse=False)
     }
     return frozenset(i for i, buffer in enumerate(model.buffers()) if id(buffer) in owned)
+
+
+def _following_statistics() -> tuple[type, ...]:
+    """Batch and instance norms, and the observers of quantization where the job has imported them."""
+    found: list[type] = [nn.modules.batchnorm._NormBase]
+    for module, name in (("observer", "ObserverBase"), ("fake_quantize", "FakeQuantizeBase")):
+        there = sys.modules.get(f"torch.ao.quantization.{module}")
+        if there is not None:
+            found.append(getattr(there, name))
+    return tuple(found)
 
 
 def _typed(part: Tensor, like: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
+from lockstep.training.modes import evaluating, has_own_train
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.child_process import in_child
@@ -44,34 +45,6 @@ class EvaluationRehearsal(NamedTuple):
     warnings: list[str]
     values: list[Mapping[str, str]]
     """What the job held after each call of its whole-set functions that changed something."""
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, without gradients; restore every module's own mode afterwards.
-
-    The modes are restored by `train()`, as a training loop would: a module may keep something until it is called.
-    """
-    modes = {module: module.training for module in model.modules()}
-    listens = any(map(_has_own_train, modes))
-    if listens or any(modes.values()):  # setting the modes of a thousand modules takes milliseconds
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if listens or any(module.training != mode for module, mode in modes.items()):
-            model.train(modes[model])
-            for module, mode in modes.items():  # parents first: train() sets those below it as well
-                if module.training != mode:
-                    module.train(mode)
-            for module, mode in modes.items():  # where a train() of its own does otherwise
-                module.training = mode
-
-
-def _has_own_train(module: nn.Module) -> bool:
-    """Whether train() and eval() may do more to a module than set its mode."""
-    return getattr(module.train, "__func__", None) is not nn.Module.train
 
 
 class Evaluation:
@@ -363,7 +336,7 @@ class Evaluation:
         try:
             means, outputs = [], []
             # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
-            with nullcontext() if any(map(_has_own_train, model.modules())) else evaluating(model):
+            with nullcontext() if any(map(has_own_train, model.modules())) else evaluating(model):
                 for i, batch in zip(self.assigned, loader, strict=True):
                     found, given = self._results(model, i, batch)
                     means.append(found)
@@ -402,7 +375,7 @@ class Evaluation:
 
 def check_modes(model: nn.Module) -> None:
     """JobError where evaluation mode and back changes the weights, as they are once training has moved them."""
-    if not any(map(_has_own_train, model.modules())):
+    if not any(map(has_own_train, model.modules())):
         return
     values = [parameter.detach().clone() for parameter in model.parameters()]
     try:

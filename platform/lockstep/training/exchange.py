@@ -18,6 +18,9 @@ from lockstep.communication.group import Group
 from lockstep.job.interface import Loss
 from lockstep.plan import clip, worker_ranges
 
+_RESIZED = 2.0
+"""The flag of a buffer that was written to and has another shape; one that was only written to has 1."""
+
 
 class Totals(NamedTuple):
     """The totals of a step's micro-batches, added in index order in float64: the same for every W.
@@ -37,12 +40,13 @@ class Totals(NamedTuple):
 class Agreed(NamedTuple):
     """What all ranks know after the exchange.
 
-    The step's totals; the buffers that were written to; whether any rank asks to stop, to save or to form another group; and
+    The step's totals; the buffers that were written to, and whether one has another shape now; whether any rank asks to stop, to save or to form another group; and
     each rank's time for a micro-batch, in seconds.
     """
 
     totals: Totals
     flagged: list[int]
+    resized: bool
     stop: bool
     save: bool
     regroup: bool
@@ -65,6 +69,7 @@ class Exchange:
         self.flags = flags
         self._values: list[Tensor | float] = []
         self._flagged: Sequence[int] = ()
+        self._resized: Sequence[int] = ()
         self._votes = (0.0, 0.0, 0.0)
         self._messages: Tensor | None = None
         self._wait: Callable[[], None] | None = None
@@ -83,9 +88,9 @@ class Exchange:
             return float(value)
         return value.item() if value.device.type == "cpu" else value.detach().clone()
 
-    def flag(self, buffers: Sequence[int]) -> None:
-        """Note which buffers the update of this step changed; only the rank of micro-batch 0 does."""
-        self._flagged = buffers
+    def flag(self, buffers: Sequence[int], resized: Sequence[int] = ()) -> None:
+        """Note which buffers the update of this step changed, and which of them have another shape; only the rank of micro-batch 0 does."""
+        self._flagged, self._resized = buffers, resized
 
     def vote(self, *, stop: bool, save: bool = False, regroup: bool = False) -> None:
         """Note whether this rank asks to end the run after this step, to save its state then, or to form another group."""
@@ -98,8 +103,10 @@ class Exchange:
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
+        for b in self._resized:
+            sent[self.rows * self.width + b] = _RESIZED
         sent[-4:] = *self._votes, pace
-        self._values, self._flagged = [], ()
+        self._values, self._flagged, self._resized = [], (), ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
         )
@@ -140,7 +147,8 @@ class Exchange:
         flags = messages[0][self.rows * self.width : -4]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
         stop, save, regroup = (any(message[i] for message in messages) for i in (-4, -3, -2))
-        return Agreed(self._totals(rows), flagged, stop, save, regroup, [message[-1] for message in messages])
+        pace = [message[-1] for message in messages]
+        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace)
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

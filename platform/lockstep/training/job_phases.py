@@ -235,6 +235,10 @@ class PhaseSchedules:
         for schedule in self.by_phase.values():
             schedule.evaluated(metrics)
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(name for schedule in self.by_phase.values() for name in schedule.metrics)
+
     def standing(self, update: int) -> dict[str, Any]:
         return {name: schedule.standing(update) for name, schedule in self.by_phase.items()}
 

@@ -31,6 +31,7 @@ from lockstep.record.events import (
     StepRow,
     Straggling,
     Tell,
+    Warned,
     tell_nobody,
 )
 from lockstep.spec.fields import Spec
@@ -57,7 +58,7 @@ from lockstep.training.recovery import (
     regrouped,
 )
 from lockstep.training.requests import NoRequests, Requests
-from lockstep.training.setup import Run, prepare
+from lockstep.training.setup import Run, check_followed, prepare
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step import StepResult
 from lockstep.training.watch import Watch
@@ -275,10 +276,14 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
         metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
     run.step.agreement.check()  # before it is reported: a reported evaluation is of bits that all ranks have
     # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
+    tell_unripe_average(run, tell)
     if rule is not None:
         with run.state.averaged():
-            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model, run.job)
+            over = run.state.best.judge(
+                rule, _named(metrics, rule.metric), step, run.state.model, run.job, run.state.settings.changed
+            )
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
+    check_followed(run.state.schedule, metrics)  # a metric of the whole set may be known only now
     with job_at(f"the schedule after the evaluation of step {step}"):
         run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
@@ -288,6 +293,15 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     for name, text in run.evaluate.figures.items():
         tell(Document(f"evaluations/step-{step:09}/{name}", text))
     return over
+
+
+def tell_unripe_average(run: Run, tell: Tell) -> None:
+    """Warn, once, where an evaluation decides what is kept and the average that it judges is not one yet."""
+    rules = {"early_stop": run.spec.early_stop, "checkpoint.keep_best": run.spec.checkpoint.keep_best}
+    rule = next((name for name, one in rules.items() if one is not None), None)
+    if rule is not None and run.state.average is not None:
+        for text in run.state.average.told_where_it_decides(run.state.counters.updates, rule):
+            tell(Warned(text))
 
 
 def _named(metrics: Mapping[str, float], name: str) -> float:
@@ -307,7 +321,7 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
         return []
     folder, best = run.spec.folder / seat.requests.run_id(), run.state.best.weights
     files = save_weights(folder, {"final": tensors(run.state.model)})
-    if run.state.average is not None:
+    if run.state.has_average:
         with run.state.averaged():
             files += save_weights(folder, {"ema": tensors(run.state.model)})
     files += save_weights(folder, {} if best is None else {"best": best})
@@ -325,7 +339,7 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
 def _beside(state: TrainState) -> dict[str, dict[str, Any]]:
     """What is beside the final weights and the best ones, by the names of their files, where that is known."""
     best = {} if state.best.beside is None else {"best": state.best.beside}
-    return {"final": beside_weights(state.model, state.job), **best}
+    return {"final": beside_weights(state.model, state.job, state.settings.changed), **best}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -340,7 +354,7 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
     state = run.state
     digest = _common_digest(run, "weights")
     ema_digest = None
-    if state.average is not None:
+    if state.has_average:
         with state.averaged():
             ema_digest = _common_digest(run, "averages of the weights")
     best = state.best.weights

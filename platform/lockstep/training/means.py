@@ -135,6 +135,11 @@ def as_float(what: str, value: SupportsFloat) -> float:
         ) from None
 
 
+def number(value: torch.Tensor | float) -> float:
+    """A total or a weight as a number. torch warns of a tensor with a graph, which a job may give as it is."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
 def _kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

@@ -13,6 +13,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
+from lockstep.training.average import has_modes
 from lockstep.training.failure import job_at
 from lockstep.training.job_phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.sharding import ShardedOptimizer, check_shardable
@@ -125,6 +126,8 @@ def _checked(
             f"{label}: a group of {type(optimizer).__name__} has no learning rate, which the schedule sets before each update; call it lr in "
             "defaults, or give lr=1.0 where the optimizer needs none"
         )
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 

@@ -1,7 +1,7 @@
 """One phase of a worker's steps: from the loss of its micro-batches to the sum of its gradients over all ranks.
 
 Invariants: a backward leaves gradients in the parameters that learn in the phase and in no others, whatever its loss flows
-through; and the parameters that learn are the same on every rank.
+through; the parameters that learn are the same on every rank; and an update leaves alone what no micro-batch of its step used.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class LossModule(nn.Module):
 
     Called without a batch, it gives a loss whose gradient is zero everywhere. That is the share of a worker that a ragged
     step leaves without a micro-batch, and of a micro-batch without samples.
+
+    A conditional parameter that a loss does not use gets zeros too, in a backward of its own: each micro-batch has a place for it in the
+    sum, and DDP waits for it.
     """
 
     def __init__(
@@ -59,36 +62,39 @@ class LossModule(nn.Module):
         unknown = [name for name in conditional if name not in parameters]
         if unknown:
             raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
+        self._conditional = frozenset(conditional)
+        self._without_batch = False
+        self.used: set[str] = set()
+        """The conditional parameters that a micro-batch has used since this was last cleared."""
         self.learn(self.phase.names)
-        own = set(self.names) if self.apart else parameters.keys()
-        self.conditional = [name for name in conditional if name in own]
 
     def learn(self, names: Sequence[str]) -> None:
         """Set which of the phase's parameters get a gradient from now on."""
         every = dict(self.model.named_parameters())
         self.names = list(names)
         self.parameters_that_learn = [every[name] for name in names]
+        self.conditional = {name: every[name] for name in names if name in self._conditional}
         self.apart = len(names) < sum(parameter.requires_grad for parameter in every.values())
         """Whether other parameters require a gradient, which a backward must leave out."""
 
     def forward(self, batch: Any) -> Loss:
+        self._without_batch = batch is None
         if batch is None:
             return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
-        loss = self._loss(self.model, batch)
-        if not self.conditional or not isinstance(loss, Loss):  # whoever has called tells what is no loss
-            return loss
-        parameters = dict(self.model.named_parameters())
-        return Loss(
-            loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts
-        )
+        return self._loss(self.model, batch)
 
     def compiles(self, batch: Any) -> bool:
         """Whether the loss of such a batch runs compiled."""
         return isinstance(self._loss, CompiledLoss) and self._loss.compiles(batch)
 
     def backward(self, total: Tensor) -> None:
-        """Leave the gradients of `total` in the parameters that learn."""
+        """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
         torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
+        if self.conditional and not self._without_batch:
+            self.used |= {name for name, one in self.conditional.items() if one.grad is not None}
+            left_out = [one for one in self.conditional.values() if one.grad is None]
+            if left_out:
+                zero_term(iter(left_out)).backward()  # type: ignore[no-untyped-call]
 
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:
@@ -126,6 +132,7 @@ class PhaseStep:
         self.parameters: list[nn.Parameter] = []
         self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
+        self._unused: list[str] = []
 
     def learn(self, frozen: frozenset[str]) -> bool:
         """Set what learns from now on: all of the phase's parameters but the `frozen` ones. False where none is left.
@@ -196,6 +203,17 @@ class PhaseStep:
         if any(gradient is None for gradient in gradients):
             raise self.without_gradient(where)
         return gradients  # type: ignore[return-value]
+
+    def rest_unused(self) -> None:
+        """Have the update skip the conditional parameters that no micro-batch of the step used, as one with DDP's `find_unused_parameters` does."""
+        for name in self._unused:
+            self.module.conditional[name].grad = None
+
+    def agree_on_unused(self) -> None:
+        """Find what no rank has used in this step. All ranks call it, before the last message of the phase."""
+        if self.module.conditional:
+            used = set[str]().union(*self._group.gather(self.module.used))
+            self._unused = [name for name in self.module.conditional if name not in used]
 
     def without_gradient(self, where: str) -> LockstepError:
         """The error for a step in which gradients are missing."""

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
 from lockstep.errors import JobError, SpecError
-from lockstep.job.interface import Job
+from lockstep.job.interface import Job, Plateau
 from lockstep.spec.fields import (
     Constant,
     Cosine,
@@ -113,6 +113,10 @@ class RateSchedule(Protocol):
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation, with its metrics."""
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that `evaluated` needs."""
+
     def standing(self, update: int) -> Any:
         """The schedule's position before update number `update`, by which a restored run is checked."""
 
@@ -139,6 +143,10 @@ class FunctionOfUpdates:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         pass
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ()
+
     def standing(self, update: int) -> float:
         return self.factor(update)
 
@@ -150,14 +158,17 @@ class FunctionOfUpdates:
 
 
 PLATEAU_METRIC = "eval/loss"
-"""The metric that a ReduceLROnPlateau follows."""
+"""The metric that a ReduceLROnPlateau follows where the job names none."""
 
 
 class TorchScheduler:
     """A torch scheduler, stepped after each update or, for a ReduceLROnPlateau, after each evaluation."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, metric: str = PLATEAU_METRIC
+    ) -> None:
+        """`metric` is what a ReduceLROnPlateau follows."""
+        self.optimizer, self.scheduler, self.metric = optimizer, scheduler, metric
         self.base = base_rates(optimizer)
         self.by_evaluation = isinstance(scheduler, ReduceLROnPlateau)
 
@@ -170,7 +181,11 @@ class TorchScheduler:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(metrics[PLATEAU_METRIC])
+            self.scheduler.step(metrics[self.metric])
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return (self.metric,) if self.by_evaluation else ()
 
     def standing(self, update: int) -> float:
         return rates_of(self.optimizer)[0]
@@ -229,13 +244,15 @@ def make_schedule(
         _check_unused(optimizer)
         check_length(spec, total)
         return FunctionOfUpdates(optimizer, lambda update: rate_factor(spec, update, total))
+    if isinstance(own, Plateau):
+        return _on_plateau(own, optimizer)
     if isinstance(own, LRScheduler):
         return _scheduled(own, optimizer, evaluates=evaluates)
     if callable(own):
         _check_unused(optimizer)
         return FunctionOfUpdates(optimizer, _checked(own, total))
     raise JobError(
-        f"job.schedule: returned {type(own).__name__}, wanted a function of the number of updates, a torch LRScheduler, or None"
+        f"job.schedule: returned {type(own).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.Plateau, or None"
     )
 
 
@@ -245,17 +262,35 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
         raise JobError("job.schedule: made a scheduler and did not return it; nothing would step it")
 
 
+def _on_plateau(own: Plateau, optimizer: torch.optim.Optimizer) -> TorchScheduler:
+    if not isinstance(own.scheduler, ReduceLROnPlateau):
+        raise JobError(
+            f"job.schedule: lockstep.Plateau holds a {type(own.scheduler).__name__}, wanted a ReduceLROnPlateau: only that goes by a metric"
+        )
+    return _over(own.scheduler, optimizer, own.metric)
+
+
 def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> TorchScheduler:
-    name = type(own).__name__
+    if isinstance(own, ReduceLROnPlateau):
+        if own.mode == "max":
+            raise JobError(
+                f"job.schedule: {type(own).__name__} waits for a metric to rise (mode 'max') and names none, and {PLATEAU_METRIC}, which it would "
+                "follow, falls as the model improves; return lockstep.Plateau(scheduler, metric='eval/accuracy') with the name of the metric"
+            )
+        if not evaluates:
+            raise JobError(
+                f"job.schedule: {type(own).__name__} goes by {PLATEAU_METRIC}, and the job has no eval_data, or phases and no loss for it; give it some, "
+                "name another metric by lockstep.Plateau(scheduler, metric=…), or use a schedule by updates"
+            )
+    return _over(own, optimizer, PLATEAU_METRIC)
+
+
+def _over(own: LRScheduler, optimizer: torch.optim.Optimizer, metric: str) -> TorchScheduler:
     if own.optimizer is not optimizer:
         raise JobError(
-            f"job.schedule: the {name} is over another optimizer; make it with the one that is given"
+            f"job.schedule: the {type(own).__name__} is over another optimizer; make it with the one that is given"
         )
-    if isinstance(own, ReduceLROnPlateau) and not evaluates:
-        raise JobError(
-            f"job.schedule: {name} goes by {PLATEAU_METRIC}, and the job has no eval_data, or phases and no loss for it; give it some, or use a schedule by updates"
-        )
-    scheduler = TorchScheduler(optimizer, own)
+    scheduler = TorchScheduler(optimizer, own, metric)
     pack(scheduler.state_dict(), "job.schedule")  # so a state that no checkpoint can hold fails now
     return scheduler
 

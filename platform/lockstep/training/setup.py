@@ -31,7 +31,7 @@ from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
-from lockstep.training.average import Average
+from lockstep.training.average import Average, has_modes
 from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
@@ -47,6 +47,7 @@ from lockstep.training.job_phases import (
     check_combination,
     optimizers_of,
 )
+from lockstep.training.modes import enter_training, learning_in_evaluation_mode
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_same_order
 from lockstep.training.parameters import check_scaled, short_parameters
@@ -55,7 +56,7 @@ from lockstep.training.recheck import Recheck
 from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
-from lockstep.training.schedule import make_schedule
+from lockstep.training.schedule import RateSchedule, make_schedule
 from lockstep.training.settings import Settings
 from lockstep.training.sharding import check_threads
 from lockstep.training.start import Start, find_start, restore_on_every_rank
@@ -171,10 +172,13 @@ def prepare(
     plan = make_plan(spec, train_data)
     make_sampler(spec, plan, train_data).check_order()
     model = make_model(spec, job, plan, group.device, group)
-    for text in (*job._told, *short_parameters(model)):
+    for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
+    if state.average is not None:
+        for text in state.average.told_at_the_start(plan.total_steps):
+            warn(text)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     settings = Settings(group.device)
     with imports_of_job(job):
@@ -239,9 +243,12 @@ def rehearse(
         )
         evaluate.prepare(compares=spec.determinism == "strict" and spec.rehearsal != "off")
     shown = first_step.elsewhere(evaluate).evaluation
-    if evaluate is not None and shown is not None:
+    if evaluate is None:
+        check_followed(state.schedule, ())
+    elif shown is not None:
         evaluate.learned(shown)
         check_metric(spec, shown.names)
+        check_followed(state.schedule, shown.names)
     return found, evaluate
 
 
@@ -321,6 +328,12 @@ def make_state(
             phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
             for phase, one in optimizers_of(optimizer).items()
         }
+    if average is not None and (
+        modal := [one for one in optimizers_of(optimizer).values() if has_modes(one)]
+    ):
+        raise SpecError(
+            f"ema: got {spec.ema:g}, and the job's {type(modal[0]).__name__} has weights of its own to evaluate (train() and eval()); leave ema out"
+        )
     schedule = (
         PhaseSchedules(schedules)
         if isinstance(optimizer, PhaseOptimizers)
@@ -333,7 +346,7 @@ def make_state(
         Precision(spec.precision, device),
         average=average,
         schedule=schedule,
-        compiled=CompiledLosses(spec.determinism, device) if spec.compile else None,
+        compiled=CompiledLosses(spec.determinism, device, spec.precision) if spec.compile else None,
     )
 
 
@@ -345,6 +358,20 @@ def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
     for name, rule in rules.items():
         if rule is not None and rule.metric not in metrics:
             raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
+
+
+def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> None:
+    """JobError where the job's schedule follows a metric that the evaluation does not give; `metrics` as for `check_metric`."""
+    if metrics is None:
+        return
+    for name in schedule.metrics:
+        if name not in metrics:
+            what = (
+                f"its evaluations give none{nearest(name, metrics)}"
+                if metrics
+                else "the job has no eval_data"
+            )
+            raise JobError(f"job.schedule: follows {name!r}, and {what}")
 
 
 def make_plan(spec: Spec, train_data: Any) -> Plan:
@@ -403,4 +430,6 @@ def make_model(
         load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
-    return model.to(device).train()
+    model.to(device)
+    enter_training(model)
+    return model

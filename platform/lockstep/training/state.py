@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.average import Average
+from lockstep.training.average import Average, has_modes, shown_by_optimizers
 from lockstep.training.beside import beside_weights, copied, unlisted_tensors
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.modes import ModuleSettings, Settings
 from lockstep.training.order import Order, check_order, order_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
@@ -59,7 +60,9 @@ class Best:
     beside: dict[str, Any] | None = None
     """What the model computed with besides; None in a checkpoint of an older version."""
 
-    def judge(self, rule: EarlyStop, value: float, step: int, model: nn.Module, job: Job) -> bool:
+    def judge(
+        self, rule: EarlyStop, value: float, step: int, model: nn.Module, job: Job, settings: Settings
+    ) -> bool:
         """Note one evaluation. True where the last `patience` evaluations were no improvement. NaN is never better."""
         better = not math.isnan(value) and (
             self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
@@ -67,7 +70,7 @@ class Best:
         if better:
             self.value, self.step, self.evaluations_since = value, step, 0
             self.weights = {name: tensor.detach().cpu().clone() for name, tensor in tensors(model).items()}
-            self.beside = copied(beside_weights(model, job))
+            self.beside = copied(beside_weights(model, job, settings))
         else:
             self.evaluations_since += 1
         return self.enough(rule)
@@ -100,8 +103,16 @@ class TrainState:
 
     order: Order = field(init=False)
     """The order in which the optimizers hold the parameters: their state is saved by position."""
+    settings: ModuleSettings = field(init=False)
+    """What updates have changed of the modules' plain attributes."""
+
+    _shapes: dict[str, tuple[int, ...]] = field(init=False)
+    """The shapes of the buffers as `job.model()` made them."""
 
     def __post_init__(self) -> None:
+        self.settings = ModuleSettings(self.model)
+        lazy = nn.parameter.is_lazy
+        self._shapes = {name: tuple(one.shape) for name, one in self.model.named_buffers() if not lazy(one)}
         self.order = order_of(self.optimizer, self.model)
         if self.schedule is None:
             self.schedule = FunctionOfUpdates(self.optimizer_of(""), lambda _: 1.0)
@@ -125,9 +136,16 @@ class TrainState:
         """Whole epochs done."""
         return self.counters.step // plan.steps_per_epoch
 
+    @property
+    def has_average(self) -> bool:
+        """Whether other weights are evaluated than those that are trained."""
+        return self.average is not None or any(map(has_modes, optimizers_of(self.optimizer).values()))
+
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is evaluated: with the average in the place of its weights, where there is one."""
-        return nullcontext() if self.average is None else self.average.shown()
+        if self.average is not None:
+            return self.average.shown()
+        return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
@@ -136,6 +154,8 @@ class TrainState:
                 "state": self.model.state_dict(),
                 "unlisted_buffers": unlisted_tensors(self.model),
                 "order": self.order,
+                **({"settings": self.settings.changed} if self.settings.changed else {}),
+                **({"resized": resized} if (resized := self._resized()) else {}),
             },
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
@@ -146,6 +166,21 @@ class TrainState:
             **({} if self.average is None else {"ema": self.average.state_dict()}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
         }
+
+    def _resized(self) -> dict[str, list[int]]:
+        """The shapes of the buffers that a forward has given another one than `job.model()` did, as that of an observer."""
+        now = {name: tuple(buffer.shape) for name, buffer in self.model.named_buffers()}
+        return {
+            name: list(now[name]) for name, shape in self._shapes.items() if now.get(name, shape) != shape
+        }
+
+    def _give_shapes(self, resized: Mapping[str, Sequence[int]]) -> None:
+        """Have the buffers in the shapes that `job.model()` gave them, but for those of `resized`."""
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, shape in {**self._shapes, **resized}.items():
+                if name in buffers and tuple(buffers[name].shape) != tuple(shape):
+                    buffers[name].resize_(tuple(shape))
 
     def assembled(self, sections: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """`sections` with the tensors of a sharded optimizer that this rank writes. All ranks call it."""
@@ -164,6 +199,8 @@ class TrainState:
         if not fork or saved_order.keys() == self.order.keys():
             check_order(self.order, "here", saved_order, "in the state that is taken over")
         try:
+            self.settings.load(sections["model"].get("settings", {}))
+            self._give_shapes(sections["model"].get("resized", {}))
             self.model.load_state_dict(sections["model"]["state"])
             with torch.no_grad():
                 for name, tensor in unlisted_tensors(self.model).items():

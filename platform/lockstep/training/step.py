@@ -35,6 +35,7 @@ from lockstep.training.exchange import Agreed, Totals
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
 from lockstep.training.means import check_form, check_same_parts, has_form
+from lockstep.training.modes import Modes
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ModuleWatch, ParameterWatch
@@ -120,6 +121,7 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
         self.modules = ModuleWatch(state.model)
+        self.modes = Modes(state.model)
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
         self.probe: Probe = NoProbe()
@@ -190,8 +192,9 @@ class Stepper:
             self._check(phase, position, agreed.totals)
             if last:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
+            phase.agree_on_unused()
             # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
-            self.buffers.end_step(agreed.flagged)
+            self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down)
             if last:
@@ -227,6 +230,7 @@ class Stepper:
         if self.updates_by_job:
             self.modules.check(f"after step {position.number}")
             self.buffers.take_over()
+            self.modes.note()
         return StepResult(
             loss=first.loss,
             weight=first.weight,
@@ -259,7 +263,7 @@ class Stepper:
         if self._abandoned:
             return
         self._abandoned = True
-        self.buffers.restore()
+        self._leave_no_trace()
         for phase in self.each_phase:
             phase.abandon()
 
@@ -272,6 +276,7 @@ class Stepper:
         assigned = clip(self.assigned, position.micro_batches)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
+        phase.module.used.clear()
         self.watched.note()  # the update since the last step wrote to parameters rightly
         if self.recheck is not None:
             self.recheck.compute(position)
@@ -337,7 +342,7 @@ class Stepper:
         with self._of_job(phase, position, m):
             phase.exchange.put(loss)
             if m == 0:
-                phase.exchange.flag(self.buffers.keep())
+                phase.exchange.flag(self.buffers.keep(), self.buffers.resized())
             if last:
                 phase.exchange.close(self.watch.take())
             scaled = self.state.precision.scaled(loss.total * scale_down)
@@ -348,7 +353,12 @@ class Stepper:
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
         self.modules.check(self._where(phase, position, m))
+        self._leave_no_trace()
+
+    def _leave_no_trace(self) -> None:
+        """Have the next micro-batch begin with the step's buffers and in training mode, whatever this one has left."""
         self.buffers.restore()
+        self.modes.restore()
 
     def _forward(
         self,
@@ -396,7 +406,7 @@ class Stepper:
             self.watched.check(self._where(phase, position, m))
             return float(loss.total.detach()), self._take_gradients(phase, position, m)
         finally:
-            self.buffers.restore()
+            self._leave_no_trace()
             for parameter, gradient in zip(phase.parameters, held, strict=True):
                 parameter.grad = gradient
 
@@ -458,6 +468,7 @@ class Stepper:
                 f"the gradient of step {position.number}{within} has the norm {grad_norm} though its loss is finite; "
                 f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
             )
+        phase.rest_unused()
         phase.rates.set(state.counters.updates)
         if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(spec.seed, "update", position.step, *phase.phase.key, device=self.group.device)

@@ -72,7 +72,7 @@ FAULTS = [
     Fault("NormOfOne", "loss", "failure", "more than 1 value per channel", {"batch": {"global": 8, "micro": 1}}),
     Fault("LogOfZero", "loss", "failure", "total is nan"),
     Fault("NoDeterministicForm", "loss", "failure", "has no deterministic kernel"),
-    Fault("InEvaluationMode", "modes", "failure", "in training"),
+    Fault("InEvaluationMode", "modes", "warning", "in training"),
     Fault("InTrainingMode", "modes", "failure", "during evaluation"),
     Fault("AlwaysDropping", "modes", "warning", "dropout is called to drop"),
     Fault("AttentionDropping", "modes", "warning", "scaled_dot_product_attention"),

@@ -159,14 +159,12 @@ def test_a_buffer_that_is_replaced_is_put_back() -> None:
     assert model.written.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float64), None])
+@pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.float64), None])
 def test_a_buffer_that_changes_its_kind_is_refused(other: Tensor | None) -> None:
     model = Counting()
     buffers = StepBuffers(model, ALONE, frozenset())
     model.written = other
-    with pytest.raises(
-        JobError, match=r"^buffer 'written' became .*, wanted \(2,\) of torch.float32 as at the start"
-    ):
+    with pytest.raises(JobError, match=r"^buffer 'written' became .*, wanted torch.float32 as at the start"):
         buffers.keep()
 
 

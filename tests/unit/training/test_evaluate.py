@@ -14,7 +14,8 @@ from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
 from lockstep.training.buffers import KeptBuffers
-from lockstep.training.evaluate import Evaluation, evaluating
+from lockstep.training.evaluate import Evaluation
+from lockstep.training.modes import evaluating
 from lockstep.training.precision import Precision
 
 CPU = torch.device("cpu")

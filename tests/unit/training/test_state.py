@@ -39,7 +39,7 @@ def judged(rule: EarlyStop, values: list[float]) -> tuple[Best, list[bool]]:
     for i, value in enumerate(values):
         with torch.no_grad():
             model.weight.fill_(float(i))
-        stops.append(best.judge(rule, value, 10 * (i + 1), model, Job(Job.Params())))
+        stops.append(best.judge(rule, value, 10 * (i + 1), model, Job(Job.Params()), {}))
     return best, stops
 
 
@@ -59,7 +59,7 @@ def judged(rule: EarlyStop, values: list[float]) -> tuple[Best, list[bool]]:
 )
 def test_judge(mode: str, values: list[float], best: int, stops: list[bool]) -> None:
     """With a patience of two: which evaluation is kept, and after which the run should stop."""
-    found, stopped = judged(EarlyStop(mode=mode, patience=2), values)  # type: ignore[arg-type]
+    found, stopped = judged(EarlyStop(metric="eval/score", mode=mode, patience=2), values)  # type: ignore[arg-type]
     assert stopped == stops
     assert (found.value, found.step) == (values[best], 10 * (best + 1))
     assert found.weights is not None
@@ -83,7 +83,7 @@ class Warm(Job):
 def test_best_weights_are_a_copy_with_buffers_and_what_is_beside_them() -> None:
     best, model, job = Best(), nn.BatchNorm1d(2), Warm(Job.Params())
     model.register_buffer("unlisted", torch.zeros(1), persistent=False)
-    best.judge(EarlyStop(), 1.0, 1, model, job)
+    best.judge(EarlyStop(), 1.0, 1, model, job, {})
     job.heat = 5.0
     with torch.no_grad():
         model.running_mean.fill_(5.0)  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from lockstep.randomness import seed_all
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
-from lockstep.training.means import check_form, check_parts
+from lockstep.training.means import check_form, check_parts, number
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
@@ -199,7 +199,7 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
     means = {"the loss": Mean(loss.total.detach(), loss.weight)}
     means |= {f"the part {name!r} of the loss": part for name, part in loss.parts.items()}
     return {
-        **{what: f"{float(mean.total).hex()} {float(mean.weight).hex()}" for what, mean in means.items()},
+        **{what: f"{number(mean.total).hex()} {number(mean.weight).hex()}" for what, mean in means.items()},
         **{f"the gradient of {name!r}": tensor_digest(gradient) for name, gradient in gradients.items()},
         **{f"the buffer {name!r}": tensor_digest(now) for name, now in buffers.now().items()},
     }

@@ -41,8 +41,10 @@ from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
 from lockstep.training.evaluate import Evaluation, EvaluationRehearsal
 from lockstep.training.failure import job_at
+from lockstep.training.interleaving import is_unsaid, told_interleaved
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.modes import evaluating
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_order, is_of_model, order_of
 from lockstep.training.phase_step import LossModule, copied
@@ -202,6 +204,7 @@ class StepRehearsal:
             extent = self._compare(module, keys, extent)
         self._compare_behind(modules, keys)
         self._compare_order()
+        self._tell_interleaved(modules)
         return extent
 
     def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
@@ -262,6 +265,23 @@ class StepRehearsal:
         again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
 
+    def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
+        """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
+        if not is_unsaid(self.batches.samples):
+            return
+        assigned = range(self.plan.position(0).micro_batches)
+        sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
+        keys = list(islice(sampler, len(assigned)))
+        model, compiled = self.state.model, self.state.compiled
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+
+                def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
+                    return float(self._forward(module, self._fetch(key), seed).total)
+
+                for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
+                    self.warn(text)
+
     # --- what is fetched --------------------------------------------------------------------------------------
 
     def _keys(self) -> list[MicroBatch]:
@@ -316,12 +336,10 @@ class StepRehearsal:
         model = self.state.model
         if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             return
-        model.eval()
         compiled = self.state.compiled
-        with torch.no_grad(), nullcontext() if compiled is None else compiled.off():
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
             for module in modules:
                 self._loss(module, self._fetch(key), 0)
-        model.train()
 
     # --- how far ----------------------------------------------------------------------------------------------
 
