@@ -31,6 +31,7 @@ class Flipped(Plain):
         evaluated: bool = False
         own_optimizer: bool = True
 
+    placement_variables = ("POOL_RANK",)
     params: Params
 
     def eval_data(self) -> Dataset[Any] | None:

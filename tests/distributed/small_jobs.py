@@ -85,6 +85,8 @@ class Hoarding(Plain):
 class Astray(Counting):
     """What it takes up from a checkpoint is another thing on each rank."""
 
+    placement_variables = ("POOL_RANK",)
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.rank = int(os.environ.get("POOL_RANK", "0"))

@@ -37,6 +37,8 @@ SAMPLES, GLOBAL, MICRO, STEPS = 56, 12, 4, 12
 class Interrupted(Small):
     """Is killed after the step that the environment names."""
 
+    placement_variables = ("KILLED_AFTER",)
+
     def after_step(self, model: nn.Module, step: int) -> None:
         if os.environ.get("KILLED_AFTER") == str(step):
             os.kill(os.getpid(), signal.SIGKILL)

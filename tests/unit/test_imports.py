@@ -113,3 +113,21 @@ def test_import_is_as_it_was_afterwards_and_a_request_that_fails_is_none(project
     with imports_noted(asked):
         importlib.import_module(".cnn", "plugins")
     assert asked.modules == asked.by_job == {"plugins.cnn"}
+
+
+@pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
+def test_what_python_imports_for_every_program_is_among_them(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It may change anything in any module; but not one that the system has installed."""
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    other = project.parent / f"of_{project.name}"
+    other.mkdir()
+    (other / f"{name}.py").write_text("import torch\n")
+    monkeypatch.setattr(sys, "path", [str(other), *sys.path])
+    module = importlib.import_module(name)
+    del sys.modules[name]
+    monkeypatch.setitem(sys.modules, name, module)
+    assert set(made()) == {*ALWAYS, f"{name}.py"}
+    monkeypatch.setattr(sys.modules[name], "__file__", str(Path(importlib.__file__)))
+    assert set(made()) == ALWAYS

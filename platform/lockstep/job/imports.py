@@ -158,7 +158,11 @@ def imported(use: str, asked: Asked) -> Imported:
     sources = job_sources(use)
     known = {path.resolve() for path in sources.values()}
     files, installed = dict[str, bytes](), dict[str, Path]()
-    seen, waiting, named = set[str](), [*sources, *asked.modules, *_OF_THE_INTERPRETER], set(asked.by_job)
+    seen, waiting, named = (
+        set[str](),
+        [*sources, *asked.modules, *(_OF_THE_INTERPRETER & sys.modules.keys())],
+        set(asked.by_job),
+    )
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -184,7 +188,7 @@ def imported(use: str, asked: Asked) -> Imported:
     )
 
 
-_OF_THE_INTERPRETER = ("sitecustomize", "usercustomize")
+_OF_THE_INTERPRETER = frozenset({"sitecustomize", "usercustomize"})
 """Modules that Python itself imports, for every program: they may change anything in any other."""
 
 _TOLD = frozenset({"torch", "numpy", "lockstep-train"})
