@@ -123,7 +123,7 @@ def test_a_rehearsal_in_the_training_process_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     """The negative control: the same, without another process."""
-    monkeypatch.setattr(promise, "in_child", lambda function, **_: function())
+    monkeypatch.setattr(promise, "in_child", lambda function, *_, **__: function())
     steps = {extent: train(run(f"{module}:Forgetting", extent)).digests for extent in ("off", "quick")}
     assert steps["off"] == steps["quick"]
     with pytest.raises(LockstepError):  # its histories run into each other

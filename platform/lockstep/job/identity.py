@@ -29,6 +29,10 @@ _ORIGIN = ("initial_weights", "fork")
 """Where a run's first state comes from: no part of its identity, which has the digest of what lies there."""
 
 
+FIRST_MICRO_BATCH = "first_micro_batch"
+"""The field with the digest of what the run's first micro-batch gives at the initial weights: loss, parts, gradients and buffers."""
+
+
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity, by name: trees, which are plain JSON.
 
@@ -71,8 +75,12 @@ class Difference(NamedTuple):
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """The values in which two identities differ, by the names of their fields, and inside them by key: `job.params.scale['a']['b']`."""
-    return [one for name in sorted({*before, *now}) for one in _within(name, before, now, name)]
+    """The values in which two identities differ, by the names of their fields, and inside them by key: `job.params.scale['a']['b']`.
+
+    Last comes what the first micro-batch gave, which follows from the others.
+    """
+    names = sorted({*before, *now}, key=lambda name: (name == FIRST_MICRO_BATCH, name))
+    return [one for name in names for one in _within(name, before, now, name)]
 
 
 def _within(key: str, before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[Difference]:

@@ -152,11 +152,11 @@ class Evaluation:
         self.restore_buffers = KeptBuffers(model).restore
         if not repeat:
             return self._shown(model, *self._computed(model, 0), warn)
-        shown, left, with_it = in_child(partial(self._rehearsed, model, training))
+        shown, left, with_it = in_child(partial(self._rehearsed, model, training), self.job)
         for text in shown.warnings:
             warn(text)
         if left:
-            self._check_left(left, with_it, in_child(training))
+            self._check_left(left, with_it, in_child(training, self.job))
         if handed_on := self._handed_on(model, training, left):
             warn(
                 f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
@@ -174,7 +174,7 @@ class Evaluation:
         after = memory_of(self.job, model)
         left = {place: after.values.get(place, "") for place in after.changed_since(before)}
         check_modes(model)
-        with_it = in_child(training) if left else []
+        with_it = in_child(training, self.job) if left else []
         warnings: list[str] = []
         shown = self._shown(model, once, outputs, warnings.append)
         return shown._replace(warnings=warnings), left, with_it
@@ -240,8 +240,8 @@ class Evaluation:
             return memory_of(self.job, model).values
 
         _, last = self._computed(model, self._last)
-        yield in_child(partial(values, outputs, last))
-        yield in_child(partial(values, last))
+        yield in_child(partial(values, outputs, last), self.job)
+        yield in_child(partial(values, last), self.job)
 
     def _check_left(
         self, left: Mapping[str, str], with_it: list[dict[str, str]], without: list[dict[str, str]]
@@ -269,8 +269,8 @@ class Evaluation:
 
         if not left:
             return []
-        by_training, _ = in_child(partial(changed, training))
-        _, once = in_child(partial(changed, lambda: self._computed(model, 0)))
+        by_training, _ = in_child(partial(changed, training), self.job)
+        _, once = in_child(partial(changed, lambda: self._computed(model, 0)), self.job)
         within = tuple(f"{place}[" for place in by_training)
         return [
             place

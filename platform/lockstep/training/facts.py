@@ -15,7 +15,14 @@ from lockstep.data.leakage import find_leakage
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.errors import DriftError, JobError
-from lockstep.job.identity import PARAM, differences, identity_digest, identity_fields, shown
+from lockstep.job.identity import (
+    FIRST_MICRO_BATCH,
+    PARAM,
+    differences,
+    identity_digest,
+    identity_fields,
+    shown,
+)
 from lockstep.job.imports import distribution_fields, imported_by, source_fields
 from lockstep.job.interface import Job, overrides
 from lockstep.plan import Plan
@@ -56,6 +63,7 @@ def facts_of(
     plan: Plan,
     evaluate: Evaluation | None,
     initial_digest: str,
+    first_digest: str,
     settings: Settings,
     *,
     fork: str | None,
@@ -83,6 +91,7 @@ def facts_of(
             "numerics_probe": numerics_probe(device) if strict else "not taken",
             "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
+            FIRST_MICRO_BATCH: first_digest if strict else "not taken",
             "fork": fork,
             "workers": group.size,
         },
@@ -179,6 +188,11 @@ def _advice(name: str) -> str:
     if name.startswith(VARIABLE):
         return (
             "the job reads it: give every worker the same, or have the job declare it in placement_variables"
+        )
+    if name == FIRST_MICRO_BATCH:
+        return (
+            "the same spec, source, data and variables gave another loss or gradient there: look for what differs between the workers and is no "
+            "part of the identity, such as a file that the job reads or a library"
         )
     if name == "initial_weights_digest":
         return "the job's model must be made from the seeded generators alone"

@@ -187,11 +187,11 @@ def prepare(
         )
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
-    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, settings)
+    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
-    check_ranks_agree(spec, group, state, facts["fields"], rehearsal)
+    check_ranks_agree(spec, group, state, facts["fields"])
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
@@ -261,20 +261,21 @@ def make_facts(
     batches: MicroBatches,
     evaluate: Evaluation | None,
     start: Start | None,
+    rehearsal: dict[str, Rehearsal],
     settings: Settings,
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
     digest = weights_digest(state.model.state_dict())
-    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, settings, fork=start and start.parent)
+    first = " ".join(one.digest for one in rehearsal.values())
+    facts = facts_of(
+        spec, job, group, batches, plan, evaluate, digest, first, settings, fork=start and start.parent
+    )
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
-def check_ranks_agree(
-    spec: Spec, group: Group, state: TrainState, fields: dict[str, Any], rehearsal: dict[str, Rehearsal]
-) -> None:
-    """Compare the identity, the loss of the rehearsed micro-batch and the logical order of the parameters between the ranks."""
-    losses = " ".join(one.loss.hex() for one in rehearsal.values())
-    check_agreed(group, {**fields, "the loss of the rehearsed micro-batch": losses}, spec)
+def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
+    """Compare the identity and the logical order of the parameters between the ranks."""
+    check_agreed(group, fields, spec)
     check_same_order(group, state.order)
 
 

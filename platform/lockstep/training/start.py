@@ -16,7 +16,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError, SpecError, StorageError
-from lockstep.job.identity import differences, shown
+from lockstep.job.identity import FIRST_MICRO_BATCH, differences, shown
 from lockstep.plan import Plan
 from lockstep.randomness import digest64
 from lockstep.record.events import Segment
@@ -102,9 +102,13 @@ def check_identity(start: Start, fields: Mapping[str, Any]) -> None:
         )
 
 
-_ADVICE = dict.fromkeys(
-    ("numerics_probe", "numerics_probe.numpy"), "go on with it on a machine of the same kind"
-)
+_ADVICE = {
+    **dict.fromkeys(
+        ("numerics_probe", "numerics_probe.numpy"), "go on with it on a machine of the same kind"
+    ),
+    FIRST_MICRO_BATCH: "the first micro-batch of the run gives another loss or gradient here, though nothing differs that the identity names: "
+    "look for a file that the job reads, a library, or a clock, and put it back",
+}
 
 
 def judges_anew(start: Start, fields: Mapping[str, Any]) -> bool:

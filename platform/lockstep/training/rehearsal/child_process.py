@@ -14,12 +14,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from lockstep.data import inherited
 from lockstep.errors import LockstepError
+from lockstep.job.imports import Asked, note_imports
+from lockstep.job.interface import Job
+from lockstep.job.variables import Values, reads_of
 
 T = TypeVar("T")
 
@@ -44,9 +48,15 @@ def can_fork(device: torch.device) -> bool:
 
 
 def in_child(
-    function: Callable[[], T], *, forked: Callable[[], None] = lambda: None, limit_s: float = LIMIT_S
+    function: Callable[[], T],
+    job: Job,
+    *,
+    forked: Callable[[], None] = lambda: None,
+    limit_s: float = LIMIT_S,
 ) -> T:
     """The value of `function()`, computed in a child; `forked` is called there first, to drop connections of the parent.
+
+    The variables that the `job` reads there, and what it imports, count as read and imported here: they are inputs of the run.
 
     Raises what the function raises if it is a LockstepError. Raises NoChildError where the child ended without a value or was still at work
     after `limit_s` seconds.
@@ -58,7 +68,7 @@ def in_child(
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _serve(function, forked, opened, write)
+        _serve(partial(_noted, function, job), forked, opened, write)
     os.close(write)
     try:
         answer = _answer(read, limit_s)
@@ -74,7 +84,11 @@ def in_child(
         raise NoChildError(f"a process of its own {end} after {time.monotonic() - began:.0f} s")
     value, error, trace, cut = pickle.loads(answer)
     if error is None:
-        return value  # type: ignore[no-any-return]
+        result, reads, asked = value
+        for name, read in reads.items():
+            reads_of(job).read(name, read)
+        note_imports(job, asked)
+        return result  # type: ignore[no-any-return]
     if cut:
         raise NoChildError(f"a process of its own failed: {error}{cut}")
     raise error from RemoteTracebackError(trace)
@@ -100,6 +114,11 @@ def _serve(
         code = 0
     finally:
         os._exit(code)
+
+
+def _noted(function: Callable[[], T], job: Job) -> tuple[T, Values, Asked]:
+    value = function()
+    return value, reads_of(job).values, note_imports(job)
 
 
 def _result(function: Callable[[], Any]) -> bytes:

@@ -155,7 +155,10 @@ class StepRehearsal:
             return verdict
         try:
             verdict = in_child(
-                partial(self._in_child, evaluate, steps), forked=self.forked, limit_s=self._limit_s()
+                partial(self._in_child, evaluate, steps),
+                self.job,
+                forked=self.forked,
+                limit_s=self._limit_s(),
             )
         except NoChildError as reason:
             self.warn(f"rehearsal: only the first micro-batch was tried before training: {reason}")
@@ -213,7 +216,7 @@ class StepRehearsal:
         if not steps.can_update:
             return
         fetched = partial(self._fetch_again, keys)
-        run = partial(in_child, limit_s=self._limit_s())
+        run = partial(in_child, job=self.job, limit_s=self._limit_s())
         straight = run(partial(steps.straight, fetched))
         if straight is None:
             return
