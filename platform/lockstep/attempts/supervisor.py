@@ -29,7 +29,7 @@ from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.waiting import first_place, next_place
-from lockstep.attempts.watchdog import Patience, end
+from lockstep.attempts.watchdog import end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
@@ -39,6 +39,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
+from lockstep.driver.silence import Patience
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
