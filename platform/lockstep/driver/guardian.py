@@ -53,10 +53,11 @@ class Guardian:
 
         A run that is not watched so has another watchdog.
         """
+        self._path = [path for path in sys.path if path]
         self._facts = {
             "spec": dict(spec),
             "folder": str(folder),
-            "path": [path for path in sys.path if path],
+            "path": self._path,
             "watched": watched,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,7 +85,7 @@ class Guardian:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[read],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._facts["path"])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._path)},
                 start_new_session=True,  # Ctrl-C in this terminal is not for it
             )
         finally:

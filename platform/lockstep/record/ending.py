@@ -29,6 +29,9 @@ from lockstep.spec.loading import load_spec
 RELEASE_S = 8.0
 """How long a recorder may take to end after its driver: Ray ends it, or it has still to write what it was told."""
 
+LOST_S = 1.0
+"""The same where its cluster is lost: what it has not fetched by now does not come."""
+
 LOOK_S = 0.1
 
 
@@ -40,11 +43,12 @@ def record_end(
     recorders: Sequence[str],
     *,
     new: bool,
+    release_s: float = RELEASE_S,
 ) -> str | None:
     """Record that a run has failed, unless its journal has an end, or another command has resumed it. Returns the run's id where it did.
 
     `recorders` are the processes that may have recorded it, as their tag `lockstep.process` names them; one that does not end
-    within RELEASE_S is killed. Without `run_id` it is the run that one of them has begun. If none has, a `new` run gets this end
+    within `release_s` is killed. Without `run_id` it is the run that one of them has begun. If none has, a `new` run gets this end
     and nothing else, or nothing is recorded. RecordError where the store refuses.
     """
     run_id = run_id or next(_begun_by(recorders, spec.folder), None)
@@ -56,7 +60,7 @@ def record_end(
         recorder.tell(*documents, failed)
         recorder.close()
         return recorder.run_id()
-    with closing(_journal(spec.folder / run_id, recorders)) as journal:
+    with closing(_journal(spec.folder / run_id, recorders, release_s)) as journal:
         if not _abandoned(run_id, journal.events):
             return None
         ends = not isinstance(journal.events[-1], Finished | Failed | TakenOver)
@@ -74,9 +78,9 @@ def _abandoned(run_id: str, events: Sequence[Recorded]) -> bool:
     return bool(opened) and bool(vanished(run_id, opened[-1]))
 
 
-def _journal(folder: Path, recorders: Sequence[str]) -> Journal:
+def _journal(folder: Path, recorders: Sequence[str], release_s: float) -> Journal:
     """The run's journal, once those who recorded it have released it."""
-    until = time.monotonic() + RELEASE_S
+    until = time.monotonic() + release_s
     while True:
         try:
             return Journal(folder)
@@ -121,6 +125,7 @@ def main() -> None:
             [Document(name, text) for name, text in told["documents"].items()],
             told["recorders"],
             new=told["new"],
+            release_s=LOST_S if told["new"] else RELEASE_S,
         )
     except LockedError:  # another command has resumed the run
         pass
