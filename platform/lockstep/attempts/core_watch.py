@@ -130,7 +130,7 @@ def _end_workers(parts: list[Part]) -> None:
 
 def _ended(part: Part) -> tuple[ClusterError, str]:
     logs = f"; its logs are in {part.logs!r}" if part.logs else ""
-    text = f"ray: {PARTS[part.name]} {_how(part.pid)}, and the run's workers are lost with it"
+    text = f"ray: {PARTS[part.name]} {_how(part.pid)}; the run's workers are lost with it, and lockstep resume goes on with the run"
     return ClusterError(text), f"{part.name}, process {part.pid}{logs}"
 
 

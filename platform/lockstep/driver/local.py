@@ -21,8 +21,8 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal, end_command
-from lockstep.driver.stacks import write_stacks_on_signal
-from lockstep.errors import LockstepError, RecordError, StorageError
+from lockstep.driver.stacks import stacks_on_signal
+from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
 from lockstep.process import under_torchrun
@@ -113,12 +113,13 @@ class LocalRun:
         os._exit(LockstepError.exit_code)  # the caller's own thread can hear of nothing any more
 
     def stop(self) -> bool:
-        """A signal came, or the run cannot be recorded anywhere."""
+        """A signal came, or the run cannot be recorded anywhere, or no longer."""
         state = self.recorder.state
         if self._stop.asked and not self._stopped:
             self._stopped = True
             self._guardian.tell(signal=self._stop.number)
-        return self._stop.asked or (state.run_id is None and state.failure is not None)
+        lost = self.recorder.lost or (state.run_id is None and state.failure is not None)
+        return self._stop.asked or lost
 
     def save(self) -> bool:
         return False
@@ -176,9 +177,11 @@ def train_here(
             fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
             return None
         watched = spec.faults.longest_silence_s, spec.faults.longest_start_s
-        with Guardian(spec.document(), spec.folder, watched=watched) as guardian:
-            with suppress(StorageError):  # no folder for its stacks: it is watched all the same
-                guardian.tell(stacks=str(write_stacks_on_signal()))
+        with (
+            stacks_on_signal() as stacks,
+            Guardian(spec.document(), spec.folder, watched=watched) as guardian,
+        ):
+            guardian.tell(stacks=stacks)
             run = _start(spec, options.progress, stop, origin, on_run_id, guardian)
             guardian.on_hung = run.end_hung
             summary = _fit_recorded(spec, group, run, origin, guardian)
@@ -245,14 +248,22 @@ def _fit_recorded(
             if isinstance(error, LockstepError):
                 raise with_run(error, None, spec.folder) from error
             raise
-        recorder.tell(_ended(error))
+        ended = _ended(error)
+        recorder.tell(ended)
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        if recorder.lost and isinstance(ended, Failed):
+            guardian.record(ended.message, ended.details, ended.status)
         run.show()
         if isinstance(error, LockstepError) and recorder.state.run_id is not None:
             raise with_run(error, recorder.run_id(), spec.folder) from error
         raise
-    recorder.close()
+    try:
+        recorder.close()
+    except RecordError as error:
+        if recorder.lost:
+            guardian.record(str(error), "")
+        raise
     assert summary is not None  # nobody ends it at the gate
     return summary
 

@@ -7,8 +7,12 @@ import faulthandler
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
+from lockstep.errors import StorageError
 from lockstep.files import own_folder, own_path
 from lockstep.process import started
 
@@ -18,13 +22,34 @@ STACKS_S = 3.0
 
 def write_stacks_on_signal() -> Path:
     """Have this process write its stacks on SIGUSR1. Returns the file into which it does, which is deleted when the process ends."""
-    path = _stacks_file()
-    stream = path.open("x", encoding="utf-8")  # open as long as the process lives
+    path, _ = _registered()
     atexit.register(path.unlink, missing_ok=True)
+    return path
+
+
+@contextmanager
+def stacks_on_signal() -> Iterator[Path | None]:
+    """The same for the length of a block; None where this user has no folder for it."""
+    try:
+        path, stream = _registered()
+    except StorageError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        stream.close()
+        path.unlink(missing_ok=True)
+
+
+def _registered() -> tuple[Path, TextIO]:
+    path = _stacks_file()
+    stream = path.open("x", encoding="utf-8")  # open as long as a signal may come
     # A handler of the caller's is called too. The default action would end the process.
     chain = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN, None)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=chain)
-    return path
+    return path, stream
 
 
 def _stacks_file() -> Path:

@@ -58,6 +58,16 @@ class JournalFile:
                 raise broken(self.path, error) from error
             raise
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its name leads to no file, or to another one, since it was opened: what is added is lost when it is closed."""
+        try:
+            return os.fstat(self._file).st_ino != self.path.stat().st_ino
+        except FileNotFoundError:
+            return True
+        except OSError:  # nothing can be said for now
+            return False
+
     def _lock(self, file: int) -> None:
         try:
             lock(file, shared=self._read_only)
