@@ -56,9 +56,11 @@ def train_on_ray(
             """The main thread waits for Ray, which will end this process: the command ends here."""
             say(f"{error}; the run's end is being recorded")
             run_id, problem = guardian.record(str(error), details)
-            run_id = run_id or recording.run_id
             guardian.release()
-            end_command(ending_line(str(error), run_id, spec.folder, problem), error.exit_code)
+            line = ending_line(str(error), run_id, spec.folder, problem)
+            if run_id is None and not problem and recording.run_id is not None:
+                line = f"{error}; run {recording.run_id} had ended before, as its record says"
+            end_command(line, error.exit_code)
 
         # Its processes start, and nothing is recorded yet, beside what is found out here.
         with (

@@ -113,13 +113,12 @@ class LocalRun:
         os._exit(LockstepError.exit_code)  # the caller's own thread can hear of nothing any more
 
     def stop(self) -> bool:
-        """A signal came, or the run cannot be recorded anywhere, or no longer."""
+        """A signal came, or the run cannot be recorded anywhere."""
         state = self.recorder.state
         if self._stop.asked and not self._stopped:
             self._stopped = True
             self._guardian.tell(signal=self._stop.number)
-        lost = self.recorder.lost or (state.run_id is None and state.failure is not None)
-        return self._stop.asked or lost
+        return self._stop.asked or (state.run_id is None and state.failure is not None)
 
     def save(self) -> bool:
         return False
