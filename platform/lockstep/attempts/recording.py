@@ -8,10 +8,12 @@ from typing import Any, Self
 
 import ray
 
+from lockstep.attempts.core_watch import lost_core
 from lockstep.attempts.mailbox import ANSWER_S, LOST, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
 from lockstep.clusters.answers import answer_of, end_actor
+from lockstep.driver.guardian import Guardian
 from lockstep.errors import ClusterError, RecordError
 from lockstep.record.events import Event, Joined
 from lockstep.record.recorder_state import RecorderState
@@ -37,9 +39,15 @@ class Recording:
     """The record of one run, as its driver has it, for the length of a block. `say` is told when a recorder is replaced."""
 
     def __init__(
-        self, spec: Spec, environment: Mapping[str, str], run_id: str | None, say: Callable[[str], None]
+        self,
+        spec: Spec,
+        environment: Mapping[str, str],
+        run_id: str | None,
+        say: Callable[[str], None],
+        guardian: Guardian,
     ) -> None:
         self.run_id = run_id
+        self.guardian = guardian
         self._spec, self._environment, self._say = spec, dict(environment), say
         self._recorders = 0
         self._open()
@@ -76,6 +84,8 @@ class Recording:
         return status
 
     def _look(self) -> RunStatus:
+        if (lost := lost_core()) is not None:
+            raise lost
         asked = self.mailbox.status.remote()
         status: RunStatus = answer_of(asked, "it", ANSWER_S if self._mailbox_pid else STARTING_S)
         self._mailbox_pid = status.mailbox
@@ -90,7 +100,10 @@ class Recording:
         if status.fetches != self._fetches:
             self._fetches, self._fetched_at = status.fetches, time.monotonic()
         self._state = status.recorder
-        self.run_id = status.recorder.run_id or self.run_id
+        self.guardian.recorded_by(status.recorder.pid)
+        if self.run_id is None and status.recorder.run_id is not None:
+            self.run_id = status.recorder.run_id
+            self.guardian.tell(run_id=self.run_id)
 
     def members(self) -> list[Joined]:
         """The workers of the attempt at hand, by rank."""
@@ -165,6 +178,8 @@ class Recording:
 
     def __exit__(self, *_error: object) -> None:
         """The run is over: end both actors now, rather than when the last reference to them goes."""
+        if lost_core() is not None:
+            return  # nobody would obey
         end_actor(self.recorder, self._state.pid)
         end_actor(self.mailbox, self._mailbox_pid)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.attempts.core_watch import lost_core
 from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.recording import Recording
 from lockstep.checkpoint.errors import StaleAttemptError
@@ -52,6 +53,8 @@ class RunEnd:
 
     def early(self, error: BaseException) -> None:
         """The run ends with this error, which the record says too where `give_up` has not had it do so."""
+        if lost_core() is not None:
+            return  # the guardian has recorded it
         self._noticeboard.ends(_status_of(error), 0)
         if isinstance(error, KeyboardInterrupt):
             self._tell(Failed("ended at once by a second signal", "", "KILLED"))
@@ -59,8 +62,11 @@ class RunEnd:
             self._tell(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
         elif not self._told and self._recording.run_id is not None:  # what failed was no attempt
             self._tell_failed(error, traceback.format_exc())
-        with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
+        try:
             self._recording.close()
+        except (*LOST, ClusterError):  # its recorder is lost, and no other can be started
+            if self._recording.run_id is not None and not isinstance(error, StaleAttemptError):
+                self._recording.guardian.record(first_line(error), traceback.format_exc(), _status_of(error))
 
     def _tell_failed(self, error: LockstepError, details: str) -> None:
         if isinstance(error, StaleAttemptError):

@@ -18,6 +18,7 @@ from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.core_watch import lost_core
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.patience import patiently
@@ -29,7 +30,7 @@ from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.waiting import first_place, next_place
-from lockstep.attempts.watchdog import Patience, end
+from lockstep.attempts.watchdog import end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
@@ -39,6 +40,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
+from lockstep.driver.silence import Patience
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -198,6 +200,8 @@ class Supervisor:
             self._look(status, attempt)
             self._name()
         except LOST as lost:
+            if (gone := lost_core()) is not None:
+                raise gone from lost
             attempt.end()
             view.error = self._recording.reopen(lost)
         self._before = attempt.stage_ends.at
@@ -244,6 +248,7 @@ class Supervisor:
         while not attempt.over.wait(min(self._pace_s(attempt), LOOK_S)):
             if self.stop.asked and not announced:
                 announced = True
+                self._recording.guardian.tell(signal=self.stop.number)
                 self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
             if time.monotonic() - self._looked_at < self._pace_s(attempt):

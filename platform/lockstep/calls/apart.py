@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, assert_never
+from typing import Any, BinaryIO, NoReturn, assert_never
 
 from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
-from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, end_on_second_signal
-from lockstep.errors import ClusterError, LockstepError, first_line
+from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
+from lockstep.errors import ClusterError, LockstepError, SilentError, first_line
 from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
@@ -222,6 +222,12 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     progress, over = PipeProgress(pipe), threading.Event()
     end_on_second_signal()
+
+    def fail(message: str, code: int) -> NoReturn:
+        progress.send(Over(SilentError(message)))
+        os._exit(code)
+
+    commands_end_by(fail)
     try:
         call, options, named = pickle.load(asked)
         threading.Thread(

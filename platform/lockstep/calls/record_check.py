@@ -28,7 +28,7 @@ from lockstep.record.ledger import Rows
 from lockstep.record.mlflow_store import in_mlflow
 from lockstep.record.replay import PROCESS, lost_end
 from lockstep.record.stores import find_history, find_observations, find_run
-from lockstep.record.sync import check_there, refuse_continued, spec_of, sync
+from lockstep.record.sync import check_there, refuse_continued, refuse_living, spec_of, sync
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
@@ -46,6 +46,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     try:
         if repair:
             refuse_continued(folder, journal, spec)
+            refuse_living(folder, journal, spec)
         found += check_journal(journal, history, repair=repair)
         whole, store = not journal.missing_steps(), _store(spec, folder)
         if whole and isinstance(store, InStore):

@@ -25,6 +25,7 @@ from typing import Any
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
 from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.run_folder import deleted
 from lockstep.checkpoint.storage import Storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.process import place, started
@@ -35,6 +36,8 @@ WATCH_S = 3.5
 """How long a counter must stand still before its holder is considered dead."""
 GRACE_S = 60.0
 """How long a live holder may take to end after its step, when another command takes its run over."""
+MISSES = 2
+"""So many beats find the holder's own file gone before the folder is considered deleted."""
 _LOOK_S = 0.2
 
 
@@ -88,6 +91,10 @@ class Hold:
         self.storage, self.folder, self.what, self.holder = storage, folder, what, holder
         self.taker: Holder | None = None
         """The process that has taken the run over."""
+        self.deleted = False
+        """Whether the run's folder was deleted meanwhile. Nothing is written there again."""
+        self._missing = 0
+        """At how many beats in succession the holder's own file was not there."""
         self._when_taken: Callable[[], None] = lambda: None
         self._beside: list[Hold] = []
         """The holds of the same run in other places."""
@@ -112,14 +119,16 @@ class Hold:
         other.when_taken(taken)
 
     def when_taken(self, action: Callable[[], None]) -> None:
-        """Call `action` as soon as another command has taken the run over, from the thread that beats."""
+        """Call `action` as soon as another command has taken the run over, or its folder was deleted, from the thread that beats."""
         self._when_taken = action
-        if self.taker is not None:
+        if self.taker is not None or self.deleted:
             action()
 
     def ensure(self) -> None:
-        """StaleAttemptError where another command has taken the run over."""
+        """StaleAttemptError where another command has taken the run over, StorageError where its folder was deleted."""
         self._look()
+        if self.deleted:
+            raise StorageError(deleted(self.what, f"{self.storage.shown.rstrip('/')}/{self.folder}"))
         if self.taker is not None:
             raise StaleAttemptError(self.taken_over())
 
@@ -133,21 +142,36 @@ class Hold:
         self._over.set()
         self._thread.join()
         _tokens.discard(self.holder.token)
+        if self.deleted:
+            return
         with suppress(StorageError):  # the next command then checks the process, or watches the counter
             self._write(replace(self.holder, beats=self.holder.beats + 1, released=True))
 
     def _beat_on(self) -> None:
         while not self._over.wait(BEAT_S):
             with suppress(StorageError):  # the next beat makes up for it; the fence protects the run anyway
-                self.holder = replace(self.holder, beats=self.holder.beats + 1)
-                self._write(self.holder)
                 self._look()
+                if not self._missing:
+                    self.holder = replace(self.holder, beats=self.holder.beats + 1)
+                    self._write(self.holder)
 
     def _look(self) -> None:
-        newest = max(_numbers(self.storage, self.folder), default=0)
+        numbers = _numbers(self.storage, self.folder)
+        newest = max(numbers, default=0)
+        self._note_missing(self.holder.number > newest)
         if self.taker is None and newest > self.holder.number:
             text = _read(self.storage, self.folder, newest)
             self.taker = _holder(text) or replace(self.holder, number=newest, host="?", pid=0)
+            self._when_taken()
+
+    def _note_missing(self, missing: bool) -> None:
+        """Note whether the holder's own file is gone. Where the run's owner file is there, that one alone is, and is written again."""
+        if not missing or self.storage.exists(f"{self.folder}/{layout.OWNER}"):
+            self._missing = 0
+            return
+        self._missing += 1
+        if self._missing >= MISSES and not self.deleted:
+            self.deleted = True
             self._when_taken()
 
     def _write(self, holder: Holder) -> None:

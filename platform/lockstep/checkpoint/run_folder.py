@@ -276,8 +276,15 @@ class Attempt:
         return layout.MANIFEST if self.run.storage.fences else layout.manifest_of(self.number)
 
     def ensure_current(self) -> None:
-        """StaleAttemptError where a newer attempt has begun."""
+        """StaleAttemptError where a newer attempt has begun. StorageError where the run's folder was deleted, or the fence in it."""
         fence = self.run.fence()
+        if fence.number == 0:  # this attempt has written one that says otherwise
+            if not self.run.storage.exists(self.run.path(layout.OWNER)):
+                raise StorageError(deleted(f"run {self.run.run_id}", self.run.shown))
+            raise StorageError(
+                f"checkpoint.storage: {self.run.shown}/{layout.ATTEMPT} was deleted while the run trained; "
+                "resume the run to begin a new attempt"
+            )
         if fence != (self.number, self.token):
             raise self._stale(f"attempt {fence.number} has taken its place")
 
@@ -326,6 +333,14 @@ class Attempt:
             f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} is over, {why}; "
             "it can neither publish nor delete"
         )
+
+
+def deleted(what: str, folder: str) -> str:
+    """The message for a run, or a sweep, whose folder was deleted while it went on."""
+    return (
+        f"checkpoint.storage: the folder of {what}, {folder!r}, was deleted while it trained, and its checkpoints with it; keep "
+        "what deletes there, such as a clean-up script, away from runs that go on, and begin the run again"
+    )
 
 
 def _checked(run_id: str) -> str:

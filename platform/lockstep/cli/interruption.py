@@ -62,13 +62,21 @@ def answering(json_to: int | None) -> Iterator[None]:
 
 def end(number: int) -> NoReturn:
     """End the process; whatever still runs here is not waited for."""
-    message = "ended at once by a signal"
+    _end("KILLED", "ended at once by a signal", 128 + number)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the process with this error, from any thread: the main one waits for what will not come."""
+    _end("FAILED", message, code)
+
+
+def _end(status: str, message: str, code: int) -> NoReturn:
     with suppress(OSError):  # there is nobody to tell
         os.write(2, f"lockstep: {message}\n".encode())
         if _reader.json_to is not None:
-            told = {"status": "KILLED", "error": message, "exit_code": 128 + number}
+            told = {"status": status, "error": message, "exit_code": code}
             os.write(_reader.json_to, f"{json.dumps(told)}\n".encode())
-    os._exit(128 + number)
+    os._exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

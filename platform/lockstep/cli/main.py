@@ -33,8 +33,8 @@ from lockstep.cli.answers import (
     open_standard_streams,
     running,
 )
-from lockstep.cli.interruption import hold_signals, take_signals
-from lockstep.driver.signals import end_on_second_signal
+from lockstep.cli.interruption import fail, hold_signals, take_signals
+from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
@@ -97,6 +97,7 @@ def run() -> None:
     if not trains_here:
         collect_seldom()
     end_on_second_signal()
+    commands_end_by(fail)
     # Spares the last garbage collections of the interpreter: with torch and Ray they take a second or more.
     atexit.register(gc.freeze)
     app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -14,16 +15,19 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.communication.group import Group, distributed, local_device
 from lockstep.driver.failed import with_run
+from lockstep.driver.guardian import Guardian, ending_line
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
-from lockstep.driver.signals import StopSignal
+from lockstep.driver.signals import StopSignal, end_command
+from lockstep.driver.stacks import stacks_on_signal
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
 from lockstep.process import under_torchrun
 from lockstep.record.events import (
+    Document,
     Event,
     Failed,
     Finished,
@@ -61,16 +65,20 @@ class LocalRun:
         stop: StopSignal,
         progress: Progress,
         on_run_id: Callable[[str], None],
+        attempt: int,
+        guardian: Guardian,
     ) -> None:
-        self.recorder, self.view = recorder, RunView()
+        self.recorder, self.view = recorder, RunView(attempt)
         self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
-        self._named = False
+        self._named = self._stopped = False
+        self._guardian = guardian
 
     def tell(self, event: Event) -> None:
         """Take an event of the run. The run is created with its first facts: what is found before leaves nothing behind."""
         if isinstance(event, Started):
             if not self.recorder.started:
                 self.recorder.start()
+            self._guardian.recorded_by(self.recorder.state.pid)
             if (
                 not self.recorder.apart
             ):  # loader processes, forked while its thread imports, could wait for that for ever
@@ -84,11 +92,32 @@ class LocalRun:
         if isinstance(event, Finished):
             event = Finished({**event.summary, "signal": self._stop.number}, event.files)
         self.view.take(event)
+        self._guardian.alive(self.view.signs_of_life)
         self.recorder.tell(event)
+
+    def end_hung(self, message: str, stacks: str) -> None:
+        """End this process, in which the run hangs: called in a thread, where Python still runs in another one."""
+        if not self.recorder.started:
+            self.recorder.start()
+        self.recorder.tell(Document("stacks.txt", stacks), Failed(message, stacks))
+        problem = ""
+        try:
+            self.recorder.close()
+        except RecordError as error:
+            problem = str(error)
+        self._guardian.release()
+        state = self.recorder.state
+        line = ending_line(message, state.run_id, Path(state.folder).parent, problem)
+        end_command(line, LockstepError.exit_code)
+        os.write(2, f"lockstep: {line}\n".encode())
+        os._exit(LockstepError.exit_code)  # the caller's own thread can hear of nothing any more
 
     def stop(self) -> bool:
         """A signal came, or the run cannot be recorded anywhere."""
         state = self.recorder.state
+        if self._stop.asked and not self._stopped:
+            self._stopped = True
+            self._guardian.tell(signal=self._stop.number)
         return self._stop.asked or (state.run_id is None and state.failure is not None)
 
     def save(self) -> bool:
@@ -105,6 +134,8 @@ class LocalRun:
         if not self._named:
             self._named = True
             run_id = self.recorder.run_id()
+            self._guardian.tell(run_id=run_id)
+            self._guardian.recorded_by(self.recorder.state.pid)
             self._progress.say(f"run {run_id}")
             self.show()
             self._on_run_id(run_id)
@@ -144,8 +175,15 @@ def train_here(
             job = load_job(spec.job.use, spec.job.params)
             fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
             return None
-        run = _start(spec, options.progress, stop, origin, on_run_id)
-        summary = _fit_recorded(spec, group, run, origin)
+        watched = spec.faults.longest_silence_s, spec.faults.longest_start_s
+        with (
+            stacks_on_signal() as stacks,
+            Guardian(spec.document(), spec.folder, watched=watched) as guardian,
+        ):
+            guardian.tell(stacks=stacks)
+            run = _start(spec, options.progress, stop, origin, on_run_id, guardian)
+            guardian.on_hung = run.end_hung
+            summary = _fit_recorded(spec, group, run, origin, guardian)
     run.hear()
     record = run.recorder.state
     if record.violation:
@@ -171,6 +209,7 @@ def _start(
     stop: StopSignal,
     origin: AttemptOrigin,
     on_run_id: Callable[[str], None],
+    guardian: Guardian,
 ) -> LocalRun:
     apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
     recorder = Recorder(
@@ -184,10 +223,12 @@ def _start(
     recorder.warm_up()
     if origin.run_id is not None:  # it exists: how this attempt ends belongs to it
         recorder.start()
-    return LocalRun(recorder, stop, progress, on_run_id)
+    return LocalRun(recorder, stop, progress, on_run_id, origin.attempt, guardian)
 
 
-def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin) -> dict[str, object]:
+def _fit_recorded(
+    spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin, guardian: Guardian
+) -> dict[str, object]:
     """`fit`, whose end is recorded whatever it is."""
     recorder = run.recorder
 
@@ -198,20 +239,30 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
         with run.shown(), sampled(sample):
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
+        guardian.tell(watched=None)  # the rest is the recorder's, which has limits of its own
     except BaseException as error:
+        guardian.tell(watched=None)
         if not recorder.started:
             recorder.close()
             if isinstance(error, LockstepError):
                 raise with_run(error, None, spec.folder) from error
             raise
-        recorder.tell(_ended(error))
+        ended = _ended(error)
+        recorder.tell(ended)
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        if recorder.lost and isinstance(ended, Failed):
+            guardian.record(ended.message, ended.details, ended.status)
         run.show()
         if isinstance(error, LockstepError) and recorder.state.run_id is not None:
             raise with_run(error, recorder.run_id(), spec.folder) from error
         raise
-    recorder.close()
+    try:
+        recorder.close()
+    except RecordError as error:
+        if recorder.lost:
+            guardian.record(str(error), "")
+        raise
     assert summary is not None  # nobody ends it at the gate
     return summary
 

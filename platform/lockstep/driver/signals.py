@@ -11,8 +11,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lockstep.errors import LockstepError
 
@@ -40,6 +41,21 @@ class FirstSignal:
             return False
         repeated = number == self.number == signal.SIGTERM and time.monotonic() - self._at < SAME_S
         return not repeated
+
+
+_end_command: Callable[[str, int], NoReturn] | None = None
+
+
+def commands_end_by(end: Callable[[str, int], NoReturn]) -> None:
+    """From now on `end_command` ends this process by `end`, which takes a message and an exit code. For commands."""
+    global _end_command
+    _end_command = end
+
+
+def end_command(message: str, code: int) -> None:
+    """End the command with this line from a thread that is not the main one, which cannot go on. Returns where this process is no command."""
+    if _end_command is not None:
+        _end_command(message, code)
 
 
 def end_on_second_signal() -> None:

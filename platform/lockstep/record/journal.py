@@ -100,6 +100,11 @@ class Journal:
         """The offset at which the last whole line ends."""
         return self._file.size
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its file was deleted since it was opened."""
+        return self._file.is_deleted
+
     def _index(self) -> None:
         for line, start, _ in self._file.take_up():
             event = from_line(line, self._folder)

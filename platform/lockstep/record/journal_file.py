@@ -20,6 +20,10 @@ NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
 READ_BYTES = 1 << 20
 
 
+class LockedError(RecordError):
+    """Another process records the run. Example: the run was resumed by another command."""
+
+
 class JournalFile:
     """The journal's file in `folder`, locked; created if missing, unless it is only read (`read_only`).
 
@@ -54,13 +58,23 @@ class JournalFile:
                 raise broken(self.path, error) from error
             raise
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its name leads to no file, or to another one, since it was opened: what is added is lost when it is closed."""
+        try:
+            return os.fstat(self._file).st_ino != self.path.stat().st_ino
+        except FileNotFoundError:
+            return True
+        except OSError:  # nothing can be said for now
+            return False
+
     def _lock(self, file: int) -> None:
         try:
             lock(file, shared=self._read_only)
             if os.fstat(file).st_ino != self.path.stat().st_ino and file == self._file:
                 raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by the holder of the lock
         except BlockingIOError as error:
-            raise RecordError(
+            raise LockedError(
                 f"run {self._folder.name}: another process records it now; wait for it, or end it"
             ) from error
         except NoLocksError as error:

@@ -18,6 +18,7 @@ from lockstep.record.delivery import Delivery
 from lockstep.record.events import Failed, Finished, Opened, Recorded, SetAside
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.journal import Journal
+from lockstep.record.journal_file import LockedError
 from lockstep.record.outbox import Outbox
 from lockstep.record.page import Page
 from lockstep.record.points import LOSS
@@ -29,6 +30,9 @@ from lockstep.spec.locations import RECORD_OFF
 
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may delay the start of a run."""
+
+ENDING_S = 20.0
+"""How long a resumed run waits for the process that records how its driver before ended."""
 
 Fetch = Callable[[str, str], bytes]
 """Reads a file that checkpoints share, by run id and name. Raises StorageError."""
@@ -81,7 +85,7 @@ class OpenRecord:
         self.store = request.make_store(request.spec)
         self.folder = request.spec.folder / self._open_store()
         try:
-            self.journal = Journal(self.folder)
+            self.journal = self._open_journal()
             try:
                 self._begin()
             except Exception:
@@ -94,6 +98,19 @@ class OpenRecord:
                 with contextlib.suppress(RecordError):
                     self.store.set_status("FAILED")
             raise
+
+    def _open_journal(self) -> Journal:
+        """The run's journal. Where the driver before this one was killed, its end is being recorded: that is waited for."""
+        until = time.monotonic() + (
+            ENDING_S if self._request.run_id is not None and not self._request.replay else 0.0
+        )
+        while True:
+            try:
+                return Journal(self.folder)
+            except LockedError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
 
     def _open_store(self) -> str:
         until = time.monotonic() + min(self._request.patience_s, OPENING_PATIENCE_S)

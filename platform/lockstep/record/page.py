@@ -310,6 +310,11 @@ class Page:
         """What the ledger of a run that ended after step `last` lacks; empty if nothing."""
         if self.lost:
             return f"the record is not whole: its ledger lacks {self.lost}"
+        if self._journal.is_deleted:
+            return (
+                f"the record is not whole: the run's folder, {str(self._folder)!r}, was deleted while it trained; keep what "
+                "deletes there, such as a clean-up script, away from runs that go on, and begin the run again"
+            )
         missing = self._journal.missing_steps()
         if not missing and 0 < self._journal.last_step < last:
             missing = range(self._journal.last_step + 1, last + 1)

@@ -91,6 +91,11 @@ class Recorder:
         return Path(self._writer.state.folder)
 
     @property
+    def lost(self) -> bool:
+        """Whether its process has ended by itself: nothing more can be recorded."""
+        return isinstance(self._writer, WriterProcess) and self._writer.lost
+
+    @property
     def state(self) -> RecorderState:
         """How the record stands. Never waits."""
         return self._writer.state

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.process import place
 from lockstep.record.documents import HIDDEN
-from lockstep.record.events import Opened
+from lockstep.record.events import Failed, Finished, Opened
+from lockstep.record.heartbeat import SILENT_S
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
@@ -47,6 +50,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
         spec = spec_of(folder, uri)
         refuse_continued(folder, journal, spec)
         _refuse_lost_end(folder, journal, spec)
+        refuse_living(folder, journal, spec)
     recorder = Recorder(spec, run_id=folder.name, replay=True)
     recorder.start()
     recorder.close(timeout_s)
@@ -73,6 +77,25 @@ def refuse_continued(folder: Path, journal: Journal, spec: Spec) -> None:
         raise SpecError(
             f"run {folder.name}: it was continued in {str(there)!r}, up to step {run.step} ({run.status}); "
             f"sync that folder: --storage {str(there.parent)!r}"
+        )
+
+
+def refuse_living(folder: Path, journal: Journal, spec: Spec) -> None:
+    """RecordError where the run has no end yet, and a process on another machine may still record it: as long as its beat is not known to be silent.
+
+    On this machine the lock of the journal tells. It does not where the folder is a copy, or its file system locks for one machine alone.
+    """
+    since = list(takewhile(lambda event: not isinstance(event, Opened), reversed(journal.events)))
+    if any(isinstance(event, Finished | Failed) for event in since):
+        return
+    run = reader(spec.record.uri or RECORD_OFF, spec.folder).run(
+        folder.name
+    )  # which marks it once it is silent
+    where = run.tags.get(PROCESS, "").partition(" ")[0]
+    if run.status == "RUNNING" and where != place():
+        raise RecordError(
+            f"run {folder.name}: it is RUNNING, and the process that records it, on host {run.tags.get('lockstep.host', '?')}, may live; "
+            f"it counts as gone once its beat has not moved for {SILENT_S:.0f} s while this machine watched: give the command again then"
         )
 
 

@@ -91,6 +91,11 @@ class WriterProcess:
         self._hung = ""
         """Why the process was killed; empty if it was not."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended, or was killed, before it was asked to."""
+        return self._closed.is_set() and not self._closed_well
+
     def start(self) -> None:
         """Let the process open the store and create the run."""
         self._started.set()

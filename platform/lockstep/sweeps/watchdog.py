@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.watchdog import Patience, end
+from lockstep.attempts.watchdog import end
 from lockstep.clusters.answers import unanswered
 from lockstep.driver.run_view import RunView
+from lockstep.driver.silence import Patience
 from lockstep.spec.fields import Faults
 from lockstep.sweeps.recorders import GOES_ON, NEWS_S, WHOSE, answer_of_recorders
 

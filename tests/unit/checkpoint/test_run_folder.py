@@ -253,11 +253,25 @@ def test_a_lost_fence_gives_no_number_twice(run: RunFolder) -> None:
 def test_a_fence_that_cannot_be_understood_lets_nobody_publish(run: RunFolder) -> None:
     attempt = run.claim()
     run.storage.delete(run.path("attempt.json"))
-    with pytest.raises(StaleAttemptError):
+    with pytest.raises(StorageError, match=r"attempt.json was deleted while the run trained; resume the run"):
         write_checkpoint(attempt, 1, state(1))
     run.storage.create(run.path("attempt.json"), b"{")
     with pytest.raises(StorageError, match=r"attempt.json cannot be understood .*resume the run"):
         write_checkpoint(attempt, 1, state(1))
+
+
+@everywhere
+def test_a_deleted_folder_is_told_as_such_and_not_as_another_attempt(run: RunFolder) -> None:
+    attempt = run.claim()
+    write_checkpoint(attempt, 1, state(1), FACTS)
+    claims = [] if run.storage.fences else [run._claim_path(claim) for claim in run._claims()]
+    for path in (run.path("owner.json"), run.path("attempt.json"), *claims):
+        run.storage.delete(path)
+    with pytest.raises(
+        StorageError, match=r"the folder of run run-a, .* was deleted while it trained"
+    ) as told:
+        write_checkpoint(attempt, 2, state(2), FACTS)
+    assert not isinstance(told.value, StaleAttemptError)
 
 
 @everywhere

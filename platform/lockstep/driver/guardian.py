@@ -1,0 +1,325 @@
+"""The guardian of a run: a small process beside the one that drives it, which has the run's end recorded if that one cannot.
+
+A driver may be killed, crash, or be ended by Ray, which exits where its cluster dies; a process that trains alone may hang.
+None of them can then record how the run ended. The guardian hears what it needs for that while the run goes on, through a pipe
+that ends with the driver. It imports next to nothing until it has to record, ignores the signals that end the command, and
+takes a run that hangs by the same rule as on Ray (`driver.silence`).
+
+What the process that trains alone does is counted by the bytes of a second pipe. Time counts for its silence only while it
+may run: not while it is stopped, or a debugger holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from lockstep.driver.silence import Patience
+from lockstep.driver.stacks import STACKS_S, stacks_in
+from lockstep.process import place, started
+
+LOOK_S = 0.2
+"""How often the guardian looks whether its driver lives, and makes progress."""
+
+RECORD_S = 50.0
+"""How long a driver waits for its guardian to record an end. A store that is away is waited for; the journal has the end sooner."""
+
+OBEY_S = 5.0
+"""How long a process that hangs may take to say that it ends itself. It cannot where C code holds Python's lock."""
+
+_GONE = (
+    "the driver of the run (process {pid} on this host) ended without a word: it was killed, or it crashed"
+)
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy", "/ipdb/", "/pudb/", "IPython/core/debugger")
+
+
+class Guardian:
+    """The driver's side, for the length of a block. At its end the guardian leaves, unless the run's end is not `recorded`."""
+
+    def __init__(
+        self, spec: Mapping[str, Any], folder: Path, *, watched: tuple[float, float] | None = None
+    ) -> None:
+        """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
+
+        A run that is not watched so has another watchdog.
+        """
+        self._path = [path for path in sys.path if path]
+        self._facts = {
+            "spec": dict(spec),
+            "folder": str(folder),
+            "path": self._path,
+            "watched": watched,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writing = threading.Lock()
+        self._signs = -1
+        self._seen = 0
+        self._answers: list[Mapping[str, Any]] = []
+        self._answered = threading.Condition()
+        self._recorders: list[str] = []
+        self.on_hung: Callable[[str, str], None] | None = None
+        """Called in a thread with the message and the stacks, where the guardian finds that this process hangs."""
+
+    def __enter__(self) -> Self:
+        read, self._signs = os.pipe()
+        os.set_blocking(self._signs, False)  # a guardian that is stopped must not stop the run
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "from lockstep.driver.guardian import main; main()",
+                    str(read),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[read],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._path)},
+                start_new_session=True,  # Ctrl-C in this terminal is not for it
+            )
+        finally:
+            os.close(read)
+        threading.Thread(target=self._hear, name="lockstep-guardian", daemon=True).start()
+        self.tell(**self._facts)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        assert self._process is not None and self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        os.close(self._signs)
+        self._signs = -1
+        self._process.wait()
+
+    def tell(self, **facts: Any) -> None:
+        """Have the guardian know this, for the case that it has to record the run's end."""
+        assert self._process is not None and self._process.stdin is not None
+        with self._writing, suppress(OSError, ValueError):  # it is gone: the run goes on without it
+            self._process.stdin.write(json.dumps(facts, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def recorded_by(self, pid: int | None) -> None:
+        """Note a process of this machine that records the run."""
+        process = "" if pid is None else f"{place()} {pid} {started(pid)}"
+        if pid is not None and process not in self._recorders:
+            self._recorders.append(process)
+            self.tell(recorders=self._recorders)
+
+    def alive(self, signs: int) -> None:
+        """Note how many signs of life the run has given so far."""
+        new, self._seen = signs - self._seen, max(signs, self._seen)
+        if new > 0:
+            with suppress(OSError):  # the pipe is full: it is alive enough
+                os.write(self._signs, b"." * new)
+
+    def release(self) -> None:
+        """The run's end is recorded, or there is nothing to record: the guardian has no more to do."""
+        self.tell(over=True)
+
+    def record(self, message: str, details: str, status: str = "FAILED") -> tuple[str | None, str]:
+        """Have the guardian record the run's end. Returns the run's id, if it is known, and why it may not be recorded."""
+        self.tell(end={"message": message, "details": details, "status": status})
+        with self._answered:
+            self._answered.wait_for(lambda: any("run_id" in answer for answer in self._answers), RECORD_S)
+            for answer in self._answers:
+                if "run_id" in answer:
+                    return answer["run_id"], answer["problem"]
+        return None, f"record: its end was not recorded within {RECORD_S:.0f} s"
+
+    def _hear(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with self._process.stdout as pipe:
+            for line in pipe:
+                answer = json.loads(line)
+                if "hung" in answer and self.on_hung is not None:
+                    self.tell(obeys=True)
+                    self.on_hung(answer["hung"], answer["stacks"])
+                with self._answered:
+                    self._answers.append(answer)
+                    self._answered.notify_all()
+        with self._answered:
+            self._answers.append({"run_id": None, "problem": "record: its guardian is gone"})
+            self._answered.notify_all()
+
+
+# --- the process ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Guard the run of the parent until that says that all is recorded, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    out = os.dup(1)
+    os.dup2(2, 1)
+    _Guard(int(sys.argv[1]), int(sys.argv[2]), out).run()
+
+
+class _Guard:
+    """The guardian's side: `signs` is the pipe with the signs of life, `driver` the process that it guards."""
+
+    def __init__(self, signs: int, driver: int, out: int) -> None:
+        self._signs, self._driver, self._out = signs, driver, out
+        self._facts: dict[str, Any] = {}
+        self._unread = b""
+        self._alive = 0
+        self._clock = 0.0
+        """Seconds for which the driver could run."""
+        self._pipes = selectors.DefaultSelector()
+        for pipe in (0, signs):
+            os.set_blocking(pipe, False)
+            self._pipes.register(pipe, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Until there is nothing more to guard."""
+        patience = None
+        while not self._facts.get("over"):
+            lives = self._look()
+            facts = self._facts
+            if facts.get("over") or not facts.get("spec"):
+                if not lives:
+                    return
+                continue
+            if "end" in facts:
+                self._record_for_driver(facts["end"])
+                return
+            if not lives:
+                self._record_alone()
+                return
+            if facts.get("watched") is None:
+                patience = None
+                continue
+            patience = patience or Patience(*facts["watched"])
+            if patience.is_over(self._alive, self._clock):
+                stacks = self._stacks()
+                if any(name in stacks for name in _DEBUGGERS):
+                    self._clock, patience = 0.0, None  # a person looks at it
+                else:
+                    self._end_hung(patience, stacks)
+                    return
+
+    def _look(self) -> bool:
+        """Take in what the pipes have. Whether the driver lives: a process that it forked may hold the pipes open."""
+        began = time.monotonic()
+        ended = False
+        for key, _ in self._pipes.select(LOOK_S):
+            data = os.read(key.fd, 1 << 16)
+            if not data:
+                self._pipes.unregister(key.fd)
+                ended = True
+            elif key.fd == self._signs:
+                self._alive += len(data)
+            else:
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    self._facts.update(json.loads(line))
+        if not self._is_held():
+            self._clock += min(
+                time.monotonic() - began, 1.0
+            )  # if this process itself was stopped, so was the run
+        return not ended and os.getppid() == self._driver
+
+    def _is_held(self) -> bool:
+        """Whether the driver is stopped, or traced by a debugger."""
+        with suppress(OSError):
+            status = Path(f"/proc/{self._driver}/status").read_text()
+            return "\nState:\tT" in status or "\nState:\tt" in status or "\nTracerPid:\t0\n" not in status
+        return False
+
+    def _stacks(self) -> str:
+        file = self._facts.get("stacks")
+        if file is None:
+            return ""
+        with suppress(ProcessLookupError):
+            os.kill(self._driver, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        return stacks_in(Path(file))
+
+    def _end_hung(self, patience: Patience, stacks: str) -> None:
+        """End a process that makes no progress: by itself where it can, so that it tells its caller why."""
+        if patience.begun:
+            why = (
+                f"it made no progress for {patience.bound_s:.0f} s, so it was ended; what each of its threads was doing is in its "
+                "stacks.txt (faults.longest_silence_s is the shortest time for that)"
+            )
+        else:
+            why = (
+                f"no first step within {patience.bound_s:.0f} s (faults.longest_start_s), so it was ended; "
+                "what each of its threads was doing is in its stacks.txt"
+            )
+        self._answer({"hung": why, "stacks": stacks})
+        if self._waits_for("obeys", OBEY_S) and self._waits_for("over", RECORD_S):
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self._driver, signal.SIGKILL)
+        while os.getppid() == self._driver:
+            time.sleep(0.01)
+        self._facts["documents"] = {"stacks.txt": stacks}
+        answer = self._recorded({"message": why, "details": stacks, "status": "FAILED"}, new=True)
+        self._show(why, answer)
+
+    def _waits_for(self, fact: str, limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        while not self._facts.get(fact) and time.monotonic() < until:
+            if not self._look():
+                break
+        return bool(self._facts.get(fact))
+
+    def _record_for_driver(self, end: Mapping[str, str]) -> None:
+        """The driver has told why the run ends, and waits. If Ray ends it meanwhile, its last line is told here."""
+        answer = self._recorded(end, new=True)
+        self._answer(answer)
+        if not self._waits_for("over", RECORD_S):
+            self._show(end["message"], answer)
+
+    def _record_alone(self) -> None:
+        number = self._facts.get("signal")
+        message = _GONE.format(pid=self._driver) if number is None else "ended at once by a signal"
+        end = {"message": message, "details": "", "status": "FAILED" if number is None else "KILLED"}
+        answer = self._recorded(end, new=False)
+        if answer["run_id"] is not None:
+            self._show(message, answer)
+
+    def _recorded(self, end: Mapping[str, str], *, new: bool) -> dict[str, Any]:
+        """Have a process of its own record the end, which needs all that a recorder imports."""
+        facts = {"run_id": None, "recorders": [], "documents": {}, **self._facts, **end, "new": new}
+        recorder = subprocess.run(
+            [sys.executable, "-c", "from lockstep.record.ending import main; main()"],
+            input=json.dumps(facts).encode(), stdout=subprocess.PIPE, check=False,
+        )  # fmt: skip
+        try:
+            answer: dict[str, Any] = json.loads(recorder.stdout)
+        except ValueError:
+            return {
+                "run_id": None,
+                "problem": f"record: its end was not recorded (exit code {recorder.returncode})",
+            }
+        return answer
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the driver is gone
+            os.write(self._out, json.dumps(answer).encode() + b"\n")
+
+    def _show(self, message: str, answer: Mapping[str, Any]) -> None:
+        folder = Path(self._facts["folder"])
+        with suppress(OSError):
+            os.write(
+                2, f"lockstep: {ending_line(message, answer['run_id'], folder, answer['problem'])}\n".encode()
+            )
+
+
+def ending_line(message: str, run_id: str | None, folder: Path, problem: str) -> str:
+    """The line that says why a run ended, which it is, and what of that is not recorded."""
+    where = "" if run_id is None else f"; run {run_id}, whose error.txt is in {str(folder / run_id)!r}"
+    return f"{message}{where}" + (f" ({problem})" if problem else "")

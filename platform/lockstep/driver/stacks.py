@@ -1,0 +1,68 @@
+"""The stacks of a process that hangs: it writes those of all its threads on SIGUSR1, even where Python itself no longer runs."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from lockstep.errors import StorageError
+from lockstep.files import own_folder, own_path
+from lockstep.process import started
+
+STACKS_S = 3.0
+"""How long a process may take to write its stacks; one that is stopped or gone never does."""
+
+
+def write_stacks_on_signal() -> Path:
+    """Have this process write its stacks on SIGUSR1. Returns the file into which it does, which is deleted when the process ends."""
+    path, _ = _registered()
+    atexit.register(path.unlink, missing_ok=True)
+    return path
+
+
+@contextmanager
+def stacks_on_signal() -> Iterator[Path | None]:
+    """The same for the length of a block; None where this user has no folder for it."""
+    try:
+        path, stream = _registered()
+    except StorageError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        stream.close()
+        path.unlink(missing_ok=True)
+
+
+def _registered() -> tuple[Path, TextIO]:
+    path = _stacks_file()
+    stream = path.open("x", encoding="utf-8")  # open as long as a signal may come
+    # A handler of the caller's is called too. The default action would end the process.
+    chain = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN, None)
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=chain)
+    return path, stream
+
+
+def _stacks_file() -> Path:
+    """The file of this process in the user's own temporary folder. Deletes the files of processes that are gone."""
+    folder = own_folder(own_path(Path(tempfile.gettempdir())))
+    for path in folder.glob("stacks-*.txt"):
+        pid = path.stem.removeprefix("stacks-")
+        if pid == str(os.getpid()) or (pid.isdigit() and not started(int(pid))):
+            path.unlink(missing_ok=True)
+    return folder / f"stacks-{os.getpid()}.txt"
+
+
+def stacks_in(path: Path) -> str:
+    """The stacks that a process has written, or why there are none."""
+    stacks = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return stacks or "it wrote no stacks: stopped, or deaf to signals"

@@ -1,0 +1,231 @@
+"""Each part of a run is killed at each stage of it, once, and what the command, the record and MLflow then say is checked.
+
+    python -m tests.chaos.deaths --rounds 100 --seed 1
+
+The parts and the stages come in turn; the moment within a stage follows from the seed. A run that can go on must finish. Any
+other must end its command with one line and exit code 1, and be FAILED in MLflow, with an error.txt, within a minute of the kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from tests.processes import named
+
+ROOT = Path(__file__).parents[2]
+
+LIMIT_S = 60.0
+"""How long after the kill the store may still have another status than the right one."""
+
+STEPS = 30
+
+STAGES = ("starting", "created", "training", "saved", "last step")
+"""The command was given; the run exists; steps are recorded; a checkpoint is whole; the last step is recorded, and the end is not."""
+
+
+class Part(NamedTuple):
+    """A part of a run: words in its command line, and whether the run goes on without it."""
+
+    words: tuple[str, ...]
+    goes_on: bool
+    local: bool = False
+
+
+PARTS: Mapping[str, Part] = {
+    "raylet": Part(("raylet/raylet",), False),
+    "gcs_server": Part(("gcs/gcs_server",), False),
+    "driver": Part(("lockstep", "train"), False),
+    "recorder": Part(("ray::RecorderActor",), True),
+    "mailbox": Part(("ray::Mailbox",), True),
+    "worker": Part(("RayTrainWorker",), True),
+    "fork server": Part(("server_ahead", "serve_ahead"), True),
+    "guardian": Part(("driver.guardian",), True),
+    "local trainer": Part(("lockstep", "train"), False, local=True),
+    "local recorder": Part(("writer_process",), False, local=True),
+    "local guardian": Part(("driver.guardian",), True, local=True),
+}
+
+
+class Death(NamedTuple):
+    """What one kill came to."""
+
+    part: str
+    stage: str
+    problem: str
+    """What is wrong; empty if nothing is."""
+    told: str
+
+
+def command(folder: Path, *, local: bool) -> list[str]:
+    words = [
+        "jobs/digits/train.yaml",
+        "job.use=tests.cluster.broken_jobs:SlowDigits",
+        "job.params={width: 8, pause_s: 0.02}",
+    ]
+    settings = [
+        f"length={{steps: {STEPS}}}",
+        "checkpoint.every.steps=10",
+        "workers.max=2",
+        "workers.min=1",
+        f"checkpoint.storage={folder}/runs",
+    ]
+    where = ["--local"] if local else ["--address", "local"]
+    return [sys.executable, "-m", "lockstep", "train", *words, *settings, *where, "--uri", f"sqlite:///{folder}/mlflow.db"]  # fmt: skip
+
+
+def reached(folder: Path, stage: str) -> bool:
+    """Whether a run has come to a stage."""
+    journals = list(folder.glob("runs/*/journal.jsonl"))
+    text = journals[0].read_text(errors="replace") if journals else ""
+    match stage:
+        case "starting":
+            return True
+        case "created":
+            return '{"started"' in text
+        case "training":
+            return '{"step":[5,' in text
+        case "saved":
+            return bool(list(folder.glob("runs/*/step-*/manifest.json")))
+    return f'{{"step":[{STEPS},' in text
+
+
+def targets(driver: psutil.Process, words: tuple[str, ...]) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        if words[0] == "lockstep":
+            return [driver]
+        return named(*words, among=driver.children(recursive=True))
+    return []
+
+
+def statuses(folder: Path) -> list[str]:
+    """Those that the store has; none where it is not made yet."""
+    import sqlite3
+
+    database = folder / "mlflow.db"
+    if not database.exists():
+        return []
+    with suppress(sqlite3.OperationalError):
+        connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)
+        try:
+            return [row[0] for row in connection.execute("select status from runs")]
+        finally:
+            connection.close()
+    return []
+
+
+def kill(folder: Path, part: str, stage: str, draw: random.Random) -> Death:
+    """Kill a part at a stage of a run of its own."""
+    target = PARTS[part]
+    folder.mkdir()
+    environment = {
+        **os.environ,
+        **WORKER_ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)]),
+    }
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command(folder, local=target.local), cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+    driver = psutil.Process(process.pid)
+    until = time.monotonic() + 240
+    while not reached(folder, stage) and process.poll() is None:
+        assert time.monotonic() < until, (folder / "log").read_text()[-2000:]
+        time.sleep(0.02)
+    time.sleep(draw.uniform(0.5, 6.0) if stage == "starting" else draw.uniform(0.0, 0.4))
+    while not (victims := targets(driver, target.words)) and process.poll() is None:
+        time.sleep(0.02)
+    if process.poll() is not None:
+        return Death(part, stage, "", "the run had ended before the kill")
+    with suppress(psutil.NoSuchProcess):
+        draw.choice(victims).send_signal(signal.SIGKILL)
+    killed_at, run_there = time.monotonic(), bool(statuses(folder))
+    try:
+        code = process.wait(240)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Death(part, stage, "the command does not end", "")
+    ended_s = time.monotonic() - killed_at
+    while "RUNNING" in statuses(folder) and time.monotonic() - killed_at < max(LIMIT_S, ended_s + 5.0):
+        time.sleep(0.2)
+    seconds, found = time.monotonic() - killed_at, statuses(folder)
+    log_text = (folder / "log").read_text(errors="replace")
+    told = f"exit code {code} after {ended_s:.0f} s, {','.join(found) or 'no run'} after {seconds:.0f} s"
+    return Death(
+        part, stage, "; ".join(problems(folder, part, code, found, log_text, run_there=run_there)), told
+    )
+
+
+def problems(
+    folder: Path, part: str, code: int, found: list[str], log: str, *, run_there: bool
+) -> Iterator[str]:
+    """What is wrong with how a run ended."""
+    if "RUNNING" in found:
+        yield "MLflow has RUNNING"
+    finished = found == ["FINISHED"]
+    if finished:
+        # The end was recorded before the kill; what is lost is the command's own answer, or the rest of the record.
+        told = (
+            "had ended before, as its record says" in log
+            or "record: the process that writes it has ended" in log
+        )
+        if code != 0 and part not in ("driver", "local trainer") and not told:
+            yield f"FINISHED, and exit code {code}"
+        return
+    if "Traceback (most recent call last)" in log:
+        yield "a traceback"
+    if PARTS[part].goes_on and run_there:
+        yield "the run did not go on"
+    wanted = -signal.SIGKILL if part in ("driver", "local trainer") else 1
+    if code != wanted:
+        yield f"exit code {code}, wanted {wanted}"
+    if code == 1 and not re.search(r"^lockstep: .+", log, re.MULTILINE):
+        yield "no line"
+    if found and not list(folder.glob("runs/*/error.txt")):
+        yield "no error.txt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parts", default=",".join(PARTS), help="the parts, with commas between them")
+    parser.add_argument("--stages", default=",".join(STAGES), help="the stages, with commas between them")
+    given = parser.parse_args()
+    pairs = list(product(given.parts.split(","), given.stages.split(",")))
+    random.Random(given.seed).shuffle(pairs)
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="lockstep-deaths-", ignore_cleanup_errors=True) as name:
+        for number in range(given.rounds):
+            part, stage = pairs[number % len(pairs)]
+            death = kill(Path(name, str(number)), part, stage, random.Random(f"{given.seed} {number}"))
+            wrong += bool(death.problem)
+            print(
+                f"{number} {death.part} killed, {death.stage}: {death.told}: {death.problem or 'as it must be'}",
+                flush=True,
+            )
+            if death.problem:
+                print(Path(name, str(number), "log").read_text(errors="replace")[-1500:], flush=True)
+    print(f"{given.rounds} kills; wrong ends: {wrong or 'none'}")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
