@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import ray
 
-from lockstep.files import own_folder, own_path
+from lockstep.files import own_folder
 from lockstep.record.events import Joined
 
 TIMES_THE_LONGEST = 20.0
@@ -86,7 +86,7 @@ def listening(rank: int, imported_at: float = math.inf) -> Joined:
 
 def _stacks_file() -> Path:
     """The file of this process in the user's own temporary folder. Deletes the files of processes that are gone."""
-    folder = own_folder(own_path(Path(tempfile.gettempdir())))
+    folder = own_folder(Path(tempfile.gettempdir()))
     for path in folder.glob("stacks-*.txt"):
         pid = path.stem.removeprefix("stacks-")
         if pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid))):
