@@ -22,6 +22,7 @@ from lockstep.clusters.ray_internals.fork_server import (
     PRELOAD,
     HandedOver,
     address_ahead,
+    credentials,
     fork,
     has_left,
     import_modules,
@@ -93,6 +94,7 @@ def serve_ahead() -> None:
     ahead, driver, environment = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), dict(os.environ)
     began = time.time_ns()
     import_modules(sys.argv[3:])
+    credentials()  # before it is noted what was imported
     imported = _imported_files()
     if any(written >= began for _, written in imported.values()):
         os._exit(0)  # nobody knows in which state it was read

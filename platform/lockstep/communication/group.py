@@ -28,7 +28,9 @@ from lockstep.communication.connections import (
     connected,
     inodes,
     is_cut,
+    listening,
     opened_since,
+    refuse_connections,
     shared,
     shut,
     still_open,
@@ -84,8 +86,10 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(dist.get_world_size(), groups=1)
-        before = connected()
+        before, listeners = connected(), listening()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+        if device.type == "cpu":  # NCCL connects later
+            refuse_connections(listening() - listeners)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(
             before, _get_default_store()
         )
@@ -100,7 +104,7 @@ class Group:
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
-        before = connected()
+        before, listeners = connected(), listening()
         hidden, dist.group.WORLD = dist.group.WORLD, None
         # torch names a group by the number of groups its process has made, and members meet under that name: a newcomer has made fewer.
         made, _world.group_count = _world.group_count, FIRST_FORMED + number
@@ -109,6 +113,7 @@ class Group:
                 "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
             channel = dist.group.WORLD
+            refuse_connections(listening() - listeners)
         finally:
             dist.group.WORLD, _world.group_count = hidden, made
         return cls(rank, size, device, channel, store)._with_sockets(before, store)
@@ -354,9 +359,10 @@ def ensure_descriptors(ranks: int, groups: int) -> None:
 def form_default_group(backend: str, store: Any, rank: int, size: int) -> None:
     """Make the default process group of `size` processes that meet at `store`. ClusterError as in `between_members`."""
     ensure_descriptors(size, groups=2)
-    before = connected()
+    before, listeners = connected(), listening()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     if backend == "gloo":
+        refuse_connections(listening() - listeners)
         try:
             between_members(opened_since(before), store, "default", rank, size)
         except BaseException:

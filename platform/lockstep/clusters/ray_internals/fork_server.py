@@ -207,13 +207,13 @@ def _recognised(place: socket.socket, *, client: bool = False) -> bool:
     secret = os.environ.get(CLUSTER_SECRET)
     if user != os.getuid() or not secret:
         return bool(user == os.getuid())
-    known = _credentials()
+    known = credentials()
     shown = known.is_client if client else known.is_server
     return bool(shown(place, known.Secret(bytes.fromhex(secret))))
 
 
 @cache
-def _credentials() -> Any:
+def credentials() -> Any:
     """The module `lockstep.communication.credentials`, by its file: the interpreter of a worker that starts finds no packages."""
     path = Path(__file__).parents[2] / "communication" / "credentials.py"
     spec = importlib.util.spec_from_file_location("lockstep_credentials", path)
