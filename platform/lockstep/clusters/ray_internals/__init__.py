@@ -201,7 +201,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.node:Node.start_monitor": ("self",),
         "ray._private.node:Node.start_api_server": ("self", "include_dashboard", "raise_on_failure"),
         "ray._private.node:Node.start_log_monitor": ("self",),
-        "ray._private.node:try_to_create_directory": ("directory_path",),
         "ray._private.services:get_node": ("gcs_address", "node_id"),
         "ray._private.services:ConsolePopen": None,
         "ray._private.utils:set_sigterm_handler": ("sigterm_handler",),

@@ -6,11 +6,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from ray._private import node, services
+from ray._private import services
 from ray._private.node import Node
 from ray._private.state import GlobalState
 
@@ -52,7 +51,7 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
 
 @contextmanager
 def own_node(*, logs: bool) -> Iterator[None]:
-    """In this block `ray.init` starts a cluster without an autoscaler and a dashboard, in folders that only this user may enter. With `logs` false also without the process that sends
+    """In this block `ray.init` starts a cluster without an autoscaler and a dashboard. With `logs` false also without the process that sends
     the workers' output to the driver.
 
     `ray.init(include_dashboard=False)` alone starts a process that would serve nothing, and waits until it has an address. It also asks
@@ -64,21 +63,12 @@ def own_node(*, logs: bool) -> Iterator[None]:
     for name in left_out:
         setattr(Node, name, lambda *_, **__: None)
     services.get_node, services.ConsolePopen = _once_it_is_there(get_node), _OutlivesSigterm
-    make_shared, node.try_to_create_directory = node.try_to_create_directory, _make_private
     try:
         yield
     finally:
         services.get_node, services.ConsolePopen = get_node, _Popen
-        node.try_to_create_directory = make_shared
         for name, method in own.items():
             setattr(Node, name, method)
-
-
-def _make_private(directory_path: str) -> None:
-    """In place of Ray's function, which opens the folders of a session to all users, one that opens them to this user alone."""
-    folder = Path(directory_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
 
 
 def _once_it_is_there(get_node: Callable[[str, str], dict[str, Any]]) -> Callable[[str, str], dict[str, Any]]:
