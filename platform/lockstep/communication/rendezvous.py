@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -204,6 +205,7 @@ class RendezvousStore(Store):
         self._where = f"rendezvous at {host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), PROVEN_S)
+            weakref.finalize(self, self._socket.close)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             recognised = is_server(self._socket, secret)
             self._socket.settimeout(timeout.total_seconds())
