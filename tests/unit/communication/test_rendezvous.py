@@ -58,7 +58,7 @@ def test_ranks_read_what_another_has_set(served: Rendezvous, secret: Secret) -> 
     assert first.get("group/large") == b"x" * 1_000_000
     assert first.delete_key("late")
     assert not first.delete_key("late")
-    with pytest.raises(dist.DistStoreError, match="no late within 0.1 s"):
+    with pytest.raises(dist.DistStoreError, match="no late within"):
         first.wait(["late"], timedelta(seconds=0.1))
 
 
@@ -74,7 +74,7 @@ def test_who_does_not_know_the_secret_gets_no_key(served: Rendezvous, secret: Se
     """Neither with another secret, nor past the challenge, nor with an answer that was overheard: the ranks still meet."""
     first = RendezvousStore(HERE, served.port, secret, SOON)
     first.set("key", "value")
-    with pytest.raises(dist.DistNetworkError, match="rendezvous at 127.0.0.1"):
+    with pytest.raises(dist.DistNetworkError, match="rendezvous at"):
         RendezvousStore(HERE, served.port, Secret(), SOON)
     with socket.create_connection((HERE, served.port)) as stranger:
         asked = stranger.recv(CHALLENGE_BYTES)
