@@ -10,10 +10,12 @@ import errno
 import fcntl
 import io
 import os
+import stat
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -142,18 +144,32 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def own_path(base: Path) -> Path:
-    """The folder of this user's temporary files below `base`, a folder that all users share."""
-    return base / f"lockstep-{os.getuid()}"
+def own_folder(base: Path) -> Path:
+    """The folder of this user's temporary files below `base`, a folder that all users share. Made if it is not there.
+
+    Only a folder that belongs to this user, and that nobody else may enter, is used. Where another user has taken its name, it has another, which nobody
+    could foresee, and all processes of this user find. StorageError where `base` takes no folder.
+    """
+    name = f"lockstep-{os.getuid()}"
+    try:
+        with suppress(FileExistsError):
+            Path(base, name).mkdir(mode=0o700)
+        while not (own := [path for path in (base / name, *sorted(base.glob(f"{name}-*"))) if _is_own(path)]):
+            tempfile.mkdtemp(prefix=f"{name}-", dir=base)
+    except OSError as error:
+        raise StorageError(
+            f"{str(base)!r}: no folder can be made there ({error.strerror}); set TMPDIR to a folder that you can write"
+        ) from error
+    return own[0]
 
 
-def own_folder(folder: Path) -> Path:
-    """Make a folder that belongs only to this user. StorageError if someone else made it, or it is a symbolic link."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        raise StorageError(f"{str(folder)!r} belongs to others or is open to them; delete it")
-    return folder
+def _is_own(path: Path) -> bool:
+    """Whether a path is a folder, not a link to one, that belongs to this user alone."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 @contextmanager

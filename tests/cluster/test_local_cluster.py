@@ -153,7 +153,7 @@ def test_its_nodes_set_up_workers_without_importing_ray_for_it(nodes: Nodes) -> 
 
 def test_another_cluster_on_this_machine_is_not_in_the_way(nodes: Nodes) -> None:
     """A job's driver finds this cluster, not any that runs here; no agent wants Ray's one port, without which no job is taken."""
-    assert Path(nodes.cluster.folder, "ray_current_cluster").read_text() == nodes.cluster.address
+    assert Path(nodes.cluster.folder, "ray", "ray_current_cluster").read_text() == nodes.cluster.address
     assert 52365 not in {place.port for _, place in listeners(nodes)}
 
 

@@ -29,6 +29,7 @@ import lockstep.training.loop
 import lockstep.training.recovery
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
+from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
@@ -322,7 +323,7 @@ def _live(
     worker = _Worker(pipe, run_id)
     try:
         spec = load_spec(document)
-        meeting = Meeting(1, number, "127.0.0.1", worker, worker.seated)
+        meeting = Meeting(1, number, "127.0.0.1", Secret(bytes(32)), worker, worker.seated)
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
         with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
             job = load_job(spec.job.use, spec.job.params)

@@ -22,6 +22,7 @@ import ray
 from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.cluster_watch import spare
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.worker_output import keep_private
 from lockstep.clusters.background import in_background
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.fork_server import preloading
@@ -32,20 +33,23 @@ from lockstep.record.events import Joined
 IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
 
 
-def imports_ahead(folder: str, module: str, workers: int) -> dict[str, str]:
+def imports_ahead(folder: str, module: str, workers: int, *, private: bool) -> dict[str, str]:
     """The environment that has a worker's process import, as it starts, what the job needs, and be ready for the connections to so many workers.
 
     Empty where Ray has no such way. `workers` is the most that the run may have: all its attempts need the same environment.
+    With `private` only this user can read what the job prints as it is imported.
     """
     if unavailable("standbys"):
         return {}
-    imports = {IMPORTS: json.dumps([folder, module, workers]), **preloading(AHEAD)}
+    imports = {IMPORTS: json.dumps([folder, module, workers, private]), **preloading(AHEAD)}
     return {**setup_hook(f"{__name__}.import_ahead"), **imports}
 
 
 def import_ahead() -> None:
     """Called by Ray in a process that has just started."""
-    folder, module, workers = json.loads(os.environ[IMPORTS])
+    folder, module, workers, private = json.loads(os.environ[IMPORTS])
+    if private:
+        keep_private()
     sys.path.insert(0, folder)
     for name in AHEAD:
         importlib.import_module(name)

@@ -20,6 +20,7 @@ from lockstep.attempts.stages import StageEnds
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.answers import answer_of
 from lockstep.clusters.background import in_background
+from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
@@ -62,6 +63,7 @@ class WorkerGroup:
             "mailbox": mailbox,
             "folder": str(Path.cwd()),
             "source": source,
+            "secret": Secret(),
         }
         self._place = place
         self._environment = environment
@@ -179,11 +181,10 @@ class WorkerGroup:
     def _make_trainer(self, storage: str) -> Any:
         """Ray Train for this attempt, with its controller in this process if Ray's private parts allow it."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig
 
+        from lockstep.attempts.process_group import AuthenticatedTorch
         from lockstep.attempts.standby import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
-        from lockstep.communication.group import COLLECTIVE_TIMEOUT
 
         place, gpu = self._place, "GPU" in self._place.each
         scaling = {
@@ -192,11 +193,11 @@ class WorkerGroup:
             "resources_per_worker": place.each,
             "label_selector": anywhere_but(place.unfit),
         }
-        torch_config = TorchConfig(
-            backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
-        )
+        torch_config = AuthenticatedTorch("nccl" if gpu else "gloo", secret=self._config["secret"])
         module = self._spec.job.use.partition(":")[0]
-        ahead = imports_ahead(self._config["folder"], module, self._spec.workers.max)
+        ahead = imports_ahead(
+            self._config["folder"], module, self._spec.workers.max, private=self._spec.record.private
+        )
         run = {
             "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray would resume a name that it has seen
             "storage_path": storage,

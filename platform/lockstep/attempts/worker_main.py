@@ -17,7 +17,7 @@ from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_un
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
-from lockstep.attempts.worker_output import output_sent
+from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.interface import Job
@@ -67,9 +67,11 @@ class WorkerPlace:
     The driver gives a newcomer its number; it belongs to no attempt before it is let in.
     """
 
-    def __init__(self, mailbox: Any, attempt: int, number: int, *, newcomer: bool = False) -> None:
+    def __init__(self, config: dict[str, Any], number: int, *, newcomer: bool = False) -> None:
+        """`config` is that of `worker_main`."""
+        mailbox, attempt = config["mailbox"], config["origin"].attempt
         self.attempt, self._first, self._number = 0 if newcomer else attempt, attempt, number
-        self._mailbox, self._newcomer = mailbox, newcomer
+        self._mailbox, self._newcomer, self._secret = mailbox, newcomer, config["secret"]
         self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
 
     def meeting(self) -> Meeting:
@@ -80,7 +82,8 @@ class WorkerPlace:
 
         joined = listening(self._number, imported_at()) if self._newcomer else None
         client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
-        return Meeting(self._first, self._number, ray.util.get_node_ip_address(), client, seated)
+        host = ray.util.get_node_ip_address()
+        return Meeting(self._first, self._number, host, self._secret, client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
         """The seat in a group: rank 0 reports the run's events, and receives what is asked of the run."""
@@ -106,12 +109,12 @@ def system_recorded(tell: Tell, node: str | None) -> AbstractContextManager[None
 def worker_main(config: dict[str, Any]) -> None:
     """Train as one worker.
 
-    `config` has the spec's document, the mailbox, the folder that the run was started in, which attempt of which run this is, and the
-    job's files if they are in no folder.
+    `config` has the spec's document, the mailbox, the folder that the run was started in, which attempt of which run this is, the secret
+    by which its workers recognise each other, and the job's files if they are in no folder.
     """
     arrived = time.time()
     group = Group.join(ray.train.torch.get_device())
-    place = WorkerPlace(config["mailbox"], config["origin"].attempt, group.rank)
+    place = WorkerPlace(config, group.rank)
     place.sender.tell(listening(group.rank, imported_at()))
     if group.rank == 0:
         place.sender.tell(StageEnded("arrival", arrived))
@@ -126,7 +129,7 @@ def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None
 
     `config` is that of the other workers.
     """
-    place = WorkerPlace(config["mailbox"], config["origin"].attempt, number, newcomer=True)
+    place = WorkerPlace(config, number, newcomer=True)
     with (
         _errors_reported(place.sender, f"worker {number}", number),
         _worker_setup(config, place, number, node) as (spec, job, meeting),
@@ -161,6 +164,8 @@ def _worker_setup(
         tell(Printed(f"{name}-{stream}", text))
 
     spec, replay = validate(config["spec"]), config["origin"].replay
+    if spec.record.private:
+        keep_private()
     source = replay.source if replay is not None else config["source"]
     recorded = imported_from(source) if source else nullcontext()
     with system_recorded(tell, node), output_sent(print_on), recorded, place.meeting() as meeting:

@@ -25,6 +25,14 @@ _RAYS_OWN = (b":job_id:", b":actor_name:", b":task_name:")
 """Lines by which Ray marks whose output follows; they are left out."""
 
 
+def keep_private() -> None:
+    """Make the files that Ray writes this process's output to readable by its user only."""
+    for number in (1, 2):
+        with suppress(OSError):  # closed, or another user's
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                os.fchmod(number, 0o600)
+
+
 @contextmanager
 def output_sent(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> Iterator[None]:
     """Inside the block, call `tell(stream, text)` with what this process prints, from a thread; `stream` is stdout or stderr.

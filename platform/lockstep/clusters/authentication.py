@@ -15,8 +15,14 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import SpecError, StorageError
 
-LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Without it Ray replaces 127.0.0.1 by the machine's outer address, and its servers listen on every interface."""
+LOOPBACK_ONLY = {
+    # 1 has Ray replace 127.0.0.1 by the machine's outer address, and its servers listen on every interface.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # By themselves they listen at the address of the machine's name.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+"""The environment of a cluster whose nodes are all on this machine: nothing listens beyond the loopback interface."""
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,12 +25,14 @@ from lockstep.clusters.authentication import (
 from lockstep.clusters.background import disconnect, in_background
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.address_file import default_folder
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
 from lockstep.clusters.server_ahead import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError, first_line
+from lockstep.files import own_folder
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, sent_environment
 
 ASK_S = 1.0
@@ -45,6 +48,9 @@ JOIN_S = 60.0
 """How long a cluster that answers may take to let a driver in."""
 
 
+LONGEST_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""The most bytes of the path in which Ray keeps its sessions: the path of a socket has at most 107."""
+
 _SETTINGS = {**RAY_SETTINGS, **WORKER_ENVIRONMENT}
 
 
@@ -56,7 +62,7 @@ def importing_ahead(address: str | None) -> AbstractContextManager[None]:
     loaded = sys.modules.get("ray")
     connects = loaded is None or not loaded.is_initialized()
     if connects and cluster_address(address) == LOCAL:
-        return server_ahead({**_SETTINGS, **os.environ})
+        return server_ahead({**_SETTINGS, **os.environ, **LOOPBACK_ONLY})
     return nullcontext()
 
 
@@ -149,9 +155,25 @@ def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
     set_up_workers_quickly()
     try:
         with _own_node(logs=settings.get("log_to_driver", True)):
-            ray.init(address=LOCAL, include_dashboard=False, runtime_env=on_this_machine(preload), **settings)
+            ray.init(
+                address=LOCAL,
+                include_dashboard=False,
+                runtime_env=on_this_machine(preload),
+                _temp_dir=str(session_base()),
+                **settings,
+            )
     except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
+
+
+def session_base() -> Path:
+    """Where Ray may keep the folder of a new local cluster. Ray opens it to all users; it lies in a folder that only this user may enter.
+
+    In Ray's usual place, unless that makes the paths of sockets too long; else in /tmp.
+    """
+    bases = [default_folder().parent, Path("/tmp")]
+    folders = [own_folder(base) / "ray" for base in bases if base.is_dir()]
+    return next((folder for folder in folders if len(os.fsencode(folder)) <= LONGEST_FOLDER), folders[-1])
 
 
 def _own_node(*, logs: bool) -> AbstractContextManager[None]:

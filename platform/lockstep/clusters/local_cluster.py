@@ -166,7 +166,7 @@ def _environment(mark: str, token: Path | None, host: str, folder: Path) -> dict
     """What the nodes, their workers and the drivers of jobs are started with."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     access = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}  # fmt: skip
-    local = {**LOOPBACK_ONLY, "GLOO_SOCKET_IFNAME": "lo"} if is_loopback(host) else {}
+    local = LOOPBACK_ONLY if is_loopback(host) else {}
     return {
         **kept,
         **RAY_SETTINGS,
@@ -286,7 +286,6 @@ def hold(config: dict[str, Any]) -> None:
     }
     if not is_loopback(host) and host != "0.0.0.0":
         each["node_ip_address"] = host
-    (folder / "ray").mkdir(mode=0o700)  # where Ray writes the address
     modules = *AHEAD_OF_RAY, "lockstep.record.warmed_up"
     with server_ahead(os.environ, modules) if is_loopback(host) else nullcontext():
         _keep_nodes(config, folder, each)
@@ -312,10 +311,10 @@ def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> N
             include_dashboard=True,
             dashboard_host=config["host"],
             dashboard_port=config["port"],
-            temp_dir=str(folder),
+            temp_dir=str(folder / "ray"),  # Ray opens it to all users, and only this one may enter `folder`
         )
         # A job's driver looks for the address here; without it Ray takes any cluster that runs on this machine.
-        address_file(folder).write_text(cluster.address)
+        address_file(folder / "ray").write_text(cluster.address)
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.clusters.ray_internals.fork_server import (
+    CLUSTER_SECRET,
     PRELOAD,
-    SERVER_AHEAD,
     HandedOver,
+    address_ahead,
+    credentials,
     fork,
     has_left,
     import_modules,
@@ -64,25 +66,25 @@ def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_
     if not py_executable():
         yield
         return
-    name = f"lockstep-ahead-{os.urandom(16).hex()}"
+    secret = os.urandom(32).hex()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place:
-        place.bind(f"\0{name}")
+        place.bind(address_ahead(secret))
         place.listen(8)
         serving = "import sys; sys.path.pop(0); from lockstep.clusters.server_ahead import serve_ahead; serve_ahead()"
         server = subprocess.Popen(
             [sys.executable, "-c", serving, str(place.fileno()), str(os.getpid()), *modules],
-            env=dict(environment),
+            env={**environment, CLUSTER_SECRET: secret},
             pass_fds=[place.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in this terminal is not for the workers
         )
-    os.environ[SERVER_AHEAD] = name
+    os.environ[CLUSTER_SECRET] = secret
     try:
         yield
     finally:
-        os.environ.pop(SERVER_AHEAD, None)
+        os.environ.pop(CLUSTER_SECRET, None)
         server.kill()
         server.wait()
 
@@ -92,6 +94,7 @@ def serve_ahead() -> None:
     ahead, driver, environment = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), dict(os.environ)
     began = time.time_ns()
     import_modules(sys.argv[3:])
+    credentials()  # before it is noted what was imported
     imported = _imported_files()
     if any(written >= began for _, written in imported.values()):
         os._exit(0)  # nobody knows in which state it was read

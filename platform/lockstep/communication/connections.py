@@ -6,9 +6,11 @@ a process's sockets belong to the group: those that two members opened between t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,6 +66,41 @@ def _ends(fd: int) -> Ends:
 def opened_since(before: Sockets) -> Sockets:
     """The sockets that were not there `before`."""
     return {fd: ends for fd, ends in connected().items() if before.get(fd) != ends}
+
+
+def listening() -> frozenset[tuple[int, int]]:
+    """The listening TCP sockets of this process, by descriptor and inode; none where the system does not list them."""
+    listed = Path("/proc/self/fd")
+    found = set()
+    for path in listed.iterdir() if listed.is_dir() else ():
+        with suppress(OSError):  # closed since it was listed
+            fd = int(path.name)
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                with _opened(fd) as opened:
+                    tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
+                    if tcp and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add((fd, status.st_ino))
+    return frozenset(found)
+
+
+_ATTACH_FILTER = 26
+"""Linux's SO_ATTACH_FILTER, which Python does not name."""
+
+
+def refuse_connections(listeners: Iterable[tuple[int, int]]) -> None:
+    """Have the kernel drop whatever comes for these listening sockets: nobody connects to them any more. What is connected goes on.
+
+    gloo keeps its listener for as long as the group lives, and takes whoever connects. It would not bear that another closes it. Without effect where the
+    system has no such filter.
+    """
+    nothing = ctypes.create_string_buffer(
+        struct.pack("HBBI", 0x06, 0, 0, 0)
+    )  # BPF: return 0, no byte of the packet
+    program = struct.pack("HL", 1, ctypes.addressof(nothing))
+    for fd, _ in listeners:
+        with suppress(OSError), _opened(fd) as opened:
+            opened.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
 def shared(own: Sockets, others: Iterable[Sequence[Ends]]) -> Sockets:

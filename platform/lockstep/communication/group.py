@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import time
@@ -17,16 +18,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from lockstep.communication.connections import (
+    Ends,
     Inodes,
     Sockets,
     close,
     connected,
     inodes,
     is_cut,
+    listening,
     opened_since,
+    refuse_connections,
     shared,
     shut,
     still_open,
@@ -67,7 +71,7 @@ class Group:
     device: torch.device
     channel: Any = None
     store: Any = None
-    """Where the members of a `formed` group met; the process that serves it must keep it."""
+    """Where the members of a `formed` group met: a `RendezvousStore`, which ends with the group."""
     sockets: Sockets = field(default_factory=dict, compare=False)
     """The channel's connections, one to every other rank; empty where they are not known."""
     inodes: Inodes = field(default_factory=dict, compare=False)
@@ -82,9 +86,13 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(dist.get_world_size(), groups=1)
-        before = connected()
+        before, listeners = connected(), listening()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(before)
+        if device.type == "cpu":  # NCCL connects later
+            refuse_connections(listening() - listeners)
+        return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(
+            before, _get_default_store()
+        )
 
     @classmethod
     def formed(cls, rank: int, size: int, device: torch.device, store: Any, number: int) -> Group:
@@ -96,7 +104,7 @@ class Group:
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
-        before = connected()
+        before, listeners = connected(), listening()
         hidden, dist.group.WORLD = dist.group.WORLD, None
         # torch names a group by the number of groups its process has made, and members meet under that name: a newcomer has made fewer.
         made, _world.group_count = _world.group_count, FIRST_FORMED + number
@@ -105,19 +113,18 @@ class Group:
                 "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
             channel = dist.group.WORLD
+            refuse_connections(listening() - listeners)
         finally:
             dist.group.WORLD, _world.group_count = hidden, made
-        return cls(rank, size, device, channel, store)._with_sockets(before)
+        return cls(rank, size, device, channel, store)._with_sockets(before, store)
 
-    def _with_sockets(self, before: Sockets) -> Group:
-        """The group with its connections: those opened since `before` whose other end is a member's."""
+    def _with_sockets(self, before: Sockets, store: Any) -> Group:
+        """The group with its connections: those opened since `before` whose other end is a member's, as the members say at `store`."""
         if self.device.type != "cpu":
             return self
         own = opened_since(before)
         known = inodes(own)  # while all members are here: what one of them leaves afterwards is closed
-        others = self.gather(list(own.values()))
-        del others[self.rank]
-        found = shared(own, others)
+        found = between_members(own, store, self.channel.group_name, self.rank, self.size)
         if len(found) < self.size - 1:
             return self
         host = next(iter(found.values())).own[0]
@@ -163,6 +170,8 @@ class Group:
         self.break_off()
         if self.links is not None:
             self.links.close()
+        if self.store is not None:
+            self.store.close()
         until = time.monotonic() + DRAINED_S
         while still_open(self.inodes) and time.monotonic() < until:
             time.sleep(0.001)
@@ -177,6 +186,8 @@ class Group:
             self.break_off()
             if self.links is not None:
                 self.links.close()
+            if self.store is not None:
+                self.store.close()
             dist.destroy_process_group(self.channel)
 
     def wait(self, work: Any) -> None:
@@ -343,6 +354,44 @@ def ensure_descriptors(ranks: int, groups: int) -> None:
             "in each group; raise the hard limit (ulimit -Hn, LimitNOFILE=), or use fewer workers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def form_default_group(backend: str, store: Any, rank: int, size: int) -> None:
+    """Make the default process group of `size` processes that meet at `store`. ClusterError as in `between_members`."""
+    ensure_descriptors(size, groups=2)
+    before, listeners = connected(), listening()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    if backend == "gloo":
+        refuse_connections(listening() - listeners)
+        try:
+            between_members(opened_since(before), store, "default", rank, size)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+
+def between_members(own: Sockets, store: Any, name: str, rank: int, size: int) -> Sockets:
+    """Those of this rank's `own` connections whose other end is another rank's, by what all ranks of the group `name` say at `store`.
+
+    gloo itself takes whoever connects first for the rank that it expects. ClusterError where that was another process: on a cluster on the loopback
+    interface, where nothing lies between the two ends that could change an address.
+    """
+    store.set(f"lockstep-ends/{name}/{rank}", json.dumps([*own.values()]))
+    others = [
+        [
+            Ends(tuple(here), tuple(there))
+            for here, there in json.loads(store.get(f"lockstep-ends/{name}/{other}"))
+        ]
+        for other in range(size)
+        if other != rank
+    ]
+    found = shared(own, others)
+    if own and len(found) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        raise ClusterError(
+            f"rank {rank} has a connection to {len(found)} of {size - 1} other ranks: another process has connected in the place of one; "
+            "resume the run, and look at who else uses this machine"
+        )
+    return found
 
 
 @contextmanager

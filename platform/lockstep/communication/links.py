@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.communication.connections import Ends, Sockets, inodes
+from lockstep.communication.credentials import Secret, is_client, is_server
 from lockstep.communication.waits import LOOK_S
 
 DIRECT_BYTES = 1 << 19
@@ -212,8 +213,8 @@ def linked(
 SAID_S = 1.0
 """How long a connecting rank may take to say which one it is; it says so at once."""
 
-_KEY = 16
-"""The bytes of a secret that a server gives to the ranks alone, so that nobody else passes for one of them."""
+_KEY = 32
+"""The bytes of the secret that a server gives to the ranks alone, by which they and it recognise each other."""
 
 _Address = tuple[str, int, bytes]
 
@@ -236,17 +237,21 @@ def _connect(
     """Connect to the ranks below, and accept those above. OSError where one of them is late; `sockets` has those that came."""
     until = time.monotonic() + CONNECT_S
     for other, (host, port, theirs) in enumerate(addresses[:rank]):
-        sockets[other] = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
-        sockets[other].sendall(theirs + rank.to_bytes(2))
+        opened = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
+        sockets[other] = opened
+        if not is_server(opened, Secret(theirs)):
+            raise ConnectionRefusedError("another process listens in a rank's place")
+        opened.sendall(rank.to_bytes(2))
+    secret = Secret(key)
     while len(sockets) < len(addresses) - 1:
         server.settimeout(max(0.001, until - time.monotonic()))
         opened, _ = server.accept()
         opened.settimeout(SAID_S)
-        said = b""
+        other = -1
         with suppress(OSError):
-            said = opened.recv(_KEY + 2, socket.MSG_WAITALL)
-        other = int.from_bytes(said[_KEY:])
-        if said[:_KEY] == key and rank < other < len(addresses) and other not in sockets:
+            if is_client(opened, secret):
+                other = int.from_bytes(opened.recv(2, socket.MSG_WAITALL))
+        if rank < other < len(addresses) and other not in sockets:
             sockets[other] = opened
         else:  # not a member of the group
             opened.close()

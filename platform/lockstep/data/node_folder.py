@@ -110,18 +110,23 @@ def _there(path: Path | None) -> Path:
 
 def _root(name: str, size: int) -> Path:
     """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
-    candidates = [files.own_path(base) for base in (MEMORY, Path(tempfile.gettempdir()))]
-    for root in candidates:
+    roots = [files.own_folder(base) for base in (MEMORY, Path(tempfile.gettempdir())) if _takes(base)]
+    for root in roots:
         if (root / f"{name}.lock").exists():
-            return files.own_folder(root)
-    for root in candidates:
-        if root.parent.is_dir() and shutil.disk_usage(root.parent).free >= ROOM * size:
-            return files.own_folder(root)
+            return root
+    for root in roots:
+        if shutil.disk_usage(root).free >= ROOM * size:
+            return root
     wanted = f"{ROOM * size / 2**20:.0f} MiB"
     raise StorageError(
         f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {wanted} free for what the processes of a node share; "
         "make room, or set TMPDIR to a larger folder"
     )
+
+
+def _takes(base: Path) -> bool:
+    """Whether this process may make a folder there."""
+    return os.access(base, os.W_OK | os.X_OK)
 
 
 def _held_lock(path: Path) -> int:

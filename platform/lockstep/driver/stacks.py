@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import StorageError
-from lockstep.files import own_folder, own_path
+from lockstep.files import own_folder
 from lockstep.process import started
 
 STACKS_S = 3.0
@@ -54,7 +54,7 @@ def _registered() -> tuple[Path, TextIO]:
 
 def _stacks_file() -> Path:
     """The file of this process in the user's own temporary folder. Deletes the files of processes that are gone."""
-    folder = own_folder(own_path(Path(tempfile.gettempdir())))
+    folder = own_folder(Path(tempfile.gettempdir()))
     for path in folder.glob("stacks-*.txt"):
         pid = path.stem.removeprefix("stacks-")
         if pid == str(os.getpid()) or (pid.isdigit() and not started(int(pid))):

@@ -13,11 +13,13 @@ import ray
 import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.watchdog import listening
+from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, ensure_descriptors
+from lockstep.communication.credentials import Secret
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, form_default_group
+from lockstep.communication.rendezvous import met
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
@@ -46,17 +48,19 @@ class Peer:
         self,
         spec: Spec,
         origin: AttemptOrigin,
-        host: str,
-        port: int,
+        address: tuple[str, int],
+        secret: Secret,
         rank: int,
         size: int,
         recorders: Any,
         key: str,
     ) -> None:
         """Train as this rank. What the job raises comes back as it is told on one line."""
+        if spec.record.private:
+            keep_private()
         recorders.tell.remote(key, origin.attempt, [listening(rank)])
         try:
-            store = TCPStore(host, port, size, is_master=False)
+            store = met(*address, secret, COLLECTIVE_TIMEOUT, gpus=device().type == "cuda")
             with joined(store, rank, size):
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
                 fit(spec, job, group, tell_nobody, NoRequests(), origin)
@@ -87,9 +91,7 @@ def joined(store: Any, rank: int, size: int) -> Iterator[None]:
 
     Its connections are closed with its last reference, for which the peers of a rank that has left wait.
     """
-    backend = "nccl" if device().type == "cuda" else "gloo"
-    ensure_descriptors(size, groups=2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    form_default_group("nccl" if device().type == "cuda" else "gloo", store, rank, size)
     try:
         yield
     except BaseException as error:

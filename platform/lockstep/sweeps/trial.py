@@ -18,18 +18,20 @@ from typing import Any
 
 import ray
 from ray import tune
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.policy import FIRST_STORAGE_PAUSE_S
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_group import why_lost
+from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.answers import answer_of
-from lockstep.communication.group import Group
+from lockstep.communication.credentials import Secret
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.communication.rendezvous import serving
 from lockstep.driver.finished_run import doubt
 from lockstep.errors import (
     ClusterError,
@@ -284,13 +286,16 @@ class Training:
 
     def _fit(self, origin: AttemptOrigin) -> dict[str, Any] | None:
         spec, size = self.spec, len(self._peers) + 1
+        if spec.record.private:
+            keep_private()
         job = load_job(spec.job.use, spec.job.params)
         if size == 1:
             return fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
-        store = TCPStore(ray.util.get_node_ip_address(), 0, size, is_master=True, wait_for_workers=False)
+        secret, gpus = Secret(), device().type == "cuda"
+        store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=gpus)
         others = self._others = [
             peer.train.remote(
-                spec, origin, store.host, store.port, rank, size, self._recorders, str(self.number)
+                spec, origin, (store.host, store.port), secret, rank, size, self._recorders, str(self.number)
             )
             for rank, peer in enumerate(self._peers, start=1)
         ]

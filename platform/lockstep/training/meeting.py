@@ -1,7 +1,7 @@
 """How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, then connect as it says.
 
-The roll call is kept by a process that is none of the workers. Each worker that reports serves a store; the group is
-formed at the store of its new rank 0.
+The roll call is kept by a process that is none of the workers. Each worker that reports serves a rendezvous, for those that know the
+attempt's secret; the group is formed at that of its new rank 0.
 
 A killed process closes its connections, and the others get an error at once. A machine that falls silent does not. So
 each worker also asks now and then whether a roll call is on, and if so breaks its own group off.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
+from lockstep.communication.rendezvous import Rendezvous, RendezvousStore
 from lockstep.training.recovery import LeftError, Seat
 from lockstep.training.roll_call import Answer, Arrival, Dismissed, Formation, Progress
 
@@ -56,11 +56,12 @@ class Meeting:
         attempt: int,
         worker: int,
         host: str,
+        secret: Secret,
         client: RollCallClient,
         seated: Callable[[Group, int, Seat], Seat],
     ) -> None:
-        """`worker` is this worker's number, `host` its machine's address. `seated` makes the new seat from the group, its attempt and the old seat."""
-        self._attempt, self._worker, self._host = attempt, worker, host
+        """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat."""
+        self._attempt, self._worker, self._host, self._secret = attempt, worker, host, secret
         self._client, self._seated = client, seated
         self._group: Group | None = None
         """The current group, until this worker leaves it."""
@@ -89,24 +90,27 @@ class Meeting:
         """The seat in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
         with self._lock:
             self._group = None
-        timeout = timedelta(seconds=CONNECT_S)
-        own = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        own = Rendezvous(self._host, self._secret)
         self._client.arrive(self._attempt, Arrival(progress, self._host, own.port))
         while (answer := self._client.ask(self._attempt)) is None:
             time.sleep(ASK_S)
+        if isinstance(answer, Formation):
+            return self._connected(seat, answer, own)
+        own.close()
         if isinstance(answer, Dismissed):
             raise LeftError("this worker leaves the run, which the others go on with")
-        if not isinstance(answer, Formation):
-            return None
-        return self._connected(seat, answer, own)
+        return None
 
-    def _connected(self, seat: Seat, answer: Formation, own: TCPStore | None) -> Seat:
-        """Connect at the store of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
+    def _connected(self, seat: Seat, answer: Formation, own: Rendezvous | None) -> Seat:
+        """Connect at the rendezvous of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
         self._attempt, timeout = answer.attempt, timedelta(seconds=CONNECT_S)
         rank, size = answer.workers.index(self._worker), len(answer.workers)
-        store = own
-        if rank > 0 or store is None:
-            store = TCPStore(answer.host, answer.port, is_master=False, timeout=timeout)
+        if own is not None:
+            if rank > 0:
+                own.close()
+            else:
+                own.expect(size)
+        store = RendezvousStore(answer.host, answer.port, self._secret, timeout, own if rank == 0 else None)
         store.set(f"here-{rank}", "")
         store.wait([f"here-{each}" for each in range(size)], timeout)
         group = Group.formed(rank, size, seat.group.device, store, answer.attempt)

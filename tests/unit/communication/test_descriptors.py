@@ -47,7 +47,7 @@ ON_RAY = """
 import os, resource, sys
 from pathlib import Path
 from lockstep.attempts.standby import import_ahead, imports_ahead
-os.environ |= imports_ahead("/", "no.such.job", WORKERS)
+os.environ |= imports_ahead("/", "no.such.job", WORKERS, private=False)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 import_ahead()

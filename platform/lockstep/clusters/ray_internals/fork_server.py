@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -31,15 +32,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
-SERVER_AHEAD = "LOCKSTEP_SERVER_AHEAD"
-"""The name of the process that the driver has import ahead: an abstract socket, without its null byte."""
+CLUSTER_SECRET = "LOCKSTEP_CLUSTER_SECRET"
+"""Hexadecimal: by it the processes of a cluster that Lockstep has started recognise each other. From it follows the name of the one that imports ahead."""
 
 OUTLIVES_SIGTERM = "LOCKSTEP_OUTLIVES_SIGTERM"
 """With 1 a worker takes no notice of SIGTERM: its cluster is a command's own, which is sent the signal too, and saves before it ends."""
@@ -47,8 +48,8 @@ OUTLIVES_SIGTERM = "LOCKSTEP_OUTLIVES_SIGTERM"
 _READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
 
-_RAYLET_S, _ASK_S = 0.5, 10.0
-"""How often the server checks that its raylet is alive, and how long a client may take to send its request."""
+_RAYLET_S, _SHOW_S, _ASK_S = 0.5, 2.0, 10.0
+"""How often the server checks that its raylet is alive, and how long a client may take to show the secret, and to send its request."""
 
 IDLE_S = 60.0
 """How long a server stays that no worker is left of, for the next attempt."""
@@ -146,10 +147,10 @@ def _forked_by(name: str, words: list[str]) -> bool | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
             server.connect(name)
-            if _user(server) != os.getuid():  # somebody else has taken the name
+            server.settimeout(_FORK_S)
+            if not _recognised(server):  # somebody else has taken the name
                 return None
             _hand_over(server, words)
-            server.settimeout(_FORK_S)
             return server.recv(1) == b"1"
         except TimeoutError:  # it hangs
             return None
@@ -165,18 +166,23 @@ def _hand_over(place: socket.socket, words: list[str], *more: int) -> None:
 
 def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
     """Whether the process that the driver has import ahead becomes the server, with this place, and forks this worker first."""
-    name = os.environ.get(SERVER_AHEAD)
-    if not name:
+    secret = os.environ.get(CLUSTER_SECRET)
+    if not secret:
         return False
     ahead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with ahead, suppress(OSError):  # there is none any more, or it hangs
-        ahead.connect(f"\0{name}")
-        if _user(ahead) != os.getuid():
+        ahead.settimeout(max(0.001, until - time.monotonic()))
+        ahead.connect(address_ahead(secret))
+        if not _recognised(ahead):
             return False
         _hand_over(ahead, words, place.fileno())
-        ahead.settimeout(max(0.0, until - time.monotonic()))
         return ahead.recv(1) == b"1"
     return False
+
+
+def address_ahead(secret: str) -> str:
+    """The name of the process that imports ahead for the cluster of this secret, which no file system has."""
+    return f"\0lockstep-ahead-{hashlib.sha256(secret.encode()).hexdigest()}"
 
 
 def _address(environment: Mapping[str, str], raylet: int) -> str:
@@ -190,12 +196,32 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_READ_LATER)}
 
 
-def _user(place: socket.socket) -> int:
-    """Whose process the other end is."""
+def _recognised(place: socket.socket, *, client: bool = False) -> bool:
+    """Whether the other end, a server or a client, is this user's process, and if this one's cluster has a secret knows it too.
+
+    In a container with this machine's network another user may have the same number. OSError where the other end leaves, or takes too long.
+    """
     _, user, _ = struct.unpack(
         "3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
-    return int(user)
+    secret = os.environ.get(CLUSTER_SECRET)
+    if user != os.getuid() or not secret:
+        return bool(user == os.getuid())
+    known = credentials()
+    shown = known.is_client if client else known.is_server
+    return bool(shown(place, known.Secret(bytes.fromhex(secret))))
+
+
+@cache
+def credentials() -> Any:
+    """The module `lockstep.communication.credentials`, by its file: the interpreter of a worker that starts finds no packages."""
+    path = Path(__file__).parents[2] / "communication" / "credentials.py"
+    spec = importlib.util.spec_from_file_location("lockstep_credentials", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class HandedOver(NamedTuple):
@@ -302,15 +328,17 @@ def serve_forks(server: socket.socket, parent: int, first: int) -> list[str]:
 
 
 def next_asking(server: socket.socket) -> socket.socket | None:
-    """The next connection of this user, or None if there is none soon."""
+    """The next connection of this cluster's, or None if there is none soon."""
     if not select.select([server], [], [], _RAYLET_S)[0]:
         return None
     asked, _ = server.accept()
-    if _user(asked) != os.getuid():
-        asked.close()
-        return None
-    asked.settimeout(_ASK_S)
-    return asked
+    asked.settimeout(_SHOW_S)
+    with suppress(OSError):
+        if _recognised(asked, client=True):
+            asked.settimeout(_ASK_S)
+            return asked
+    asked.close()
+    return None
 
 
 def received(asked: socket.socket) -> HandedOver:

@@ -1,0 +1,75 @@
+"""How the workers of an attempt form their first process group: at a rendezvous behind the secret of the attempt.
+
+Ray's own backend for torch has rank 0 serve a TCPStore, which listens on every interface and answers whoever connects. This one is used with Ray's
+public trainer as well.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray.train
+from ray.train.torch import TorchConfig
+
+from lockstep.communication.credentials import Secret
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, form_default_group
+from lockstep.communication.rendezvous import met, serving
+
+_RaysBackend: Any = TorchConfig().backend_cls
+
+
+class AuthenticatedBackend(_RaysBackend):  # type: ignore[misc]  # untyped base
+    """Forms the group in `on_start`; all else is Ray's."""
+
+    def on_start(self, worker_group: Any, backend_config: AuthenticatedTorch) -> None:
+        """Have all workers meet at one of the first. Raises what the first of them raises."""
+        size, secret = len(worker_group), backend_config.secret
+        address = worker_group.execute_single(0, _serve, backend_config.backend, secret, size)
+        ray.get(
+            [
+                worker_group.execute_single_async(
+                    rank, _join, backend_config.backend, rank, size, address, secret
+                )
+                for rank in range(size)
+            ]
+        )
+
+
+@dataclass
+class AuthenticatedTorch(TorchConfig):  # type: ignore[misc]  # untyped base
+    """Ray's settings for torch, with the secret of the attempt."""
+
+    secret: Secret = field(default_factory=Secret)
+
+    @property
+    def backend_cls(self) -> type[AuthenticatedBackend]:
+        return AuthenticatedBackend
+
+
+_met_at: list[Any] = []
+"""The store at which this process has met the others: torch keeps only its C++ half."""
+
+
+def _serve(backend: str, secret: Secret, size: int) -> tuple[str, int]:
+    """In the worker of rank 0, serve the store at which all meet. Returns its address."""
+    store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=backend == "nccl")
+    _met_at[:] = [store]
+    return store.host, store.port
+
+
+def _join(backend: str, rank: int, size: int, address: tuple[str, int], secret: Secret) -> None:
+    """In each worker, make the default process group."""
+    place = ray.train.get_context()
+    os.environ.update(  # as torchrun sets them: libraries read them
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(place.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(place.get_local_world_size()),
+        NODE_RANK=str(place.get_node_rank()),
+        ACCELERATE_TORCH_DEVICE=str(ray.train.torch.get_device()),
+    )
+    if rank > 0:
+        _met_at[:] = [met(*address, secret, COLLECTIVE_TIMEOUT, gpus=backend == "nccl")]
+    form_default_group(backend, _met_at[0], rank, size)
