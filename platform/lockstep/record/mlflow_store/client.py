@@ -112,6 +112,8 @@ def import_mlflow() -> None:
         ) from error
     for logger in (mlflow.__name__, "alembic"):
         logging.getLogger(logger).setLevel(logging.WARNING)
+    # It logs each failure of a database with a traceback, and raises it as well: `translated` tells it in one line.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def import_store(uri: str) -> None:

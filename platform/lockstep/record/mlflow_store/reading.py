@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.files import as_text
 from lockstep.record.check import InStore, digest
 from lockstep.record.copies import SHARED
-from lockstep.record.documents import without_password
+from lockstep.record.documents import Verdict, note, without_password
 from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint, shared_in
@@ -164,7 +165,7 @@ class MlflowReader:
 
     def text(self, run_id: str, path: str) -> str:
         with translated(self._uri), tempfile.TemporaryDirectory() as folder:
-            return Path(self._client.download_artifacts(run_id, path, folder)).read_text(encoding="utf-8")
+            return as_text(Path(self._client.download_artifacts(run_id, path, folder)).read_bytes())
 
     def _below(self, run_id: str, folder: str | None) -> Iterator[str]:
         for file in self._client.list_artifacts(run_id, folder):
@@ -210,5 +211,5 @@ def _epitaph(reason: str) -> Mapping[str, str]:
     return {
         "lockstep.vanished": reason,
         "lockstep.error": reason,
-        "mlflow.note.content": f"**FAILED**: {reason}\n",
+        "mlflow.note.content": note(Verdict("FAILED", f": {reason}"), {}),
     }
