@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import LockstepError, RecordError, first_line
 from lockstep.record.database_lock import database_lock
+from lockstep.record.documents import without_password
 from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.store_uri import check_uri, refused, unreachable
 
@@ -67,6 +68,16 @@ def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
         from mlflow import MlflowClient
 
         yield MlflowClient(tracking_uri=uri), database
+
+
+def identified(uri: str, found_id: str) -> str:
+    """The id of what a store answered with. RecordError where it has none: whoever answers `{}` to everything is no MLflow server."""
+    if not found_id:
+        raise RecordError(
+            f"record.uri: {without_password(uri)!r} answers, and not as an MLflow server does: what it returns has no id; see that the "
+            "address is MLflow's own, and no other program's or proxy's"
+        )
+    return found_id
 
 
 def page_url(uri: str, experiment_id: str, run_id: str) -> str:
