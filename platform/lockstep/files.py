@@ -79,13 +79,28 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as the whole content of `path`, in UTF-8; see `encoded`."""
+    write_bytes(path, encoded(text))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write the whole content of `path`."""
     with replacing(path) as file:
-        file.write(encoded(text))
+        file.write(content)
 
 
 def encoded(text: str) -> bytes:
     r"""`text` in UTF-8. A byte of a file name that is not UTF-8, which Python holds as a surrogate, is written as `\udce9`."""
     return text.encode("utf-8", errors="backslashreplace")
+
+
+def as_text(content: bytes) -> str:
+    """The content of a file as text that has every byte of it: what is not UTF-8 becomes surrogates, which `as_bytes` undoes."""
+    return content.decode("utf-8", errors="surrogateescape")
+
+
+def as_bytes(text: str) -> bytes:
+    """The content of a file that `as_text` has read."""
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def append(path: Path, text: str) -> int:

@@ -58,6 +58,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def openmp_limit() -> int:
+    """How many threads the loaded OpenMP libraries are sure to give to whoever asks for them, as they tell it themselves.
+
+    It is OMP_THREAD_LIMIT, a very large number without it, and 1 under OMP_DYNAMIC, with which they give as many as the load allows.
+    """
+    libraries = [one.dynlib for one in ThreadpoolController().select(user_api="openmp").lib_controllers]
+    return min(
+        (1 if one.omp_get_dynamic() else int(one.omp_get_thread_limit()) for one in libraries),
+        default=2**31 - 1,
+    )
+
+
 def library_threads() -> int:
     """The most threads that a loaded BLAS computes with, MKL aside: where NumPy has MKL too, it has torch's number, which a spec decides."""
     found = ThreadpoolController().select(user_api="blas").info()

@@ -21,6 +21,7 @@ from lockstep.communication.group import Group, local_device
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import load_job, others_out_of_sight
 from lockstep.plan import Position
+from lockstep.printing import complain
 from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
@@ -96,12 +97,12 @@ def main(request: str) -> int:
     try:
         _bench(wanted)
     except LockstepError as error:
-        sys.stderr.write(f"{error}\n")
+        complain(str(error))
         return error.exit_code
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        sys.stderr.write(f"another worker was lost: {error}\n")
+        complain(f"another worker was lost: {error}")
         return LOST
     return 0
 

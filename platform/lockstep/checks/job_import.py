@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.printing import complain
 
 _REFUSED = 2
 
@@ -46,7 +47,7 @@ def _main() -> None:
     try:
         load_job(use, json.loads(params))
     except LockstepError as error:
-        sys.stderr.write(f"{error}\n")
+        complain(str(error))
         raise SystemExit(_REFUSED) from None
 
 

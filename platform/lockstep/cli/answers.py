@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from lockstep import printing
 from lockstep.cli.interruption import answering, end
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
@@ -91,7 +92,8 @@ def json_text(value: Any) -> str:
     """One line of JSON as every parser takes it: null for a number that is not finite, which JSON does not know."""
     from lockstep.record.documents import without_nan
 
-    return json.dumps(without_nan(value), default=str, allow_nan=False)
+    text = json.dumps(without_nan(value), default=str, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that JSON lets stand
 
 
 def open_standard_streams() -> None:
@@ -108,7 +110,7 @@ def open_standard_streams() -> None:
 class Answer(Protocol):
     """How a command answers: with `value` as JSON, or with the text.
 
-    `code` is the command's exit code if the answer cannot be written: that of a failure, unless what it tells of is done.
+    `code` is the command's exit code. If the answer cannot be written, a 0 becomes the code of a failure: whoever asked has not heard.
     """
 
     def __call__(self, value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None: ...
@@ -131,7 +133,7 @@ def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answ
         if not as_json and os.isatty(out):
             line = folded(line, os.get_terminal_size(out).columns)
         if not _written(line, out):
-            raise typer.Exit(unanswered if code is None else code)
+            raise typer.Exit(code or unanswered)
 
     try:
         with answering(out if as_json else None):
@@ -144,7 +146,7 @@ def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answ
         if isinstance(error, LockstepError):
             message, code = str(error), error.exit_code
         code = max(code, unanswered)
-        _say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
+        say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
         if as_json:
             _written(json_text({"status": "FAILED", "error": message, "exit_code": code}), out)
         raise typer.Exit(code) from None
@@ -157,20 +159,21 @@ def _written(line: str, out: int) -> bool:
     """Write an answer. Where that fails it is said, unless its reader has left, as `head` does."""
     try:
         with os.fdopen(os.dup(out), "w") as stream:
-            print(line, file=stream)
+            printing.write(f"{line}\n", stream)
     except BrokenPipeError:
         return False
     except OSError as error:
-        _say(f"lockstep: standard output: the answer cannot be written: {error.strerror}")
+        say(f"lockstep: standard output: the answer cannot be written: {error.strerror}")
         return False
     return True
 
 
-def _say(text: str) -> None:
+def say(line: str) -> None:
+    """Write a line to standard error. Where it cannot be written, nothing else fails."""
     from lockstep.driver.progress import display
 
     with display():
-        print(text, file=sys.stderr)
+        printing.complain(line)
 
 
 def began() -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import Address, Json, Overrides, SpecFile, Uri, Verbose, answered
+from lockstep.cli.answers import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 
 if TYPE_CHECKING:
     from lockstep.checks.findings import Finding
@@ -38,15 +38,15 @@ def check(
         from lockstep.calls.checking import check_spec
         from lockstep.checks.findings import as_text
 
-        say = _heard if verbose else None
-        report = check_spec(spec, overrides or [], local=local, address=address, uri=uri, say=say)
+        hear = _heard if verbose else None
+        report = check_spec(spec, overrides or [], local=local, address=address, uri=uri, say=hear)
         answer(report.as_dict(), lambda: as_text(report))
     if not report.passed:
         raise typer.Exit(1)
 
 
 def _heard(finding: Finding) -> None:
-    print(f"{finding.result}: {finding.name}", file=sys.stderr)
+    say(f"{finding.result}: {finding.name}")
 
 
 def estimate(
@@ -89,8 +89,8 @@ def bench(
         from lockstep.checks.bench import as_text
 
         counts = _numbers(workers)
-        say = None if json_ else _said
-        found = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=say)
+        hear = None if json_ else say
+        found = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=hear)
         answer(found.as_dict(), lambda: as_text(found))
     if found.same_bits is False:
         raise typer.Exit(1)
@@ -106,7 +106,3 @@ def _numbers(text: str) -> list[int]:
         raise SpecError(
             f"workers: got {text!r}, wanted whole numbers between commas, such as 1,2,4"
         ) from None
-
-
-def _said(line: str) -> None:
-    print(line, file=sys.stderr)

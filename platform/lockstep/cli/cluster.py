@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep import printing
 from lockstep.cli.answers import Address, Json, Overrides, Retries, Verbose, answered
 from lockstep.errors import SpecError
 
@@ -194,8 +195,7 @@ def _show(text: str) -> None:
     from lockstep.driver.progress import display
 
     with display():
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        printing.write(printing.streamed(text), sys.stderr)
 
 
 def _ended(report: dict[str, Any]) -> str:

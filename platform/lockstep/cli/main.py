@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,7 @@ from lockstep.cli.answers import (
     exit_code,
     open_standard_streams,
     running,
+    say,
 )
 from lockstep.cli.interruption import fail, hold_signals, take_signals
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
@@ -100,7 +102,23 @@ def run() -> None:
     commands_end_by(fail)
     # Spares the last garbage collections of the interpreter: with torch and Ray they take a second or more.
     atexit.register(gc.freeze)
-    app()
+    try:
+        app()
+    except Exception:  # noqa: BLE001 - a defect of Lockstep's: its traceback has texts from data in it
+        say(traceback.format_exc())
+        sys.exit(1)
+    _flush()
+
+
+def _flush() -> None:
+    """Write what the command line itself has printed, such as --help. The interpreter would tell a full disk in four lines."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
+        if not isinstance(error, BrokenPipeError):
+            say(f"lockstep: standard output: cannot be written: {error.strerror}")
+        sys.exit(1)
 
 
 @app.callback()
@@ -298,7 +316,7 @@ def ui(
         from lockstep.spec.locations import tracking_uri
 
         found = Ui(tracking_uri(uri), port, host)
-        print(found.link, file=sys.stderr)
+        say(found.link)
         found.serve()
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered
+from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
+from lockstep.printing import on_one_line, table
 
 if TYPE_CHECKING:
     from lockstep.record.run_store import RunInfo
@@ -53,7 +54,7 @@ def runs(
         there = reader(store, storage)
         found = there.runs(experiment, limit)
         for line in there.passed_over:
-            print(f"lockstep: {line}", file=sys.stderr)
+            say(f"lockstep: {line}")
         answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
 
 
@@ -265,10 +266,7 @@ def _table(found: list[RunInfo]) -> str:
         ]
         for run in found
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table(rows)
 
 
 def _page(run: RunInfo, artifacts: list[str]) -> str:
@@ -294,7 +292,7 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
         "look at it": run.url,
     }
     width = max(map(len, shown)) + 2
-    return "\n".join(f"{name.ljust(width)}{text}" for name, text in shown.items() if text)
+    return "\n".join(f"{name.ljust(width)}{on_one_line(text)}" for name, text in shown.items() if text)
 
 
 def _attempts(attempts: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep import printing
 from lockstep.driver.progress import Progress, Rate, Silent, describe
 from lockstep.record.events import EvaluationRow, StepRow
 
@@ -35,7 +36,7 @@ class CellLine:
         self._shown = ""
 
     def say(self, text: str) -> None:
-        sys.stdout.write(f"{text}\n")
+        printing.write(f"{text}\n", sys.stdout)
 
     def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
         if step is not None:
@@ -52,16 +53,20 @@ class CellLine:
             return
         self._shown = text
         if self._handle is None:
-            self._handle = display({"text/plain": text}, raw=True, display_id=True)
+            self._handle = display({"text/plain": printing.printable(text)}, raw=True, display_id=True)
         else:
-            self._handle.update({"text/plain": text}, raw=True)
+            self._handle.update({"text/plain": printing.printable(text)}, raw=True)
 
 
 def as_table(rows: Mapping[str, str]) -> str:
     """A small table in HTML: a row for each name."""
     cells = "".join(
-        f'<tr><th style="text-align: left">{html.escape(name)}</th>'
-        f'<td style="text-align: left">{html.escape(text)}</td></tr>'
+        f'<tr><th style="text-align: left">{_cell(name)}</th>'
+        f'<td style="text-align: left">{_cell(text)}</td></tr>'
         for name, text in rows.items()
     )
     return f"<table>{cells}</table>"
+
+
+def _cell(text: str) -> str:
+    return html.escape(printing.printable(text))

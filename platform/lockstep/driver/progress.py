@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.printing import on_one_line, printable
 from lockstep.record.events import EvaluationRow, StepRow
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Line:
             yield self
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
+        self.console.print(printable(text), soft_wrap=True, markup=False)
 
     def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
         if step is None:
@@ -103,7 +104,7 @@ class Line:
         self._rate.add(step)
         text = describe(step, evaluation, total_steps, self._rate)
         if self.console.is_terminal:
-            self._live.update(text)
+            self._live.update(on_one_line(text))
         elif step.epoch != self._epoch_shown:
             self._epoch_shown = step.epoch
             self.say(text)
@@ -117,13 +118,14 @@ def trial_table(headline: str, trials: Sequence[Mapping[str, Any]]) -> Any:
     """A sweep for a terminal."""
     from rich.table import Table
 
-    table = Table(title=headline, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=on_one_line(headline), title_justify="left", box=None, pad_edge=False)
     for name in ("trial", "status", "step", "metric", "sets"):
         table.add_column(name, justify="right" if name in {"trial", "step", "metric"} else "left")
     for trial in trials:
         metric = "" if trial["metric"] is None else f"{trial['metric']:.6g}"
         sets = " ".join(f"{name}={value}" for name, value in trial["fields"].items())
-        table.add_row(str(trial["trial"]), trial["status"], str(trial["step"]), metric, sets)
+        cells = (str(trial["trial"]), trial["status"], str(trial["step"]), metric, sets)
+        table.add_row(*map(on_one_line, cells))
     return table
 
 

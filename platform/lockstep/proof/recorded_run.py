@@ -16,6 +16,7 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
 from lockstep.job.source import MAIN_MODULE
 from lockstep.record.events import EvaluationRow, StepRow
@@ -230,6 +231,6 @@ class _Texts:
         """Its content; nothing where it is not there."""
         if self._reader is not None:
             there = name in self._reader.artifacts(self._run_id)
-            return self._reader.text(self._run_id, name).encode() if there else b""
+            return as_bytes(self._reader.text(self._run_id, name)) if there else b""
         path = self._here / name
         return path.read_bytes() if path.exists() else b""

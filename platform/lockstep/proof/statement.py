@@ -27,6 +27,7 @@ from lockstep.proof.ending import (
     of_metrics,
     plan_of,
     read_weights,
+    same_in_json,
 )
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.record.events import EvaluationRow, StepRow
@@ -166,7 +167,7 @@ def _differing(where: str, stated: Any, found: Any) -> Iterator[Disagreement]:
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
         for i, pair in enumerate(zip(stated, found, strict=True)):
             yield from _differing(f"{where}[{i}]", *pair)
-    elif stated != found:
+    elif not same_in_json(stated, found):
         yield Disagreement(where, stated, found)
 
 

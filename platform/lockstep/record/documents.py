@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import yaml
 
 from lockstep.files import encoded
+from lockstep.printing import markdown
 
 HIDDEN = "***"
 """What replaces a secret."""
@@ -135,16 +136,25 @@ def reading(metric: tuple[str, Any]) -> str:
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), run_id: str = "") -> str:
+class Verdict(NamedTuple):
+    """How a run stands, in plain text: `FAILED`, ` after step 3: …`, and what is wrong with its record or its bits."""
+
+    status: str
+    text: str = ""
+    troubles: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return f"{self.status}{self.text}"
+
+
+def note(verdict: Verdict, details: Mapping[str, Any], figures: Sequence[str] = (), run_id: str = "") -> str:
     """Markdown for the run's page: first the verdict, because the page folds after four lines, then a table and figures."""
+    troubles = "".join(f" · **{markdown(trouble)}**" for trouble in verdict.troubles)
+    headline = f"**{markdown(verdict.status)}**{markdown(verdict.text)}{troubles}"
     images = [
         f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
         for path in figures
     ]
-    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flat(details).items()]
+    rows = [f"| {markdown(name)} | {markdown(value)} |" for name, value in flat(details).items()]
     table = ["", "| | |", "|---|---|", *rows] if rows else []
-    return "\n".join([verdict, *table, *([""] if images else []), *images, ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return "\n".join([headline, *table, *([""] if images else []), *images, ""])

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.files import as_text
 from lockstep.record.system import nvml
 from lockstep.record.versions import versions
 
@@ -133,7 +134,7 @@ def _git(folder: Path | str, *arguments: str) -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None  # no git, no repository, no commit or too slow: a run does without
         output.seek(0)
-        return output.read().decode("utf-8", errors="replace")
+        return as_text(output.read())
 
 
 def _bounded(diff: str) -> str:

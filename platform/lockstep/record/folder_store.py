@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.files import is_there, replacing, write_text
+from lockstep.files import as_text, is_there, replacing, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.events import Opened
@@ -328,7 +328,7 @@ class FolderReader:
         )
 
     def text(self, run_id: str, path: str) -> str:
-        return (self._storage / run_id / path).read_text(encoding="utf-8")
+        return as_text((self._storage / run_id / path).read_bytes())
 
     def artifacts(self, run_id: str) -> list[str]:
         folder = self._storage / run_id

@@ -53,7 +53,9 @@ def keep_measurement(
             store.log_file(kept.folder / name, "")
         figure = draw(kept.folder / FOLDER / f"{kind}.png")
         store.log_file(figure, FOLDER)
-        note = documents.note(f"**{kind}** · {verdict}", {}, [f"{FOLDER}/{figure.name}"], run_id)
+        note = documents.note(
+            documents.Verdict(kind, f" · {verdict}"), {}, [f"{FOLDER}/{figure.name}"], run_id
+        )
         store.set_tags({"lockstep.note": note})
     except BaseException:
         store.set_status("FAILED")

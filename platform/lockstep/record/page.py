@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
-from lockstep.files import write_text
+from lockstep.files import as_bytes, encoded, write_bytes
 from lockstep.job.source import job_sources
 from lockstep.record import documents, figures, final_tables
 from lockstep.record.copies import Copies
@@ -82,7 +82,7 @@ class Page:
         self._violation = ""
         self._trouble = ""
         self._texts = Texts(folder)
-        self._verdict: tuple[str, Mapping[str, Any]] = ("", {})
+        self._verdict: tuple[documents.Verdict, Mapping[str, Any]] = (documents.Verdict(""), {})
         self.figures = final_tables.Figures(journal, folder, scaled=spec.precision == "fp16", log=self.log)
         self._stragglers: list[str] = []
         self.working = False
@@ -148,12 +148,12 @@ class Page:
         document = redacted_document(self._spec.document())
         self._send("facts", "parameters", self._store.log_params, documents.flat(document), later=True)
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
-        self._note(f"**RUNNING** · {self._spec.name}", {})
+        self._note(documents.Verdict("RUNNING", f" · {self._spec.name}"), {})
         if resumed:
             self._tag({"error": ""})  # that of the previous attempt
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
-            self._document(f"source/{below}", path.read_bytes().decode("utf-8", errors="replace"))
+            self._document(f"source/{below}", path.read_bytes())
 
     def _started(self, facts: Mapping[str, Any]) -> None:
         """Show the facts of an attempt."""
@@ -171,9 +171,9 @@ class Page:
         self._facts = _single_facts(facts)
         self._tag(self._facts)
         if git.get("diff"):
-            self._document("git.diff", git["diff"])
+            self._document("git.diff", as_bytes(git["diff"]))
         for path, text in (facts.get(SOURCE) or {}).items():
-            self._document(f"source/{path}", text)
+            self._document(f"source/{path}", as_bytes(text))
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
@@ -301,7 +301,7 @@ class Page:
         if model is not None:
             self._send("files", "final model", self._log_model, model, int(summary.get("step", 0)))
         verdict = [
-            f"**{status}**{killer} at step {summary.get('step', '?')}" + (f": {error}" if error else ""),
+            f"{killer} at step {summary.get('step', '?')}" + (f": {error}" if error else ""),
             *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts}, end.at)
@@ -335,7 +335,7 @@ class Page:
             self._document("error.txt", f"{end.message}\n\n{end.details}".rstrip() + "\n")
             self._tables()
         finally:  # a run whose folder is not writable has failed too
-            self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts, end.at)
+            self._end(end.status, f" {reached}: {end.message}", self._facts, end.at)
 
     def log(self, text: str) -> None:
         """Add a line to log.txt, with its time. Any thread may call it."""
@@ -350,21 +350,23 @@ class Page:
         for path in self._texts.end():
             self._keep(path)
 
-    def _end(self, status: Status, verdict: str, details: Mapping[str, Any], at: float | None) -> None:
+    def _end(self, status: Status, text: str, details: Mapping[str, Any], at: float | None) -> None:
+        verdict = documents.Verdict(status, text)
         self._note(verdict, details)
-        self.log(verdict.replace("**", ""))
+        self.log(str(verdict))
         self._keep(self._folder / LOG)
         self.came_to, self.ended_at = status, at
 
-    def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
+    def _note(self, verdict: documents.Verdict, details: Mapping[str, Any]) -> None:
         self._verdict = verdict, details
-        broken = f" · **not exact: {self._violation}**" if self._violation else ""
-        if self._trouble:
-            broken += f" · **not recorded: {self._trouble}**"
+        wrong = {"not exact": self._violation, "not recorded": self._trouble}
+        troubles = [f"{what}: {text}" for what, text in wrong.items() if text]
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
         shown = [f"{figures.FOLDER}/{path.name}" for path in self.figures.drawn]
-        self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
+        self._tag(
+            {"note": documents.note(verdict._replace(troubles=troubles), details, shown, self._folder.name)}
+        )
 
     def _log_model(self, folder: Path, step: int) -> None:
         self.working = True
@@ -397,9 +399,9 @@ class Page:
         folder = "" if inside == Path() else inside.as_posix()
         self._send("files", f"artifact {inside / path.name}", self._store.log_file, path, folder)
 
-    def _document(self, name: str, text: str) -> None:
-        """Write a text to the run's folder and send it."""
-        write_text(self._folder / name, text)
+    def _document(self, name: str, content: str | bytes) -> None:
+        """Write a text, or a file as it is, to the run's folder and send it."""
+        write_bytes(self._folder / name, encoded(content) if isinstance(content, str) else content)
         self._keep(self._folder / name)
 
     def _tag(self, facts: Mapping[str, Any]) -> None:

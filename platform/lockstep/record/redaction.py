@@ -15,33 +15,50 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.record.documents import HIDDEN, flat, shown_document, without_password
 
-if TYPE_CHECKING:
-    from detect_secrets.plugins.keyword import KeywordDetector
+_BETWEEN = "(?: *)(?:=|:|:=|=>| +|::)(?: *)", " *+(?:(?:=>|:=|::|=|:) *+|(?<= ))"
+"""What some detectors have between a name and its value, and the same in linear time: theirs tries every way to share blanks among three."""
 
 _DETECTORS = (
     "artifactory.ArtifactoryDetector", "aws.AWSKeyDetector", "azure_storage_key.AzureStorageKeyDetector",
     "cloudant.CloudantDetector", "discord.DiscordBotTokenDetector", "github_token.GitHubTokenDetector",
     "gitlab_token.GitLabTokenDetector", "ibm_cloud_iam.IbmCloudIamDetector", "ibm_cos_hmac.IbmCosHmacDetector",
-    "jwt.JwtTokenDetector", "mailchimp.MailchimpDetector", "npm.NpmDetector", "openai.OpenAIDetector",
+    "mailchimp.MailchimpDetector",
     "pypi_token.PypiTokenDetector", "sendgrid.SendGridDetector", "slack.SlackDetector",
     "softlayer.SoftlayerDetector", "square_oauth.SquareOAuthDetector", "stripe.StripeDetector",
     "telegram_token.TelegramBotTokenDetector", "twilio.TwilioKeyDetector",
 )  # fmt: skip
 
-_FURTHER = {
-    "Hugging Face Token": re.compile(r"\bhf_[A-Za-z0-9]{30,}\b"),
-    "GitHub Token": re.compile(r"\bgithub_pat_[A-Za-z0-9_]{50,}\b"),
-    "JSON Web Token": re.compile(r"\beyJ[A-Za-z0-9_=-]+\.[A-Za-z0-9_=-]+\.?[A-Za-z0-9_.+/=-]*"),
-    "Google API Key": re.compile(r"\bAIza[A-Za-z0-9_-]{35}\b"),
-    "Anthropic API Key": re.compile(r"\bsk-ant-[A-Za-z0-9_-]{20,}"),
-    "OpenAI Token": re.compile(r"\bsk-proj-[A-Za-z0-9_-]{20,}"),
-}
+_OPENAI = "[A-Za-z0-9]{20}T3BlbkFJ[A-Za-z0-9]{20}"
+_FURTHER = (
+    ("Hugging Face Token", re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")),
+    ("GitHub Token", re.compile(r"\bgithub_pat_[A-Za-z0-9_]{50,}\b")),
+    # The package's own of these three look at a long word again from each of its letters, or at a line from each `//`.
+    (
+        "JSON Web Token",
+        re.compile(
+            r"(?<![A-Za-z0-9_=-])(?:(?!eyJ)[A-Za-z0-9_=-])*+(eyJ[A-Za-z0-9_=-]++\.[A-Za-z0-9_=-]++\.?+[A-Za-z0-9_.+/=-]*+)"
+        ),
+    ),
+    ("NPM tokens", re.compile(r"/:_authToken=\s*+(npm_[^\n]++|[A-Fa-f0-9-]{36})")),
+    (
+        "OpenAI Token",
+        re.compile(
+            rf"(?<![A-Za-z0-9_-])(?:(?!sk-)[A-Za-z0-9_-])*+(sk-(?:(?!{_OPENAI})[A-Za-z0-9_-])*+{_OPENAI})"
+        ),
+    ),
+    ("Google API Key", re.compile(r"\bAIza[A-Za-z0-9_-]{35}\b")),
+    ("Anthropic API Key", re.compile(r"\bsk-ant-[A-Za-z0-9_-]{20,}")),
+    ("OpenAI Token", re.compile(r"\bsk-proj-[A-Za-z0-9_-]{20,}")),
+)
 _VARIABLE_NAMES = "PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_?KEY|CREDENTIALS?"
-_ENVIRONMENT = re.compile(rf"\b[A-Z0-9_]*(?:{_VARIABLE_NAMES})[A-Z0-9_]*=(?![\s'\"<$({{…]|$)(\S+)")
+_ENVIRONMENT = re.compile(
+    rf"\b(?:(?!{_VARIABLE_NAMES})[A-Z0-9_])*+(?:{_VARIABLE_NAMES})[A-Z0-9_]*+=(?![\s'\"<$({{…]|$)(\S++)"
+)
+_NAMED_VALUE = "Secret Keyword"
 _NAMED = re.compile(r"key|pass|pwd|secret|contrase", re.IGNORECASE)
 """A line without any of these has no name that the keyword detector looks for; this check costs a hundredth of the detector."""
 _PRIVATE_KEY = re.compile(
@@ -79,7 +96,8 @@ def _redacted_entry(name: str, value: Any) -> Any:
     if not isinstance(value, str) or not value or not _NAMED.search(name):
         return _redacted(value)
     line = f'{name} = "{value}"'
-    return _mark(_keyword().secret_type) if value in _keyword().analyze_string(line) else redacted(value)
+    secrets = (found["value"] for pattern in _named_values() for found in pattern.finditer(line))
+    return _mark(_NAMED_VALUE) if value in secrets else redacted(value)
 
 
 def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -137,28 +155,49 @@ def _replaced(found: re.Match[str], kind: str) -> str:
 
 def _without_named(line: str) -> str:
     """A line with the quoted values of names such as `password` replaced."""
-    for secret in set(_keyword().analyze_string(line)):
-        if HIDDEN not in secret and not _MARK.search(secret):
-            for quote in "\"'`":
-                line = line.replace(
-                    f"{quote}{secret}{quote}", f"{quote}{_mark(_keyword().secret_type)}{quote}"
-                )
+    for pattern in _named_values():
+        line = pattern.sub(_value_replaced, line)
     return line
+
+
+def _value_replaced(found: re.Match[str]) -> str:
+    value = found["value"]
+    if HIDDEN in value or _MARK.search(value):
+        return found[0]
+    start, end = (at - found.start() for at in found.span("value"))
+    return f"{found[0][:start]}{_mark(_NAMED_VALUE)}{found[0][end:]}"
 
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     # Imported here: it takes a fifth of a second, which only a recording process should pay.
-    found = [*_FURTHER.items()]
+    found = list(_FURTHER)
     for name in _DETECTORS:
         module, _, detector = name.partition(".")
         plugin = getattr(import_module(f"detect_secrets.plugins.{module}"), detector)()
-        found += [(plugin.secret_type, pattern) for pattern in plugin.denylist]
+        found += [
+            (plugin.secret_type, re.compile(pattern.pattern.replace(*_BETWEEN), pattern.flags))
+            for pattern in plugin.denylist
+        ]
     return tuple(found)
 
 
 @cache
-def _keyword() -> KeywordDetector:
-    from detect_secrets.plugins.keyword import KeywordDetector
+def _named_values() -> tuple[re.Pattern[str], ...]:
+    """The package's names of secrets, with a quoted value: assigned to the name, after it and before a semicolon, or compared with it.
 
-    return KeywordDetector()
+    Its own expressions look again at the rest of the line from every name in it. These begin where a word or a quote does, and give nothing back.
+    """
+    from detect_secrets.plugins.keyword import DENYLIST
+
+    names = "|".join(DENYLIST)
+    name = rf"(?:(?!{names})\w)*+(?:{names})"
+    value = r"""(?P<quote>["'`])(?P<value>(?=\w)(?:(?!(?P=quote))[^\x0b'"])++)(?<![,`])(?P=quote)"""
+    return tuple(
+        re.compile(pattern, re.IGNORECASE)
+        for pattern in (
+            rf"""(?<!\w){name}\w*+[\]'"]{{0,2}}+\s*+(?::=?+|!==?+|=>|={{1,3}}+)\s*+{value}""",
+            rf"(?<!\w){name}\w*+\S{{0,50}}?\s*+{value};",
+            rf"{value}\s*+[!=]{{2,3}}+\s*+{name}",
+        )
+    )

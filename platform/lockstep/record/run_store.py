@@ -138,7 +138,7 @@ class RunReader(Protocol):
         """The paths of all files that are stored with a run."""
 
     def text(self, run_id: str, path: str) -> str:
-        """The text of one of these files."""
+        """The text of one of these files, as `files.as_text` has it."""
 
 
 class StoredRun(NamedTuple):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from lockstep.files import append, append_bounded
+from lockstep.printing import printable, streamed
 from lockstep.record.redaction import redacted
 
 LOG = "log.txt"
@@ -30,7 +31,7 @@ class Texts:
     def log(self, text: str) -> None:
         """Add a line to the log, with its time."""
         with self._logging:
-            self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+            self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n"
             try:
                 append(self._folder / LOG, self._unlogged)
             except OSError:
@@ -58,4 +59,4 @@ class Texts:
 
     def _print(self, name: str, text: str) -> None:
         if text:
-            append_bounded(self._folder / LOGS / f"{name}.txt", redacted(text))
+            append_bounded(self._folder / LOGS / f"{name}.txt", redacted(streamed(text)))

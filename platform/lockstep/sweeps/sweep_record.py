@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.files import write_text
+from lockstep.files import encoded, write_bytes
 from lockstep.record import documents
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
@@ -68,7 +68,7 @@ class SweepRecord:
         if sweep_id is not None:  # runs that a killed driver has left RUNNING are marked where they are read
             reader(base.record.uri or "", base.folder).runs(None, SEEN)
         for path, content in (source or {}).items():
-            self._document(f"source/{path}", content.decode("utf-8", errors="replace"))
+            self._document(f"source/{path}", content)
         self._document(SWEEP_FILE, documents.as_yaml(self._shown()))
         self._store.log_params(
             documents.flat({name: v for name, v in self._shown().items() if name != "spec"})
@@ -77,7 +77,9 @@ class SweepRecord:
             {
                 "lockstep.kind": "sweep",
                 "lockstep.folder": str(self.folder),
-                "lockstep.note": f"**RUNNING** · {sweep.name}: {sweep.total} trials",
+                "lockstep.note": documents.note(
+                    documents.Verdict("RUNNING", f" · {sweep.name}: {sweep.total} trials"), {}
+                ),
                 **_LIVES,
                 **process_tags(time.time()),
             }
@@ -118,9 +120,8 @@ class SweepRecord:
             drawn = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
             details = {} if best is None else {**best["fields"], "best run": best["run_id"]}
             details |= {"figures": "; ".join(undrawn)} if undrawn else {}
-            text = documents.note(
-                " · ".join([f"**{status}** {verdict}", *shown]), details, drawn, self.run_id
-            )
+            told = documents.Verdict(status, " · ".join([f" {verdict}", *shown]))
+            text = documents.note(told, details, drawn, self.run_id)
             self._store.set_tags({"lockstep.note": text})
             self._store.set_status(status)
 
@@ -182,9 +183,9 @@ class SweepRecord:
             self._document("best.yaml", documents.as_yaml(found.spec))
             self._best = run_id
 
-    def _document(self, name: str, text: str) -> None:
+    def _document(self, name: str, content: str | bytes) -> None:
         try:
-            write_text(self.folder / name, text)
+            write_bytes(self.folder / name, encoded(content) if isinstance(content, str) else content)
         except OSError as error:
             raise self._unwritten(error) from error
         below = str(PurePosixPath(name).parent)

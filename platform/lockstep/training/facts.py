@@ -15,6 +15,7 @@ from lockstep.data.leakage import find_leakage
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.errors import DriftError, JobError
+from lockstep.files import as_text
 from lockstep.job.identity import (
     FIRST_MICRO_BATCH,
     PARAM,
@@ -103,11 +104,7 @@ def facts_of(
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
-        **(
-            {SOURCE: {path: content.decode("utf-8", errors="replace") for path, content in files.items()}}
-            if files
-            else {}
-        ),
+        **({SOURCE: {path: as_text(content) for path, content in files.items()}} if files else {}),
         **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
     }
 

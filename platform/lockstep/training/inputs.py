@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import Facts
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError
+from lockstep.files import as_text
 from lockstep.job.identity import Difference, differences, identity_digest, shown
 from lockstep.job.imports import Asked, files_here, imported, new_modules, recorded_beside, source_fields
 from lockstep.job.interface import Job
@@ -176,5 +177,5 @@ class Inputs:
             return
         facts["fields"] = {**facts["fields"], **found}
         facts["identity"] = identity_digest(facts["fields"])
-        source = {path: content.decode("utf-8", errors="replace") for path, content in files.items()}
+        source = {path: as_text(content) for path, content in files.items()}
         tell(InputsFound(step, facts["fields"], facts["identity"], source))

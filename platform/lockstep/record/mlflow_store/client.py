@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import LockstepError, RecordError, first_line
 from lockstep.record.database_lock import database_lock
+from lockstep.record.documents import without_password
 from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.store_uri import check_uri, refused, unreachable
 
@@ -69,6 +70,16 @@ def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
         yield MlflowClient(tracking_uri=uri), database
 
 
+def identified(uri: str, found_id: str) -> str:
+    """The id of what a store answered with. RecordError where it has none: whoever answers `{}` to everything is no MLflow server."""
+    if not found_id:
+        raise RecordError(
+            f"record.uri: {without_password(uri)!r} answers, and not as an MLflow server does: what it returns has no id; see that the "
+            "address is MLflow's own, and no other program's or proxy's"
+        )
+    return found_id
+
+
 def page_url(uri: str, experiment_id: str, run_id: str) -> str:
     """A link that lands on a run's page, or nothing where the store is a database."""
     if is_database(uri):
@@ -112,6 +123,8 @@ def import_mlflow() -> None:
         ) from error
     for logger in (mlflow.__name__, "alembic"):
         logging.getLogger(logger).setLevel(logging.WARNING)
+    # It logs each failure of a database with a traceback, and raises it as well: `translated` tells it in one line.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def import_store(uri: str) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.files import as_text
 from lockstep.record.check import InStore, digest
 from lockstep.record.copies import SHARED
-from lockstep.record.documents import without_password
+from lockstep.record.documents import Verdict, note, without_password
 from lockstep.record.heartbeat import same_beat, vanished
-from lockstep.record.mlflow_store.client import connecting, page_url, translated
+from lockstep.record.mlflow_store.client import connecting, identified, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint, shared_in
 from lockstep.record.points import Point
 from lockstep.record.replay import PROCESS
@@ -47,11 +48,13 @@ def _run(client: Any, uri: str, run_id: str) -> Any:
     from mlflow.exceptions import MlflowException
 
     try:
-        return client.get_run(run_id)
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
             raise
         raise no_such_run(run_id, repr(without_password(uri)), "give another id") from error
+    identified(uri, run.info.run_id)
+    return run
 
 
 def _check_there(uri: str, what: str) -> None:
@@ -145,6 +148,8 @@ class MlflowReader:
 
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         chosen = [key for key, name in self._experiments.items() if experiment in (None, name)]
+        if experiment is None and not chosen:
+            return []  # of a user who may see none
         if not chosen:
             known = ", ".join(sorted(self._experiments.values()))
             raise RecordError(f"experiment: there is no {experiment!r}; known here: {known}")
@@ -164,7 +169,7 @@ class MlflowReader:
 
     def text(self, run_id: str, path: str) -> str:
         with translated(self._uri), tempfile.TemporaryDirectory() as folder:
-            return Path(self._client.download_artifacts(run_id, path, folder)).read_text(encoding="utf-8")
+            return as_text(Path(self._client.download_artifacts(run_id, path, folder)).read_bytes())
 
     def _below(self, run_id: str, folder: str | None) -> Iterator[str]:
         for file in self._client.list_artifacts(run_id, folder):
@@ -210,5 +215,5 @@ def _epitaph(reason: str) -> Mapping[str, str]:
     return {
         "lockstep.vanished": reason,
         "lockstep.error": reason,
-        "mlflow.note.content": f"**FAILED**: {reason}\n",
+        "mlflow.note.content": note(Verdict("FAILED", f": {reason}"), {}),
     }

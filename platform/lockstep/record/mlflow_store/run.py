@@ -22,7 +22,7 @@ from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.final_model import FinalModel
 from lockstep.record.heartbeat import process_tags
-from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
+from lockstep.record.mlflow_store.client import connecting, identified, is_database, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final, is_checkpoint
 from lockstep.record.points import Point, store_key
 from lockstep.record.run_store import Ended, Sent, Status
@@ -100,6 +100,7 @@ class MlflowStore:
                 found = self._client.get_experiment_by_name(
                     self._experiment_name
                 )  # another process was faster
+        identified(self._uri, found.experiment_id)
         if found.lifecycle_stage != "active":
             raise RecordError(
                 f"record.experiment: {self._experiment_name!r} was deleted in MLflow; restore it or name another"
@@ -120,7 +121,7 @@ class MlflowStore:
             run = found or self._client.create_run(
                 self._experiment_id, start_time=self._start_ms, run_name=self._run_name or None, tags=tags
             )
-        self._run_id = run.info.run_id
+        self._run_id = identified(self._uri, run.info.run_id)
 
     def _created(self) -> Any:
         """The run that an earlier try created, whose answer was lost."""
@@ -133,6 +134,7 @@ class MlflowStore:
     def _reopen(self, run_id: str) -> None:
         with self._translated():
             run = self._client.get_run(run_id)
+            identified(self._uri, run.info.run_id)
             if run.info.lifecycle_stage != "active":
                 raise RecordError(f"run {run_id}: was deleted in MLflow; restore it to go on")
             self._run_id, self._experiment_id = run_id, run.info.experiment_id
