@@ -62,7 +62,7 @@ SPEC = {
     "early_stop.mode": "which direction is better; `max` needs a metric that is named",
     "early_stop.patience": "evaluations in a row without improvement after which the run ends",
     "determinism": "strict promises the same bits; fast does not. With a share of micro-batches to compute twice: a mapping of mode and recheck",
-    "determinism.recheck": "share of micro-batches that are computed a second time on another worker, and compared",
+    "determinism.recheck": "share of micro-batches that are computed a second time on another worker, and compared; by default one in steps 2, 4, 8 … and now and then, 0 for none",
     "threads": "intra-op threads of a worker; the bits depend on it",
     "reduction": "exact: one tree, the same bits on any number of workers; native: the backend's all-reduce",
     "rehearsal": "how thoroughly a micro-batch is tested before the first step",

@@ -409,7 +409,7 @@ class Spec(Section):
     evaluate: Evaluate = Evaluate()
     early_stop: EarlyStop | None = None
     determinism: Literal["strict", "fast"] = "strict"
-    recheck: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, alias=RECHECK)
+    recheck: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, alias=RECHECK)
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
@@ -424,13 +424,15 @@ class Spec(Section):
         """`determinism: {mode: strict, recheck: 0.01}` as the two fields that it is."""
         if not isinstance(given, dict) or not isinstance(given.get("determinism"), dict):
             return given
-        parts = {"mode": "strict", "recheck": 0.0, **given["determinism"]}
+        parts = {"mode": "strict", "recheck": None, **given["determinism"]}
         if unknown := sorted(map(str, parts.keys() - {"mode", "recheck"})):
             raise ValueError(
                 f"determinism.{unknown[0]}: unknown key{nearest(unknown[0], ('mode', 'recheck'))}"
             )
         share = parts["recheck"]
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
+        ):
             raise ValueError(
                 f"{RECHECK}: got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
             )
@@ -463,6 +465,6 @@ class Spec(Section):
     def document(self) -> dict[str, Any]:
         """The spec as plain data, as a spec file would write it."""
         document = self.model_dump(mode="json", by_alias=True)
-        if share := document.pop(RECHECK):
+        if (share := document.pop(RECHECK)) is not None:
             document["determinism"] = {"mode": self.determinism, "recheck": share}
         return document

@@ -1,6 +1,7 @@
 """Micro-batches that are computed a second time, elsewhere, so that a worker that computes wrong bits is found while the run goes on.
 
-Which ones follows from (seed, step, micro-batch) alone. Another worker computes the gradient again, before its own micro-batches: the
+Which ones follows from (seed, step, micro-batch) alone: by default one of the steps 2, 4, 8, 16 … and of one step in `SELDOM` after that, or the
+share that the spec gives. Another worker computes the gradient again, before its own micro-batches: the
 worker with the fewest in this step, which would wait for the others anyway if it has fewer. The digests are compared before the
 update. Where they differ, a third worker computes it, and the odd one out is wrong. With only two workers, both compute it once more, and
 the one that contradicts itself is wrong. A single worker is compared with itself.
@@ -19,16 +20,28 @@ from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import CorruptionError
+from lockstep.errors import CorruptionError, JobError, LockstepError
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import digest64
 from lockstep.record.events import Corrupted
 from lockstep.spec.fields import Spec
 from lockstep.training.agreement import Agreement, outvoted, witness
 from lockstep.training.digests import resolved
+from lockstep.training.rehearsal.held import named
+from lockstep.training.rehearsal.memory import Memory
 
 Found = Mapping[int, Sequence[int]]
 """The digests of one micro-batch's gradient by the rank that computed them, in the order of computation."""
+
+
+SELDOM = 512
+"""By default one micro-batch is computed again in one of so many steps: at most a fifth of a per cent of the work."""
+
+
+def is_looked_at(seed: int, step: int) -> bool:
+    """Whether one micro-batch of a step is computed again by default; `step` is counted from 0. The first step is the rehearsal's."""
+    number = step + 1
+    return (number > 1 and number & (number - 1) == 0) or digest64((seed, "recheck", step)) % SELDOM == 0
 
 
 def is_chosen(seed: int, share: float, step: int, micro_batch: int) -> bool:
@@ -64,7 +77,8 @@ def odd_ones(found: Found) -> tuple[int, ...]:
 class Recheck:
     """Has some micro-batches of one worker computed again, and computes those of others.
 
-    `compute` gives the gradients of a micro-batch of this step from its batch, by the names of their parameters.
+    `compute` gives the gradients of a micro-batch of this step from its batch, by the names of their parameters; `memory` is what the job and
+    its model hold, to name what it keeps.
     """
 
     def __init__(
@@ -76,10 +90,11 @@ class Recheck:
         sampler: MicroBatchSampler,
         agreement: Agreement,
         compute: Callable[[Position, int, Any], Mapping[str, Tensor]],
+        memory: Callable[[], Memory],
     ) -> None:
         self._seed, self._share = spec.seed, spec.recheck
         self._plan, self._group, self._batches = plan, group, batches
-        self._agreement, self._compute = agreement, compute
+        self._agreement, self._compute, self._memory = agreement, compute, memory
         self._sampler = sampler
         self._owners: dict[int, int] = {}
         """The ranks of the step's micro-batches that are computed again."""
@@ -90,8 +105,13 @@ class Recheck:
 
     def chosen(self, position: Position) -> frozenset[int]:
         """The micro-batches of a step that are computed again: the same on every rank."""
+        if self._share is None:
+            looked_at = is_looked_at(self._seed, position.step)
+            draw = digest64((self._seed, "recheck", position.step, "micro-batch"))
+            return frozenset({draw % position.micro_batches} if looked_at else ())
+        share = self._share
         return frozenset(
-            m for m in range(position.micro_batches) if is_chosen(self._seed, self._share, position.step, m)
+            m for m in range(position.micro_batches) if is_chosen(self._seed, share, position.step, m)
         )
 
     def compute(self, position: Position) -> None:
@@ -107,7 +127,7 @@ class Recheck:
     def compare(self, position: Position, own: Mapping[int, int]) -> None:
         """Compare the second digests with the first ones; `own` has this rank's. All ranks call it.
 
-        CorruptionError where two workers computed different bits.
+        CorruptionError where two workers computed different bits, JobError where the job keeps something that changes them.
         """
         if not self._owners:
             return
@@ -120,8 +140,10 @@ class Recheck:
 
     def _disagreed(
         self, position: Position, m: int, digests: tuple[tuple[int, int], tuple[int, int]]
-    ) -> CorruptionError:
-        """Ask a third worker or, if there is none, those two once more."""
+    ) -> LockstepError:
+        """Ask a third worker or, if there is none, those two once more. If it gives other bits each time, what the job keeps is the cause."""
+        if (kept := self._kept_by_job(position, m)) is not None:
+            return kept
         found: dict[int, list[int]] = {}
         for rank, digest in digests:
             found.setdefault(rank, []).append(digest)
@@ -145,6 +167,20 @@ class Recheck:
         )
         self._agreement.tell(event)
         return CorruptionError(f"{event}; the step is not taken with it")
+
+    def _kept_by_job(self, position: Position, m: int) -> JobError | None:
+        """The error for a micro-batch that gives other bits at each computation on every rank, because of what a computation leaves in the job."""
+        before = self._memory()
+        unsteady = self._digest(position, m) != self._digest(position, m)
+        every = self._group.gather((unsteady, self._memory().changed_since(before)))
+        places = [place for _, changed in every for place in changed]
+        if not places or not all(unsteady for unsteady, _ in every):
+            return None
+        return JobError(
+            f"{named(list(dict.fromkeys(places)))} is kept from one micro-batch to the next, and the gradient of step {position.number}, micro-batch {m} "
+            "depends on it: workers that run other micro-batches, and a resume, would get other bits; keep it in a buffer of the model, where the "
+            "step's first micro-batch alone updates it, or change it once a step in job.after_step(model, step)"
+        )
 
     def _digest(self, position: Position, m: int) -> int:
         loader = Loader(self._batches, [self._sampler.at(position, m)], self._group.device)

@@ -53,6 +53,7 @@ from lockstep.training.order import check_same_order
 from lockstep.training.parameters import check_scaled, short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.recheck import Recheck
+from lockstep.training.rehearsal.held import memory_of
 from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
@@ -299,8 +300,14 @@ def watch_bits(
     """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
-    if spec.recheck:
-        step.recheck = Recheck(spec, plan, step.group, batches, sampler, step.agreement, step.recomputed)
+    keeps_gradients = spec.determinism == "strict" and spec.reduction == "exact"
+    single = len(step.each_phase) == 1
+    replays = origin is not None and origin.replay is not None
+    if spec.recheck or (spec.recheck is None and keeps_gradients and single and not replays):
+        memory = partial(memory_of, step.state.job, step.state.model)
+        step.recheck = Recheck(
+            spec, plan, step.group, batches, sampler, step.agreement, step.recomputed, memory
+        )
     if origin is not None:
         step.agreement.begin(tell, origin.attempt, origin.doubts)
 
