@@ -182,12 +182,11 @@ def test_another_failure_of_a_lock_is_not_taken_for_that(
 def test_a_link_in_place_of_the_users_folder_is_not_followed(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o700)
-    files.own_path(tmp_path).symlink_to(theirs)
-    with pytest.raises(StorageError, match="belongs to others or is open to them"):
-        files.own_folder(files.own_path(tmp_path))
-    files.own_path(tmp_path).unlink()
-    assert stat.S_IMODE(files.own_folder(files.own_path(tmp_path)).stat().st_mode) == 0o700
-    files.own_folder(files.own_path(tmp_path))
+    Path(tmp_path, f"lockstep-{os.getuid()}").symlink_to(theirs)
+    folder = files.own_folder(tmp_path)
+    assert folder == files.own_folder(tmp_path), "all processes of the user find it"
+    assert (folder.is_symlink(), stat.S_IMODE(folder.stat().st_mode)) == (False, 0o700)
+    assert list(theirs.iterdir()) == []
 
 
 def test_what_is_made_in_private_is_private_whatever_other_threads_do(tmp_path: Path) -> None:
