@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -104,21 +104,25 @@ def run() -> None:
     atexit.register(gc.freeze)
     try:
         app()
+    except OSError as error:  # of --help: a command tells its own
+        _unwritten(error)
     except Exception:  # noqa: BLE001 - a defect of Lockstep's: its traceback has texts from data in it
         say(traceback.format_exc())
         sys.exit(1)
-    _flush()
+    except SystemExit:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            _unwritten(error)
+        raise
 
 
-def _flush() -> None:
-    """Write what the command line itself has printed, such as --help. The interpreter would tell a full disk in four lines."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
-        if not isinstance(error, BrokenPipeError):
-            say(f"lockstep: standard output: cannot be written: {error.strerror}")
-        sys.exit(1)
+def _unwritten(error: OSError) -> NoReturn:
+    """End a process whose standard output takes nothing more. The interpreter would tell that in four lines."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
+    if not isinstance(error, BrokenPipeError):
+        say(f"lockstep: standard output: cannot be written: {error.strerror}")
+    sys.exit(1)
 
 
 @app.callback()

@@ -132,11 +132,11 @@ LOST = "lockstep: standard output: the answer cannot be written: No space left o
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize(("code", "wanted"), [(None, 3), (0, 0), (143, 143)])
+@pytest.mark.parametrize(("code", "wanted"), [(None, 3), (0, 3), (143, 143)])
 def test_an_answer_that_cannot_be_written_is_one_line(
     as_json: bool, code: int | None, wanted: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is that of a failure, or that of what is done whether it is told or not."""
+    """The exit code is that of a failure, or the command's own where that is none of success."""
     with (
         standard_output(full()),
         pytest.raises(typer.Exit) as ended,
@@ -165,7 +165,7 @@ def test_a_reader_that_has_left_is_told_nothing(capfd: pytest.CaptureFixture[str
     assert (ended.value.exit_code, capfd.readouterr().err) == (1, "")
 
 
-def test_a_run_whose_answer_cannot_be_written_has_its_own_exit_code(tmp_path: Path) -> None:
+def test_a_run_whose_answer_cannot_be_written_has_not_succeeded(tmp_path: Path) -> None:
     words = [
         "lockstep", "train", "jobs/digits/train.yaml", "--local", "--json", "length.steps=2", "record.uri=off",
         "job.use=tests.untraced_jobs:UntracedDigits", f"checkpoint.storage={tmp_path}",
@@ -181,7 +181,7 @@ run()
 """
     process = script(text)
     _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, LOST)
+    assert (process.returncode, err) == (1, LOST)
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "FINISHED"
 
