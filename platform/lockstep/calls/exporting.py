@@ -246,24 +246,23 @@ def _export_model(
     run = recorded_run(weights.run, store, folder.parent)
     beside = _beside(run, summary, weights, folder)
     file = place(folder, form, weights.name)
-    with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside:
+    with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
         given = Path(aside, "given.safetensors")
         safetensors.torch.save_file(dict(weights.state), given)
         if beside:
             save_beside(given, beside)
-        needed = [Path(aside), *([] if wanted["inputs"] is None else [Path(wanted["inputs"]).absolute()])]
+        needed = [Path(aside), *([] if wanted["inputs"] is None else [wanted["inputs"]])]
+        request = {
+            **wanted,
+            "spec": run.spec,
+            "form": form,
+            "given": given,
+            "weights": weights._replace(state={}),
+            "beside": None if beside is None else bool(beside),
+        }
         with execution_of(run, options, sandboxed=sandboxed, hidden=None, needed=needed) as execution:
-            request = {
-                **wanted,
-                "spec": run.spec,
-                "form": form,
-                "given": given,
-                "weights": weights._replace(state={}),
-                "beside": None if beside is None else bool(beside),
-            }
-            with aside_of(folder, file) as path:
-                _receive(execution, request, path)
-                _check(path, weights, form)
+            _receive(execution, request, path)
+            _check(path, weights, form)
     return file
 
 
