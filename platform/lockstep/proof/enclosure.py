@@ -33,7 +33,7 @@ def main(layout: str, command: list[str]) -> None:
     for path in wanted["hidden"]:
         if os.path.isdir(path):  # noqa: PTH112
             _tmpfs(path)
-        else:
+        elif os.path.lexists(path):  # else it is covered already
             _mount("/dev/null", path, flags=_BIND)
     _read_only("/")
     for path in (*wanted["covered"], "/dev"):
