@@ -120,9 +120,12 @@ class PythonProcess:
     def end(self, *, at_once: bool) -> None:
         with suppress(OSError):
             self.asked.close()  # a process that waits for more ends by itself
-        if not at_once:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+        if not at_once:  # its cluster ends with it, in order
+            for limit in (LOOK_S, END_S):
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(limit)
+                    break
+                self._process.terminate()
         with suppress(ProcessLookupError, PermissionError):
             if self._relay is None:
                 self._process.kill()
@@ -195,7 +198,7 @@ class Execution:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close(at_once=self.cluster is None or error[0] is not None)
+        self.close(at_once=self.cluster is None)
 
     def close(self, *, at_once: bool = True) -> None:
         """End the process. Nothing that it does or says afterwards is heard."""
@@ -301,9 +304,7 @@ class Execution:
             if code < 0
             else f"ended with {code}"
         )
-        return JobError(
-            f"job: the process that executes it {how} before it had answered; --verbose shows what it printed"
-        )
+        return JobError(f"job: the process that executes it {how} before it had answered")
 
 
 # --- steps ------------------------------------------------------------------------------------------------------
