@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.proof.difference import Side, difference
+from lockstep.proof.execution import Execution, Place
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
 from lockstep.proof.stretches import Stretch
-from lockstep.proof.verification import Verified, verify
+from lockstep.proof.verification import Take, Verified, verify
 from lockstep.record.events import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -27,6 +28,7 @@ from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
 from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document
+from tests.executed_here import executed_here
 from tests.unit.proof.verified_jobs import PLANTED
 
 RUN = "recorded"
@@ -77,10 +79,8 @@ def recorded(pool: Pool, spec: Document, workers: int, planted: dict[str, Any]) 
     return RecordedRun(RUN, loaded, found.steps, found.evaluations, found.fields, {}, saved, [])
 
 
-def taken_by(
-    pool: Pool, workers: int, planted: dict[str, Any]
-) -> Callable[[Spec, Replay, Watching], Replayed]:
-    def take(spec: Spec, replay: Replay, _watch: Watching) -> Replayed:
+def taken_by(pool: Pool, workers: int, planted: dict[str, Any]) -> Take:
+    def take(spec: Spec, replay: Replay, _watch: Watching, _weights: Path | None) -> Replayed:
         again = replay_spec(spec).document()
         return pool.run(workers, in_group, again, AttemptOrigin(replay=replay), planted)[0]  # type: ignore[no-any-return]
 
@@ -101,7 +101,7 @@ def checked(
         saving = {"checkpoint": {"storage": f"{folder}/runs", "every": {"steps": 2}, "keep_last": 9}}
         whole = {**spec, **saving, "record": {"uri": "off", "digest_every": 1}}
         run = recorded(pool, whole, by, planted or {})
-        return verify(run, stretches, taken_by(pool, again, planted_again or {}), Path(folder, "aside"), None)
+        return verify(run, stretches, taken_by(pool, again, planted_again or {}), Path(folder, "aside"))
 
 
 FACTORS = {
@@ -181,13 +181,14 @@ def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: 
 @pytest.mark.parametrize(("use", "by"), [("Small", 1), ("Reordered", 2)])
 def test_what_parts_two_runs_is_found_whoever_recorded_them(pool: Pool, use: str, by: int) -> None:
     """One run by three workers of unequal shares, each side taken again by this process."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, executed_here(), ExitStack() as stack:
         sides = []
         for name, workers in (("Small", 3), (use, by)):
             saving = {"checkpoint": {"storage": f"{folder}/{name}-{workers}", "every": {"steps": 2}}}
             whole = {**small(), **saving, "job": {"use": f"tests.unit.proof.verified_jobs:{name}"}}
             run = recorded(pool, {**whole, "record": {"uri": "off", "digest_every": 2}}, workers, {})
-            sides.append(Side(name, run.spec, run.fields, run.steps, run.evaluations, {}, None, run))
+            again = stack.enter_context(Execution(Place(print)))
+            sides.append(Side(name, run.spec, run.fields, run.steps, run.evaluations, {}, again, run))
         found = difference(*sides, Path(folder, "aside"))
     if use == "Small":
         assert found.same

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import JobImportError
-from lockstep.job.recorded_source import imported_from, source_digest
+from lockstep.job.recorded_source import imported_from, shadows, source_digest
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 
 
@@ -164,3 +164,21 @@ def test_the_recorded_source_of_a_job_of_lockstep_is_what_is_imported() -> None:
         assert issubclass(module.CausalLM, lockstep.Job)
         assert job_source_digest("lockstep.hf:CausalLM") == source_digest(source)
     assert not hasattr(importlib.import_module("lockstep.hf.causal_lm"), "RECORDED")
+
+
+def test_a_recorded_source_stands_in_for_no_other_module_of_lockstep_and_none_of_python() -> None:
+    source = dict.fromkeys(
+        (
+            "json.py",
+            "colorsys/__init__.py",
+            "lockstep/__init__.py",
+            "lockstep/proof/verification.py",
+            "jsons.py",
+        ),
+        b"RECORDED = True\n",
+    )
+    assert shadows(source) == [*source][:-1]
+    with imported_from(source):
+        for name in ("json", "colorsys", "lockstep", "lockstep.proof.verification"):
+            assert not hasattr(importlib.import_module(name), "RECORDED"), name
+        assert importlib.import_module("jsons").RECORDED

@@ -116,12 +116,13 @@ def check_statement(
     uri: str | None = None,
     storage: str | Path = "runs",
     options: RunOptions | None = None,
+    sandboxed: bool = True,
     **where: Any,
 ) -> Checked:
     """Check a statement: its signature by the public `key`, the record against it, and a random `share` of the run by training it again.
 
-    The stretches follow from `seed`, which is drawn where it is not given. `where` are further options of `verify`. SpecError where the
-    file is no statement, or there is no such run.
+    The stretches follow from `seed`, which is drawn where it is not given. `where` are further options of `verify`. Unless `sandboxed` is
+    False the run's code is confined. SpecError where the file is no statement, there is no such run, or nothing confines a process here.
     """
     options = options or RunOptions(local=True)
     if share is not None and not 0 < share <= 1:
@@ -145,6 +146,8 @@ def check_statement(
         uri=uri,
         storage=storage,
         options=options,
+        sandboxed=sandboxed,
+        hidden=[path.absolute() for path in (path, key) if path is not None],
         **where,
     )
     return Checked(stated_run, signed_by, signature, None, seed, again)

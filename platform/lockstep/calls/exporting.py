@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-from torch import nn
 
-from lockstep.calls.verification import job_source
+from lockstep.calls.executions import execution_of
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ExportError, JobError, LockstepError, SpecError
+from lockstep.errors import ExportError, SpecError
 from lockstep.export import arrays
 from lockstep.export.artifact import FORMATS, Artifact, Format, description, files_of, place, read
-from lockstep.export.example import example_of
-from lockstep.export.exporting import Model, Weights, export_model, export_pretrained, export_weights
+from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import check_installed, loaded
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
-from lockstep.job.interface import Job
-from lockstep.job.loading import load_job
-from lockstep.job.recorded_source import imported_from
+from lockstep.proof import wire
 from lockstep.proof.ending import DIGEST_OF
+from lockstep.proof.execution import Execution
 from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
-from lockstep.randomness import seed_all
 from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import keep_files
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
-from lockstep.training.beside import beside_path, beside_weights, by_kind, load_beside, put_beside
+from lockstep.training.beside import beside_path, by_kind, load_beside, save_beside
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import tree_digest, weights_digest
-from lockstep.training.failure import as_lockstep_error
+
+MOST_BYTES = 1 << 40
+"""The largest file of an artifact that is taken from the process that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +76,13 @@ def export(
     uri: str | None = None,
     storage: str | Path = "runs",
     options: RunOptions | None = None,
+    sandboxed: bool = False,
 ) -> Exported:
     """Export a run's weights, the final ones or the `best`, in a format, and compare the artifact with eager mode.
 
     The final weights are their average where the run has one. It is compared on the job's example, and on the `inputs` of a file where
-    one is given; `rtol` is the relative difference that is allowed. The artifact goes into the run's folder, and to its store. SpecError
+    one is given; `rtol` is the relative difference that is allowed. The artifact goes into the run's folder, and to its store. The job is
+    imported by a process of its own, confined where it is `sandboxed`. SpecError
     where there is no such run, format or weights; ExportError where the model cannot be exported or the artifact computes something else.
     """
     options = options or RunOptions(local=True)
@@ -99,7 +98,16 @@ def export(
             file = export_weights(weights, folder)
         else:
             file = _export_model(
-                weights, wanted, store, folder, found.summary, inputs, options, fixed=fixed_batch, rtol=rtol
+                weights,
+                wanted,
+                store,
+                folder,
+                found.summary,
+                options,
+                sandboxed=sandboxed,
+                inputs=None if inputs is None else Path(inputs).absolute(),
+                fixed=fixed_batch,
+                rtol=rtol,
             )
     _keep(store, run_id, file, f"export/{wanted}")
     return Exported(str(file), read(file))
@@ -229,34 +237,57 @@ def _export_model(
     store: str,
     folder: Path,
     summary: Mapping[str, Any],
-    inputs: str | Path | None,
     options: RunOptions,
     *,
-    fixed: bool,
-    rtol: float | None,
+    sandboxed: bool,
+    **wanted: Any,
 ) -> Path:
+    """Have a process that may import the job make the artifact, and keep what it hands over as far as it is one of these weights."""
     run = recorded_run(weights.run, store, folder.parent)
     beside = _beside(run, summary, weights, folder)
-    source = job_source(run, options)
-    with imported_from(source) if source else nullcontext():
-        job = load_job(run.spec.job.use, run.spec.job.params)
+    file = place(folder, form, weights.name)
+    with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
+        given = Path(aside, "given.safetensors")
+        safetensors.torch.save_file(dict(weights.state), given)
+        if beside:
+            save_beside(given, beside)
+        needed = [Path(aside), *([] if wanted["inputs"] is None else [wanted["inputs"]])]
+        request = {
+            **wanted,
+            "spec": run.spec,
+            "form": form,
+            "given": given,
+            "weights": weights._replace(state={}),
+            "beside": None if beside is None else bool(beside),
+        }
+        with execution_of(run, options, sandboxed=sandboxed, hidden=None, needed=needed) as execution:
+            _receive(execution, request, path)
+            _check(path, weights, form)
+    return file
 
-        def make() -> nn.Module:
-            return _model(job, run.spec.seed, weights, beside)
 
-        if form == "pretrained":
-            return export_pretrained(weights, job, make, folder)
-        example = example_of(job, make())
-        if example is None:
-            raise SpecError(
-                f"format: {form} needs an example of the model's input, and {run.spec.job.use!r} has no example_input; "
-                "write one and train, or export safetensors"
-            )
-        further = None
-        if inputs is not None:
-            values = example.values(example.rows if fixed else None)
-            further = arrays.inputs_of(arrays.read(Path(inputs)), values, example.rows if fixed else None)
-        return export_model(weights, Model(make, example, further), form, folder, fixed=fixed, rtol=rtol)
+def _receive(execution: Execution, request: Mapping[str, Any], path: Path) -> None:
+    """Write the files of an artifact, which is to be `path`, and its description beside it."""
+    for message in execution.ask("export", **request):
+        if message["kind"] != "file":
+            raise wire.broken(f"a {wire.plain_text(message['kind'], 40)!r}")
+        sent = wire.file_sent(message)
+        parts = sent.name.split("/")
+        allowed = parts[0] == path.name or sent.name == description(path).name
+        if not allowed or any(part in ("", ".", "..") for part in parts):
+            raise wire.broken(f"a file {sent.name!r}")
+        target = path.parent / sent.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        execution.receive(sent, target, MOST_BYTES)
+
+
+def _check(path: Path, weights: Weights, form: Format) -> None:
+    """ExportError where the description is not of these weights: who made the artifact has run the job's code."""
+    found = read(path)
+    said = found.run, found.step, found.weights, found.weights_digest, found.format
+    wanted = weights.run, weights.step, weights.name, weights.digest, form
+    if said != wanted:
+        raise ExportError(f"export: {path.name} is described as {said}, wanted {wanted}; nothing was kept")
 
 
 def _beside(
@@ -286,36 +317,3 @@ def _beside(
     model: Any = sections["model"]
     settings = model.get("settings", {})
     return by_kind(model["state"], model["unlisted_buffers"], sections["job"], settings)  # type: ignore[arg-type]
-
-
-def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any] | None) -> nn.Module:
-    """The job's model in eval mode, as the run left it: with the weights, and what it computed with besides."""
-    seed_all(seed, "model")
-    try:
-        model = job.model()
-    except (Exception, SystemExit) as error:  # the job's own code
-        raise as_lockstep_error(error, "while its model was made") from error
-    if beside is None and (unknown := beside_weights(model, job, {})):
-        raise ExportError(
-            f"weights: run {weights.run} is of an older version, and the value of {_named(unknown)}, is in no file of its weights and in no "
-            f"checkpoint of step {weights.step}; export safetensors, or train it again"
-        )
-    try:
-        put_beside(model, job, weights.state, beside or {})
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:  # the job's own code
-        text = " ".join(str(error).split())
-        raise JobError(f"job.model: the weights of run {weights.run} do not fit it: {text}") from error
-    return model.eval()
-
-
-def _named(beside: Mapping[str, Any]) -> str:
-    """What is beside the weights, for a person."""
-    named = {
-        "buffers": "buffer {!r}",
-        "extra": "extra state {!r}",
-        "job": "the job's state {!r}",
-    }
-    kind, tree = next(iter(beside.items()))
-    return named[kind].format(next(iter(tree)))

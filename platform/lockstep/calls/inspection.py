@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.calls.verification import job_source, taken_again
+from lockstep.calls.executions import execution_of, taken_again
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
-from lockstep.job.recorded_source import imported_from
-from lockstep.proof.inspection import Inspection, Seat, Wanted, sample_ids
-from lockstep.proof.recorded_run import recorded_run
-from lockstep.proof.replaying import replay_here
+from lockstep.proof import wire
+from lockstep.proof.execution import Execution, handed
+from lockstep.proof.inspection import FILES, Wanted
+from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.stretches import stretch
 from lockstep.record.comparison import step_difference
+from lockstep.record.events import StepRow
 from lockstep.spec.locations import tracking_uri
+
+MOST_BYTES = 1 << 36
+"""The largest file that is taken from the process that looks into a step."""
 
 
 @dataclass(slots=True)
@@ -62,59 +65,65 @@ def replay(
     storage: str | Path = "runs",
     folder: str | Path | None = None,
     options: RunOptions | None = None,
+    sandboxed: bool = False,
 ) -> Inspected:
-    """Take one step of a recorded run again in this process, from the nearest checkpoint, and look into it.
+    """Take one step of a recorded run again from the nearest checkpoint, in a process of its own, and look into it.
 
-    Files go into `folder`, by default `replay-<run>-step-<step>` in the working directory; nothing of the run is written to. SpecError
-    where there is no such run, step or micro-batch; raises LockstepError.
+    Files go into `folder`, by default `replay-<run>-step-<step>` in the working directory; nothing of the run is written to. The process
+    is confined where it is `sandboxed`; with `debug` it has the terminal. SpecError where there is no such run, step or micro-batch;
+    raises LockstepError.
     """
     options = options or RunOptions(local=True)
     run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
     run.check_step(step, "step")
-    source = job_source(run, options)
     wanted = Wanted(step - 1, micro_batch, inspect, profile, debug)
-    inspection = Inspection(wanted, Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute())
+    target = Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute()
     begin = stretch(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
-    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as aside:
-        place = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, Path(aside))[0]
-        with imported_from(source) if source else nullcontext():
-            ids = sample_ids(run.spec, step - 1)
-            if micro_batch is not None and micro_batch not in ids:
-                raise SpecError(
-                    f"micro-batch: got {micro_batch}, wanted one of the {len(ids)} of step {step}, counted from 0"
-                )
-            options.progress.say(taken_again(run, begin, step))
-            replay_here(run.spec, Replay(run_id, place, begin, step, source, inspection), inspection)
-    found = inspection.row_found
-    assert found is not None  # the step was taken, or an error raised
-    if micro_batch is not None:
-        inspection.keep_samples({micro_batch: ids[micro_batch]})
-    recorded = run.steps.get(step)
-    return Inspected(
-        run_id,
-        step,
-        "the ledger has no row of it" if recorded is None else step_difference(recorded, found),
-        found.loss,
-        found.grad_norm,
-        [_micro_batch(inspection, m, phase, ids[m]) for m, phase in _in_order(inspection)],
-        [str(path) for path in inspection.files],
-    )
-
-
-def _in_order(inspection: Inspection) -> list[Seat]:
-    """Micro-batch by micro-batch, the phases of each in the order in which they were taken."""
-    return sorted(inspection.losses, key=lambda seat: seat[0])
-
-
-def _micro_batch(inspection: Inspection, m: int, phase: str, ids: list[int]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "micro_batch": m,
-        **({"phase": phase} if phase else {}),
-        "samples": ids,
-        "loss": inspection.losses[m, phase],
-    }
-    if (m, phase) in inspection.looks:
-        look = inspection.looks[m, phase]
-        for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
-            found[name] = [{"what": one.what, **one.statistics} for one in seen]
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+        aside = Path(name)
+        place = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, aside)[0]
+        with execution_of(run, options, sandboxed=sandboxed, terminal=debug) as execution:
+            spec, again = handed(run.spec, Replay(run_id, place, begin, step), execution.given)
+            found = Inspected(run_id, step, "", math.nan, math.nan)
+            for message in execution.ask("inspection", spec=spec, replay=again, wanted=wanted):
+                match message["kind"]:
+                    case "beginning":
+                        options.progress.say(taken_again(run, begin, step))
+                    case "row":
+                        _tell_row(found, run, wire.step_row(message.get("row")))
+                    case "micro-batches":
+                        found.micro_batches = _plain(message.get("micro_batches"))
+                    case "file":
+                        _keep(execution, wire.file_sent(message), target, found)
+                    case kind:
+                        raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
+    if math.isnan(found.loss) and not found.difference:
+        raise wire.broken("no row")
     return found
+
+
+def _tell_row(found: Inspected, run: RecordedRun, row: StepRow) -> None:
+    if row.step != found.step:
+        raise wire.broken(f"step {row.step}")
+    recorded = run.steps.get(found.step)
+    found.difference = "the ledger has no row of it" if recorded is None else step_difference(recorded, row)
+    found.loss, found.grad_norm = row.loss, row.grad_norm
+
+
+def _plain(value: Any) -> list[dict[str, Any]]:
+    """What was seen of micro-batches, with the texts as a terminal only shows them."""
+    if not (isinstance(value, list) and all(isinstance(one, dict) and "micro_batch" in one for one in value)):
+        raise wire.broken("micro-batches that are none")
+    found: list[dict[str, Any]] = wire.shown(value)
+    return found
+
+
+def _keep(execution: Execution, sent: wire.FileSent, folder: Path, found: Inspected) -> None:
+    """Write one of the files that a step may have."""
+    path = folder / sent.name
+    if sent.name not in FILES or str(path) in found.files:
+        raise wire.broken(f"a file {sent.name!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    execution.receive(sent, path, MOST_BYTES)
+    found.files.append(str(path))

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.calls.training import run_attempt
-from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
-from lockstep.checks.preflight import find_initial_weights
-from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.calls.executions import execution_of, taken_again
+from lockstep.checkpoint.run_folder import Replay
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Silent
-from lockstep.errors import JobImportError, SpecError
-from lockstep.job.imports import FIELD, files_here, recorded_beside, source_fields
-from lockstep.job.recorded_source import imported_from
-from lockstep.job.source import job_source_digest
+from lockstep.errors import SpecError
+from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
-from lockstep.proof.replaying import Replayed, Take, Watching, replay_here, replay_spec
+from lockstep.proof.replaying import Replayed, Watching
 from lockstep.proof.stretches import Stretch, sample, stretch, whole
-from lockstep.proof.verification import Verified
+from lockstep.proof.verification import Take, Verified
 from lockstep.proof.verification import verify as verify_stretches
-from lockstep.record.ledger import read_history
 from lockstep.spec.fields import Spec
-from lockstep.spec.locations import RECORD_OFF, tracking_uri
+from lockstep.spec.locations import tracking_uri
 
 
 def verify(
@@ -46,12 +35,16 @@ def verify(
     uri: str | None = None,
     storage: str | Path = "runs",
     options: RunOptions | None = None,
+    sandboxed: bool = False,
+    hidden: Sequence[Path] = (),
 ) -> Verified:
     """Take steps of a recorded run again and compare every deterministic column and digest with its record.
 
     `steps` steps from `from_step` on; without these the last 20 of the run, or `all_steps`, or a random `share` (0 to 1) of them, by
-    the stretches between two checkpoints, drawn with `seed`. `local` takes them in this process, on one worker; else `address` names the Ray cluster,
-    and `workers` how many are used. Nothing of the run is written to. SpecError where there is no such run; raises LockstepError.
+    the stretches between two checkpoints, drawn with `seed`. They are taken by a process of its own, which knows nothing of what they are compared with: with `local`
+    by itself, on one worker; else `address` names the Ray cluster, and `workers` how many are used. With `sandboxed` that process is
+    confined, and sees neither the run's record nor the files `hidden`. Nothing of the run is written to. SpecError where there is no
+    such run, or nothing that confines a process; raises LockstepError.
     """
     options = options or RunOptions(local=local, address=address)
     if sum((from_step is not None or steps is not None, all_steps, share is not None)) > 1:
@@ -67,40 +60,10 @@ def verify(
         most = run.spec.batch.micro_batches
         raise SpecError(f"workers: got {workers}, wanted at most the {most} micro-batches of a step")
     stretches = _stretches(run, from_step, steps, all_steps=all_steps, share=share, seed=seed)
-    source = job_source(run, options)
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as aside:
-        take: Take = replay_here if options.local else _on_ray(options, workers, Path(aside))
-        with imported_from(source) if source else nullcontext():
-            return verify_stretches(run, stretches, _announced(take, run, options), Path(aside), source)
-
-
-def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | None:
-    """The recorded files of the run's job; None where those on the path are the same, with what lies beside them."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    beside = recorded_beside(run.fields)
-    try:
-        here = {"job.source": job_source_digest(run.spec.job.use)}
-        here |= source_fields(files_here(run.spec.job.use, beside))
-    except (JobImportError, ImportError, SyntaxError, OSError):
-        here = {}
-    if here == {
-        name: run.fields.get(name) for name in ("job.source", *(f"{FIELD}{path}" for path in beside))
-    }:
-        return None
-    if not run.source:
-        options.progress.say("the run has no source/: the job's source here is used, and it differs")
-        return None
-    options.progress.say("the job's source here differs: the recorded source is used")
-    return run.source
-
-
-def taken_again(run: RecordedRun, start: int, until: int) -> str:
-    """What is said of steps before they are taken again; `start` as in a Stretch."""
-    fork = run.spec.fork
-    beginning = "the beginning" if fork is None else f"where run {fork.run} was forked"
-    where = f"the checkpoint of step {start}" if start else beginning
-    return f"steps {max(start, run.forked_at) + 1} to {until} are taken again, from {where}"
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
+        execution = execution_of(run, options, sandboxed=sandboxed, hidden=hidden, workers=workers)
+        with execution:
+            return verify_stretches(run, stretches, _take(run, execution, options), Path(name))
 
 
 def _stretches(
@@ -121,62 +84,11 @@ def _stretches(
     return [stretch(run.checkpoints, run.last_step, first, steps, forked_at=run.forked_at)]
 
 
-def _announced(take: Take, run: RecordedRun, options: RunOptions) -> Take:
-    """`take`, which says first which steps are taken again."""
+def _take(run: RecordedRun, execution: Execution, options: RunOptions) -> Take:
+    """Has steps taken again by `execution`, and says first which."""
 
-    def announced(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
+    def take(spec: Spec, replay: Replay, watch: Watching, weights: Path | None) -> Replayed:
         options.progress.say(taken_again(run, replay.step, replay.until))
-        return take(spec, replay, watch)
-
-    return announced
-
-
-# --- on Ray -----------------------------------------------------------------------------------------------------
-
-
-def _on_ray(options: RunOptions, workers: int | None, aside: Path) -> Take:
-    """Takes steps again as a run of its own, whose folder is gone afterwards."""
-
-    def take(spec: Spec, replay: Replay, _watch: Watching) -> Replayed:
-        with _folder(spec, options, aside) as folder:
-            origin = AttemptOrigin(replay=replay)
-            result = run_attempt(_placed(spec, folder, workers), origin, replace(options, progress=Silent()))
-            here = Path(result.folder)
-            history = read_history(here)
-            fields = json.loads((here / "fields.json").read_text(encoding="utf-8"))
-            return Replayed(
-                fields,
-                {row.step: row for row in history.steps if row.step > replay.step},
-                {row.step: row for row in history.evaluations if row.step > replay.step},
-                result.as_dict(),
-            )
+        return take_steps(execution, spec, replay, watch, weights=weights)
 
     return take
-
-
-def _placed(spec: Spec, folder: Path, workers: int | None) -> Spec:
-    """The run's spec, with all that it leaves in `folder`, and on so many workers."""
-    spec = replay_spec(find_initial_weights(spec))
-    where = str(folder)
-    update = {
-        "record": spec.record.model_copy(update={"uri": RECORD_OFF, "folder": where}),
-        "checkpoint": spec.checkpoint.model_copy(update={"storage": where, "every": None}),
-    }
-    if workers is not None:
-        update["workers"] = spec.workers.model_copy(update={"min": workers, "max": workers})
-    if spec.fork is not None and spec.fork.storage is None:
-        update["fork"] = spec.fork.model_copy(update={"storage": spec.checkpoint.storage})
-    return spec.model_copy(update=update)
-
-
-@contextmanager
-def _folder(spec: Spec, options: RunOptions, aside: Path) -> Iterator[Path]:
-    """A folder that the workers can reach: on this machine anywhere, else beside the runs."""
-    if cluster_address(options.address) == LOCAL:
-        yield aside / "taken-again"
-        return
-    folder = Path(tempfile.mkdtemp(prefix=".verify-", dir=spec.folder))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)

@@ -49,6 +49,8 @@ class Replay:
     """The job's files by their paths below a source root, which are imported instead of those on this machine."""
     probe: Any = None
     """A `training.probe.Probe` that sees its micro-batches, in this process."""
+    weights: str | None = None
+    """The folder of a run into which the weights are written that the steps lead to; None where nobody asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
+from lockstep.cli.proofs import Sandbox
 
 if TYPE_CHECKING:
     from lockstep.calls.exporting import Exported, Predicted
@@ -39,6 +40,7 @@ def export(
         float | None,
         typer.Option(metavar="R", help="relative difference that is allowed; default: 0, for onnx 1e-4"),
     ] = None,
+    sandbox: Sandbox = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -60,6 +62,7 @@ def export(
                 uri=uri,
                 storage=storage,
                 options=options,
+                sandboxed=sandbox,
             )
         answer(found.as_dict(), lambda: exported_as_text(found))
 

@@ -82,12 +82,8 @@ def run() -> None:
     began_at = time.time()
     open_standard_streams()
     take_signals(as_json="--json" in sys.argv)
-    trains_here = "--local" in sys.argv or sys.argv[1:2] in (
-        ["lr-find"],
-        ["check"],
-        ["estimate"],
-        ["diff"],
-        ["replay"],
+    trains_here = sys.argv[1:2] in (["lr-find"], ["check"], ["estimate"]) or (
+        "--local" in sys.argv and sys.argv[1:2] != ["verify"]
     )
     if trains_here and sys.flags.hash_randomization:
         # Python reads PYTHONHASHSEED when it starts: a run in this very process has to start over with 0, whatever it was.
@@ -95,7 +91,7 @@ def run() -> None:
 
         os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(began_at)}
         hold_signals()
-        os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "lockstep", *sys.argv[1:]])
     if not trains_here:
         collect_seldom()
     end_on_second_signal()

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from lockstep.proof.guard import Guarded
     from lockstep.proof.verification import Verified
 
+Sandbox = Annotated[
+    bool,
+    typer.Option(
+        "--sandbox/--no-sandbox",
+        help="whether the run's code is confined: no network, nothing to write to; needs bubblewrap or user namespaces",
+    ),
+]
 OptionalRunId = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="the id of a run; --statement names its own")
 ]
@@ -69,7 +76,14 @@ def verify(
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="W", help="how many workers; default: as the run's spec says")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="in this process, without Ray")] = False,
+    local: Annotated[bool, typer.Option("--local", help="in one process, without Ray")] = False,
+    sandbox: Annotated[
+        bool | None,
+        typer.Option(
+            "--sandbox/--no-sandbox",
+            help="whether the run's code is confined, in one process: no network, nothing to write to, no record; default: with --statement",
+        ),
+    ] = None,
     address: Address = None,
     uri: Uri = None,
     storage: Storage = RUNS,
@@ -89,6 +103,8 @@ def verify(
                 )
             from lockstep.calls.attestation import check_statement
 
+            sandbox = sandbox is not False
+            local = local or (sandbox and workers is None and address is None)
             with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
                 checked = check_statement(
                     statement,
@@ -100,6 +116,7 @@ def verify(
                     uri=uri,
                     storage=storage,
                     options=options,
+                    sandboxed=sandbox,
                 )
             answer(checked.as_dict(), lambda: checked_as_text(checked))
             if not checked.same:
@@ -107,6 +124,7 @@ def verify(
             return
         if run is None or key is not None:
             raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
+        local = local or (sandbox is True and workers is None and address is None)
         with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
             found = verify_run(
                 run,
@@ -119,6 +137,7 @@ def verify(
                 uri=uri,
                 storage=storage,
                 options=options,
+                sandboxed=sandbox is True,
             )
         answer(found.as_dict(), lambda: as_text(found))
     if not found.same:
@@ -132,6 +151,7 @@ def diff(
         int | None,
         typer.Option(min=1, metavar="K", help="how many steps of a spec file are trained; default: 20"),
     ] = None,
+    sandbox: Sandbox = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -143,7 +163,7 @@ def diff(
         from lockstep.calls.difference import diff as diff_runs
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
-            found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options)
+            found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options, sandboxed=sandbox)
         answer(found.as_dict(), lambda: difference_as_text(found))
     if not found.same:
         raise typer.Exit(1)
@@ -209,6 +229,7 @@ def replay(
     out: Annotated[
         Path | None, typer.Option(help="folder for what is written; default: replay-<run>-step-<N>")
     ] = None,
+    sandbox: Sandbox = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -231,6 +252,7 @@ def replay(
                 storage=storage,
                 folder=out,
                 options=options,
+                sandboxed=sandbox,
             )
         answer(found.as_dict(), lambda: inspected_as_text(found))
     if found.difference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -301,15 +302,23 @@ def _artifact(
 
 
 def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
-    """Have an artifact made in a folder of its own, and give it and its description their names once it is whole.
+    """Have an artifact made in a folder of its own, and give it and its description their names once it is whole."""
+    with aside_of(folder, file) as path:
+        artifact = made(path)
+        description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+@contextmanager
+def aside_of(folder: Path, file: Path) -> Iterator[Path]:
+    """Where an artifact and its description are to be written, in a run's `folder`; after the block they are `file` and what is beside it.
 
     The description comes last, and has the sha256 of the artifact: one of another is found when it is read.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as aside:
             path = Path(aside, file.name)
-            artifact = made(path)
-            description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            yield path
             make_folder(file.parent)
             for one in (*files_of(path), *([path] if path.is_dir() else ()), description(path)):
                 flush(one)
@@ -321,4 +330,3 @@ def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
     except (OSError, safetensors.SafetensorError) as error:
         said = getattr(error, "strerror", None) or error
         raise StorageError(f"export: cannot write {str(file)!r}: {said}") from error
-    return file

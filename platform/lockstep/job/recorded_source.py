@@ -28,9 +28,28 @@ def source_digest(source: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
+_OF_LOCKSTEP = "lockstep/hf/"
+"""The one room of Lockstep that has jobs: a run of such a job has its files."""
+
+
+def shadows(source: Iterable[str]) -> list[str]:
+    """Which of these files would stand in for a module of Python's library or of Lockstep: those are not imported from a record."""
+    return [path for path in source if _shadows(path) and not path.startswith(_OF_LOCKSTEP)]
+
+
+def _shadows(path: str) -> bool:
+    top = module_name(path).partition(".")[0]
+    return top == "lockstep" or top in sys.stdlib_module_names
+
+
 @contextmanager
 def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
-    """While the block runs, the modules of these files are imported from them; those that were imported before come back after it."""
+    """While the block runs, the modules of these files are imported from them; those that were imported before come back after it.
+
+    Files that `shadows` names are left out.
+    """
+    left_out = set(shadows(source))
+    source = {path: content for path, content in source.items() if path not in left_out}
     names = {module_name(path) for path in source}
     names |= {name for name in sys.modules if any(name.startswith(f"{one}.") for one in names)}
     here = {str(Path.cwd() / path) for path in source}  # whatever the job calls them

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.errors import SpecError
-from lockstep.job.recorded_source import imported_from
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.ending import plan_of
-from lockstep.proof.microscope import Look, Microscope, Seen, parting
+from lockstep.proof.execution import Execution, take_steps
+from lockstep.proof.microscope import Look, Seen, parting
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.proof.replaying import Replayed, replay_here
+from lockstep.proof.replaying import Replayed
 from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
@@ -32,8 +31,8 @@ class Side:
     steps: Mapping[int, StepRow]
     evaluations: Mapping[int, EvaluationRow]
     source: Mapping[str, bytes]
-    imports: Mapping[str, bytes] | None
-    """The files to import its job from; None for those on the path."""
+    execution: Execution
+    """What takes its steps again."""
     run: RecordedRun | None = None
 
     @property
@@ -44,7 +43,7 @@ class Side:
         plan, last = plan_of(self.spec, self.fields), max(self.steps)
         return last if plan is not None and plan.total_steps == last else 0
 
-    def replayed(self, until: int, agreed: int, aside: Path, probe: Microscope | None = None) -> Replayed:
+    def replayed(self, until: int, agreed: int, aside: Path, look: tuple[int, int] | None = None) -> Replayed:
         """Its steps through `until`, taken again from the newest checkpoint that is not after the step `agreed`."""
         start, storage = 0, self.spec.checkpoint.storage
         if self.run is not None:
@@ -52,9 +51,9 @@ class Side:
             if start:
                 storage, _ = self.run.checkpoint(start, aside)
         run_id = "" if self.run is None else self.run.run_id
-        replay = Replay(run_id, storage, start, until, self.imports, probe)
-        with imported_from(self.imports) if self.imports else nullcontext():
-            return replay_here(self.spec, replay, Unwatched())
+        return take_steps(
+            self.execution, self.spec, Replay(run_id, storage, start, until), Unwatched(), look=look
+        )
 
 
 class Executed(Protocol):
@@ -121,7 +120,7 @@ class Difference:
 
 
 def difference(a: Side, b: Side, aside: Path) -> Difference:
-    """Compare two sides, and take the step in which they part again on both, in this process, to look into it."""
+    """Compare two sides, and take the step in which they part again on both, each in its process, to look into it."""
     last = min(max(a.steps), max(b.steps))
     shared = sum(step in b.steps for step in a.steps)
     if not shared:
@@ -215,9 +214,9 @@ def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
     assert parted.micro_batch is not None
     looks: list[Look] = []
     for side in (a, b):
-        microscope = Microscope(parted.step - 1, parted.micro_batch)
-        side.replayed(parted.step, parted.step - 1, aside, microscope)
-        looks.append(microscope.look)
+        look = side.replayed(parted.step, parted.step - 1, aside, (parted.step - 1, parted.micro_batch)).look
+        assert look is not None  # it was asked for, or an error raised
+        looks.append(look)
     tell_parting(parted, *looks)
 
 

@@ -44,6 +44,10 @@ Seat = tuple[int, str]
 """A micro-batch, and the phase of the step in which it is computed, or no name."""
 
 
+FILES = frozenset({"batch.safetensors", "trace.json", "samples.json"})
+"""What may be written out of a step."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """Shows one step, as a probe of its micro-batches; files go into `folder`, which is made for the first of them."""
@@ -116,6 +120,27 @@ class Inspection:
     def keep_samples(self, ids: Mapping[int, list[int]]) -> None:
         """Write which samples each micro-batch has."""
         self._file("samples.json").write_text(json.dumps({str(m): found for m, found in ids.items()}) + "\n")
+
+    def micro_batches(self, ids: Mapping[int, list[int]]) -> list[dict[str, Any]]:
+        """Of each micro-batch in turn, the phases in the order in which they were taken: `micro_batch`, `phase` where there are several,
+        `samples`, `loss`, and with `inspect` `modules` and `gradients`, each value with its statistics.
+        """
+        return [
+            self._micro_batch(m, phase, ids[m]) for m, phase in sorted(self.losses, key=lambda seat: seat[0])
+        ]
+
+    def _micro_batch(self, m: int, phase: str, ids: list[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "micro_batch": m,
+            **({"phase": phase} if phase else {}),
+            "samples": ids,
+            "loss": self.losses[m, phase],
+        }
+        if (m, phase) in self.looks:
+            look = self.looks[m, phase]
+            for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
+                found[name] = [{"what": one.what, **one.statistics} for one in seen]
+        return found
 
     def _file(self, name: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)

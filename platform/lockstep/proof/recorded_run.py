@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
-from lockstep.checkpoint.layout import OWNER
-from lockstep.checkpoint.reader import Loaded, checkpoint_at, load, load_step
+from lockstep.checkpoint.layout import OWNER, file_name, step_folder
+from lockstep.checkpoint.reader import (
+    Checkpoint,
+    Loaded,
+    checkpoint_at,
+    checkpoints,
+    checkpoints_of,
+    load,
+    load_step,
+    verify,
+)
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
+from lockstep.checkpoint.storage import PIECE
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.files import as_bytes
@@ -108,6 +118,47 @@ class RecordedRun:
             load(checkpoint_at(str(folder)))
             adopt(str(aside), self.run_id, step, folder)
         return str(aside), load_step(RunFolder.open(open_storage(str(aside)), self.run_id), step)
+
+
+def copy_checkpoint(storage: str, run_id: str, step: int | None, folder: Path) -> str:
+    """Copy a whole checkpoint of a run, of `step` or the newest one, into the storage `folder`, without the rows behind it. The storage.
+
+    BadCheckpointError where there is none.
+    """
+    run = RunFolder.open(open_storage(storage), run_id)
+    candidates = checkpoints(run) if step is None else checkpoints_of(run, step)
+    for checkpoint in candidates:
+        try:
+            manifest = verify(checkpoint, shared=False)
+        except (BadCheckpointError, LostFileError):
+            continue
+        assert checkpoint.step is not None
+        target = folder / run_id / step_folder(checkpoint.step)
+        if not target.exists():
+            (folder / run_id / OWNER).unlink(missing_ok=True)
+            RunFolder.create(open_storage(str(folder)), run_id)
+            target.mkdir()
+            for entry in manifest.files:
+                _copy(checkpoint, entry.name, target / plain_name(entry.name))
+            (target / checkpoint.name).write_bytes(checkpoint.storage.read(checkpoint.path(checkpoint.name)))
+        return str(folder)
+    raise BadCheckpointError(
+        f"checkpoint.storage: run {run_id} has no whole checkpoint{'' if step is None else f' of step {step}'}"
+    )
+
+
+def _copy(checkpoint: Checkpoint, name: str, target: Path) -> None:
+    piece = memoryview(bytearray(PIECE))
+    with checkpoint.storage.open(checkpoint.path(name)) as reading, target.open("xb") as file:
+        while got := reading.readinto(piece):
+            file.write(piece[:got])
+
+
+def plain_name(name: str) -> str:
+    """The name of a checkpoint's file. BadCheckpointError for one that leads elsewhere."""
+    if file_name(name) is None:
+        raise BadCheckpointError(f"a manifest names a file {name!r}, which no checkpoint has")
+    return name
 
 
 def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ import torch
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group, local_device
 from lockstep.job.loading import load_job
+from lockstep.proof.microscope import Look
 from lockstep.record.events import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.loop import fit
@@ -26,6 +27,10 @@ class Replayed:
     evaluations: dict[int, EvaluationRow] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     """Of the state after the last of the steps."""
+    look: Look | None = None
+    """At the micro-batch that was looked into."""
+    source: Mapping[str, bytes] = field(default_factory=dict)
+    """The job's files, where they were asked for, by their paths below a source root."""
 
 
 class Watching(Protocol):
@@ -38,13 +43,11 @@ class Watching(Protocol):
 
 @runtime_checkable
 class Informed(Watching, Protocol):
-    """Is also told the fields of the identity, before any row."""
+    """Is also told the fields of the identity, before any row, and each evaluation."""
 
     def begun(self, fields: Mapping[str, Any]) -> None: ...
 
-
-Take = Callable[[Spec, Replay, Watching], Replayed]
-"""Takes the steps of a replay again, wherever that is."""
+    def evaluation(self, found: EvaluationRow) -> None: ...
 
 
 def replay_spec(spec: Spec) -> Spec:
@@ -73,6 +76,8 @@ class _Kept(NoRequests):
                 self._watch.row(event)
             case EvaluationRow() if event.step >= self._first:
                 self.found.evaluations[event.step] = event
+                if isinstance(self._watch, Informed):
+                    self._watch.evaluation(event)
             case Finished():
                 self.found.summary = event.summary
             case _:

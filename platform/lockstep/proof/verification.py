@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,15 @@ from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.proof.causes import UNTOLD, Cause, causes
-from lockstep.proof.ending import lacking_digests, of_files, plan_of, same_in_json
+from lockstep.proof.ending import DIGEST_OF, lacking_digests, of_files, plan_of, read_weights, same_in_json
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.proof.replaying import Replayed, Take
+from lockstep.proof.replaying import Replayed, Watching
 from lockstep.proof.stretches import Stretch
 from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.spec.fields import Spec
+from lockstep.training.beside import beside_path, load_beside
+from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.digests import Digester, model_digest, optimizer_digest
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
@@ -136,21 +139,20 @@ class Watch:
         if judge is not None:
             self._differing += any(map(judge.counts, judge.of_step(found.step, found)))
 
+    def evaluation(self, found: EvaluationRow) -> None: ...
+
     def enough(self) -> bool:
         return self._differing >= _ENOUGH
 
 
-def verify(
-    run: RecordedRun,
-    stretches: Sequence[Stretch],
-    take: Take,
-    aside: Path,
-    source: Mapping[str, bytes] | None,
-) -> Verified:
+Take = Callable[[Spec, Replay, Watching, Path | None], Replayed]
+"""Takes the steps of a replay again, wherever that is; into the folder, where one is given, go the weights that they lead to."""
+
+
+def verify(run: RecordedRun, stretches: Sequence[Stretch], take: Take, aside: Path) -> Verified:
     """Take the stretches again with `take`, in order, up to the first that differs.
 
-    `source` are the job's files where not those on the path are to be imported. Checkpoints that the storage has no longer are
-    downloaded into `aside`.
+    Checkpoints that the storage has no longer are downloaded into `aside`.
     """
     answer = Verified(run.run_id)
     for stretch in stretches:
@@ -162,12 +164,46 @@ def verify(
                 answer.first_difference, answer.same_bits = found, False
                 answer.cause = "the checkpoint was changed after it was saved"
                 return answer
-        replay = Replay(run.run_id, storage, stretch.start, stretch.until, source)
-        replayed = take(run.spec, replay, Watch(run))
+        replay = Replay(run.run_id, storage, stretch.start, stretch.until)
+        led_to = _led_to(run, stretch, aside)
+        replayed = take(run.spec, replay, Watch(run), led_to)
+        if led_to is not None:
+            replayed = with_own_digests(replayed, run.last_step, led_to)
         _compare(run, stretch, replayed, aside, answer)
         if answer.first_difference is not None:
             return answer
     return answer
+
+
+def _led_to(run: RecordedRun, stretch: Stretch, aside: Path) -> Path | None:
+    """A new folder for the weights that a stretch leads to; None where they are not those of the run's result."""
+    if not run.ended or stretch.until != run.last_step:
+        return None
+    folder = aside / "led-to" / "weights"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
+    """What was found, with the digests of the result as they are computed here, from the tensors in the folder `weights`.
+
+    Those that the executing process told of are not used. A file that it has not handed over has no digest.
+    """
+    row, summary = replayed.steps.get(last), {**replayed.summary}
+    beside: dict[str, str | None] = {}
+    for name, key in DIGEST_OF.items():
+        path = weights / f"{name}.safetensors"
+        summary[key] = None
+        if not path.is_file():
+            continue
+        state = read_weights(path)
+        summary[key] = weights_digest(state)
+        beside[name] = tree_digest(load_beside(path)) if beside_path(path).is_file() else None
+        if name == "final" and row is not None and row.digests is not None:
+            own = model_digest(Digester(torch.device("cpu")), state)
+            row = row._replace(digests=row.digests._replace(weights=own))
+    steps = replayed.steps if row is None else {**replayed.steps, last: row}
+    return replace(replayed, steps=steps, summary={**summary, "beside": beside})
 
 
 def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path, answer: Verified) -> None:
@@ -222,7 +258,11 @@ def _of_result(run: RecordedRun, found: Mapping[str, Any]) -> Iterator[FirstDiff
     recorded = {**run.summary, **(run.summary.get("metrics") or {})}
     found = {**found, **(found.get("metrics") or {})}
     metrics = {*(run.summary.get("metrics") or {}), *(found.get("metrics") or {})}
-    for name in (*_OF_RESULT, *sorted(metrics)):
+    for name, digest in (run.summary.get("beside") or {}).items():
+        recorded[f"beside_digest.{name}"] = digest
+        found[f"beside_digest.{name}"] = (found.get("beside") or {}).get(name)
+    beside = [name for name in recorded if name.startswith("beside_digest.")]
+    for name in (*_OF_RESULT, *beside, *sorted(metrics)):
         if not same_in_json(recorded.get(name), found.get(name)):
             yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), found.get(name))
     if run.folder is not None:

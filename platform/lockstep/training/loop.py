@@ -317,9 +317,10 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     These are the weights of the last step, their average and the best ones, where there are any, and what is beside them. A run that was not stopped also gets the
     final model, of the average where there is one: those weights were evaluated. A stopped run has no time for it.
     """
-    if run.group.rank > 0 or seat.origin is None or not seat.origin.saves:
+    folder = None if run.group.rank > 0 else kept_in(run, seat)
+    if folder is None or seat.origin is None:
         return []
-    folder, best = run.spec.folder / seat.requests.run_id(), run.state.best.weights
+    best = run.state.best.weights
     files = save_weights(folder, {"final": tensors(run.state.model)})
     if run.state.has_average:
         with run.state.averaged():
@@ -327,6 +328,8 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     files += save_weights(folder, {} if best is None else {"best": best})
     of_weights = {path.stem: path for path in files}
     files += [save_beside(of_weights[name], tree) for name, tree in _beside(run.state).items() if tree]
+    if not seat.origin.saves:
+        return []
     if not stopped and run.spec.record.uri != RECORD_OFF:
         with (
             periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"),
@@ -334,6 +337,16 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
         ):
             files += keep_final_model(run.job, run.state.model, folder)
     return files
+
+
+def kept_in(run: Run, seat: Seat) -> Path | None:
+    """The folder of the results; None for an attempt that leaves none. Steps that are taken again may be asked for theirs."""
+    if seat.origin is None:
+        return None
+    if seat.origin.saves:
+        return run.spec.folder / seat.requests.run_id()
+    wanted = seat.origin.replay.weights if seat.origin.replay is not None else None
+    return None if wanted is None else Path(wanted)
 
 
 def _beside(state: TrainState) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,394 @@
+"""The code of a recorded run executed in a process of its own, for one that judges what comes of it.
+
+The judging process never imports a job. It sends what is to be done, and reads rows and files (`wire`), which it compares
+by itself. The other process is given nothing that it is compared with: no ledger, no digest of a result, no key. What it
+prints is shown line by line, as the job's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from lockstep.checkpoint.run_folder import Replay
+from lockstep.errors import JobError
+from lockstep.proof import sandbox, wire
+from lockstep.proof.microscope import Look
+from lockstep.proof.recorded_run import copy_checkpoint
+from lockstep.proof.replaying import Informed, Replayed, Watching
+from lockstep.proof.sandbox import Sandbox
+from lockstep.spec.fields import Spec
+from lockstep.training.worker_environment import sent_environment
+
+LOOK_S = 0.5
+"""How often it is looked whether a process that says nothing is still there."""
+
+END_S = 20.0
+"""How long a process with a cluster of its own may take to end by itself."""
+
+MOST_PRINTED = 1 << 20
+"""So many bytes of what a job prints are shown, in lines of at most 4,000 characters."""
+
+MOST_SAID = 1_000
+"""So many lines a process may have shown besides its rows."""
+
+IN_SANDBOX = (
+    "the run's code was in a sandbox, without network, and with no folder to write to but temporary ones; "
+    "where it needs more and you trust it, --no-sandbox runs it as you"
+)
+"""What is said where code fails in a sandbox."""
+
+
+class Executor(Protocol):
+    """A process that executes what it is sent."""
+
+    @property
+    def asked(self) -> BinaryIO:
+        """The pipe into which requests are written."""
+
+    @property
+    def answers(self) -> BinaryIO:
+        """The pipe from which its answers are read."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def end(self, *, at_once: bool) -> None:
+        """Have it end; all that it has started ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the code of a run is executed. `say` shows a line to a person."""
+
+    say: Callable[[str], None]
+    sandbox: Sandbox | None = None
+    """What confines it; None for a process like any other of the user's."""
+    terminal: bool = False
+    """Whether it has the user's terminal, as a debugger needs it."""
+
+
+class PythonProcess:
+    """A new interpreter that executes what it is sent."""
+
+    def __init__(self, place: Place) -> None:
+        asked, to_ask = os.pipe()
+        to_answer, answers = os.pipe()
+        words = [sys.executable, "-P", "-c", "from lockstep.calls.executor import main; main()"]
+        words += [str(asked), str(answers)]
+        folder, given = Path.cwd(), _environment()
+        try:
+            if place.sandbox is not None:
+                words, given = place.sandbox.command(words, folder), sandbox.environment(given)
+            self._process = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=given,
+                pass_fds=(asked, answers),
+                stdin=None if place.terminal else subprocess.DEVNULL,
+                stdout=None if place.terminal else subprocess.PIPE,
+                stderr=None if place.terminal else subprocess.STDOUT,
+                start_new_session=not place.terminal,  # it cannot reach the terminal, and can be ended with all that it started
+            )
+        finally:
+            os.close(asked)
+            os.close(answers)
+        self.asked: BinaryIO = os.fdopen(to_ask, "wb")
+        self.answers: BinaryIO = os.fdopen(to_answer, "rb", 0)
+        self._relay: threading.Thread | None = None
+        if self._process.stdout is not None:
+            self._relay = threading.Thread(
+                target=_show, args=(self._process.stdout, place.say), name="lockstep-job-output", daemon=True
+            )
+            self._relay.start()
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def end(self, *, at_once: bool) -> None:
+        with suppress(OSError):
+            self.asked.close()  # a process that waits for more ends by itself
+        if not at_once:  # its cluster ends with it, in order
+            for limit in (LOOK_S, END_S):
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(limit)
+                    break
+                self._process.terminate()
+        with suppress(ProcessLookupError, PermissionError):
+            if self._relay is None:
+                self._process.kill()
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.answers.close()
+        if self._relay is not None:
+            self._relay.join(LOOK_S)
+
+
+Start = Callable[[Place], Executor]
+START: Start = PythonProcess
+"""What starts a process that executes a run's code."""
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, with what an exact run needs before Python starts. No key of the record's store: it has nothing to do there."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
+    return {**given, **sent_environment(), "PYTHONPATH": os.pathsep.join(_paths())}
+
+
+def _paths() -> list[str]:
+    """Where this process finds Lockstep and what it needs: never the working directory, whose files are the job's."""
+    installed = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix))
+    own = str(sandbox.ROOT)
+    given = (path for path in sys.path if Path(path).is_absolute() and Path(path) != Path.cwd())
+    return [
+        own,
+        *(path for path in given if path != own and not os.path.realpath(path).startswith(installed)),
+    ]
+
+
+def _show(pipe: BinaryIO, say: Callable[[str], None]) -> None:
+    """Show what a job prints, so far; what is beyond the bound is read and dropped."""
+    left = MOST_PRINTED
+    with pipe:
+        while piece := pipe.readline(4000):
+            if left <= 0:
+                continue
+            left -= len(piece)
+            if text := wire.plain_text(piece.decode(errors="replace").rstrip()):
+                say(f"job: {text}")
+            if left <= 0:
+                say("job: what it prints from here on is not shown")
+
+
+@dataclass(slots=True)
+class Execution:
+    """A run's code at work. `job` is what every request is about: the spec's job, its recorded files, and their digests."""
+
+    place: Place
+    source: Mapping[str, bytes] = field(default_factory=dict)
+    """The recorded files of the job, by their paths below a source root."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The recorded identity's fields about these files: with them it is decided whether those that lie here are the same."""
+    cluster: Mapping[str, Any] | None = None
+    """The cluster on which steps are taken: `address`, `workers`, `verbose`; None for the process itself."""
+    _process: Executor | None = None
+    _buffer: bytearray = field(default_factory=bytearray)
+    _given: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def given(self) -> Path | None:
+        """A folder whose content the process sees where it is confined, and does not see the storage of the run."""
+        self._started()
+        return None if self._given is None else Path(self._given.name)
+
+    def __enter__(self) -> Execution:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(at_once=self.cluster is None)
+
+    def close(self, *, at_once: bool = True) -> None:
+        """End the process. Nothing that it does or says afterwards is heard."""
+        if self._process is not None:
+            self._process.end(at_once=at_once)
+        if self._given is not None:
+            self._given.cleanup()
+        self._process = self._given = None
+        self._buffer.clear()
+
+    def ask(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
+        """Have the process do something, and give what it says until it is done; it is started for the first request.
+
+        After a `file` comes its content, which is to be read by `receive`. JobError where the process ends or does not keep to the
+        protocol; raises what it tells of.
+        """
+        process = self._started()
+        try:
+            pickle.dump((kind, content), process.asked)
+            process.asked.flush()
+        except BrokenPipeError:
+            raise self._lost() from None
+        said = 0
+        while (message := wire.parsed(self._line()))["kind"] != "done":
+            if message["kind"] == "error":
+                if self.place.sandbox is not None:
+                    self.place.say(IN_SANDBOX)
+                raise wire.error_told(message)
+            if message["kind"] != "said":
+                yield message
+                continue
+            said += 1
+            if said > MOST_SAID:
+                raise wire.broken(f"more than {MOST_SAID} lines to show")
+            self.place.say(wire.plain_text(message.get("text")))
+
+    def receive(self, sent: wire.FileSent, path: Path, most: int) -> None:
+        """Write a file that was announced as `path`, which is new. ProtocolError where it has more than `most` bytes."""
+        if sent.size > most:
+            raise wire.broken(f"a file {sent.name!r} of {sent.size} bytes, where at most {most} can be right")
+        left = sent.size
+        with path.open("xb") as file:
+            while left:
+                if not self._buffer:
+                    self._fill()
+                piece = self._buffer[:left]
+                file.write(piece)
+                del self._buffer[: len(piece)]
+                left -= len(piece)
+
+    def _started(self) -> Executor:
+        if self._process is None:
+            place = self.place
+            if place.sandbox is not None:
+                self._given = tempfile.TemporaryDirectory(prefix="lockstep-given-")
+                needed = [*place.sandbox.needed, Path(self._given.name)]
+                place = replace(place, sandbox=replace(place.sandbox, needed=needed))
+            self._process = START(place)
+            try:
+                pickle.dump((self.source, self.fields, self.place.sandbox is not None), self._process.asked)
+            except BrokenPipeError:
+                raise self._lost() from None
+        return self._process
+
+    def _line(self) -> bytes:
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > wire.MOST_BYTES:
+                raise wire.broken(f"a line of more than {wire.MOST_BYTES} bytes")
+            self._fill()
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _fill(self) -> None:
+        """Wait for more. JobError where nothing more can come: a process that the job has started may hold the pipe open."""
+        process = self._started()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.answers, selectors.EVENT_READ)
+            while not selector.select(LOOK_S):
+                if process.poll() is not None and not selector.select(0):
+                    raise self._lost()
+        piece = os.read(process.answers.fileno(), 1 << 20)
+        if not piece:
+            raise self._lost()
+        self._buffer += piece
+
+    def _lost(self) -> JobError:
+        process = self._started()
+        with suppress(OSError):
+            process.asked.close()
+        code = None
+        for _ in range(20):
+            code = process.poll()
+            if code is not None:
+                break
+            threading.Event().wait(0.05)
+        how = (
+            "closed its pipe"
+            if code is None
+            else f"was killed by signal {-code}"
+            if code < 0
+            else f"ended with {code}"
+        )
+        return JobError(f"job: the process that executes it {how} before it had answered")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+def take_steps(
+    execution: Execution,
+    spec: Spec,
+    replay: Replay,
+    watch: Watching,
+    *,
+    weights: Path | None = None,
+    most: Callable[[str], int] = lambda name: 1 << 40,
+    look: tuple[int, int] | None = None,
+    files: bool = False,
+) -> Replayed:
+    """Have steps taken again, up to the one after which `watch` has enough.
+
+    Where the folder `weights` is given, the weights that they lead to are put there, each file of at most `most` bytes by its
+    name. `look` is a step and a micro-batch (both from 0) that are looked into. Raises what the other process tells of.
+    """
+    found, newest, last = Replayed(), replay.step, replay.step
+    spec, replay = handed(spec, replay, execution.given)
+    request = {"spec": spec, "replay": replay, "weights": weights is not None, "look": look, "files": files}
+    for message in execution.ask("steps", **request, cluster=execution.cluster):
+        match message["kind"]:
+            case "begun" if not found.fields and not found.steps:
+                found.fields = wire.mapping(message.get("fields"))
+                if isinstance(watch, Informed):
+                    watch.begun(found.fields)
+            case "row" if not found.summary:
+                row = wire.step_row(message.get("row"))
+                follows = row.step == newest + 1 or (
+                    not found.steps and row.step > newest
+                )  # a fork begins later
+                if not follows or row.step > replay.until:
+                    raise wire.broken(f"step {row.step} after step {newest}")
+                newest = row.step
+                found.steps[newest] = row
+                watch.row(row)
+                if watch.enough() and row.step < replay.until:
+                    execution.close()
+                    return found
+            case "evaluation" if not found.summary:
+                evaluation = wire.evaluation_row(message.get("row"))
+                if not (last < evaluation.step <= replay.until):
+                    raise wire.broken(f"an evaluation of step {evaluation.step} after that of step {last}")
+                last = evaluation.step
+                found.evaluations[evaluation.step] = evaluation
+            case "summary" if not found.summary:
+                found.summary = wire.mapping(message.get("summary"))
+            case "look" if look is not None and found.look is None:
+                found.look = _look(message.get("look"))
+            case "source" if files and not found.source:
+                found.source = wire.texts(message.get("files"))
+            case "file" if weights is not None:
+                sent = wire.file_sent(message)
+                if Path(sent.name).name != sent.name or (weights / sent.name).exists():
+                    raise wire.broken(f"a file {sent.name!r}")
+                execution.receive(sent, weights / sent.name, most(sent.name))
+            case kind:
+                raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
+    return found
+
+
+def handed(spec: Spec, replay: Replay, folder: Path | None) -> tuple[Spec, Replay]:
+    """A spec and a replay for a process that sees no storage but `folder`: with a copy there of the checkpoint that it starts from."""
+    if folder is None:
+        return spec, replay
+    for before in folder.iterdir():
+        shutil.rmtree(before)
+    if replay.step:
+        return spec, replace(
+            replay, storage=copy_checkpoint(replay.storage, replay.run_id, replay.step, folder)
+        )
+    if spec.fork is not None:
+        fork = spec.fork
+        storage = copy_checkpoint(fork.storage or spec.checkpoint.storage, fork.run, fork.step, folder)
+        spec = spec.model_copy(update={"fork": fork.model_copy(update={"storage": storage})})
+    return spec, replay
+
+
+def _look(document: Any) -> Look:
+    try:
+        return Look.of(wire.mapping(wire.shown(document)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise wire.broken("a look that is none") from error
