@@ -11,8 +11,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -108,6 +111,51 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value, parsed from JSON and put together, is of an annotated type. A whole number is a float too, and a list a tuple."""
+    return _checker(hint)(value)
+
+
+@cache
+def _checker(hint: Any) -> Callable[[Any], bool]:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return lambda value: True
+    if hint is None or hint is type(None):
+        return lambda value: value is None
+    if hint in (str, bool, Path):
+        return lambda value: isinstance(value, hint)
+    if hint is int:
+        return lambda value: isinstance(value, int) and -_LARGEST < value < _LARGEST
+    if hint is float:
+        return lambda value: isinstance(value, float | int)
+    if origin is Literal:
+        return lambda value: isinstance(value, str | int) and value in inner
+    if origin in (Union, types.UnionType):
+        either = [_checker(one) for one in inner]
+        return lambda value: any(check(value) for check in either)
+    if origin is Mapping:
+        content = _checker(inner[1])
+        return lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(name, str) and content(one) for name, one in value.items())
+        )
+    if origin is tuple and inner[-1] is not ...:
+        parts = [_checker(one) for one in inner]
+        return lambda value: (
+            isinstance(value, list | tuple)
+            and len(value) == len(parts)
+            and all(check(one) for check, one in zip(parts, value, strict=True))
+        )
+    if origin in (tuple, Sequence):
+        item = _checker(inner[0])
+        return lambda value: isinstance(value, list | tuple) and all(map(item, value))
+    fields = {name: _checker(one) for name, one in get_type_hints(hint).items()}
+    return lambda value: (
+        isinstance(value, hint) and all(check(getattr(value, name)) for name, check in fields.items())
+    )
+
+
 _FLAT: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
 
 
@@ -137,8 +185,10 @@ def with_hash(document: dict[str, Any]) -> bytes:
     return _sealed({**document, "sha256": hashlib.sha256(_sealed(document)).hexdigest()})
 
 
-def without_hash(document: dict[str, Any], text: bytes) -> dict[str, Any]:
+def without_hash(document: object, text: bytes) -> dict[str, Any]:
     """The rest of a document that was parsed from `text`. WrongHashError unless `text` is exactly what `with_hash` makes of it."""
+    if not isinstance(document, dict):
+        raise WrongHashError("it is no mapping with a hash")
     rest = {name: value for name, value in document.items() if name != "sha256"}
     if "sha256" not in document or with_hash(rest) != text:
         raise WrongHashError("its hash is not that of its content")
