@@ -66,7 +66,8 @@ class _Raw(io.RawIOBase):
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """As `replaced`, but yields the open file."""
     with replaced(path) as aside:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(aside, flags, 0o666)
         raw = _Raw(descriptor)
         try:
             file = io.BufferedWriter(raw)
@@ -106,7 +107,7 @@ def as_bytes(text: str) -> bytes:
 def append(path: Path, text: str) -> int:
     """Add `text` to a file, in UTF-8; see `encoded`. Returns the size of the file afterwards."""
     make_folder(path.parent)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         data = encoded(text)
         while data:

@@ -17,17 +17,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
-from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.run_folder import deleted
 from lockstep.checkpoint.storage import Storage
 from lockstep.errors import SpecError, StorageError
+from lockstep.parsing import canonical_json, flat_record, strict_json
 from lockstep.process import place, started
 
 BEAT_S = 1.0
@@ -175,7 +174,7 @@ class Hold:
             self._when_taken()
 
     def _write(self, holder: Holder) -> None:
-        self.storage.put(_path(self.folder, holder.number), as_text(asdict(holder)))
+        self.storage.put(_path(self.folder, holder.number), canonical_json(asdict(holder)))
 
 
 _held: dict[tuple[str, str], Hold] = {}
@@ -254,7 +253,7 @@ def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:
     """Take the next number. SpecError where another process has taken it, or a later one, meanwhile."""
     path = _path(folder, own.number)
     try:
-        storage.create(path, as_text(asdict(own)))
+        storage.create(path, canonical_json(asdict(own)))
     except TakenError as error:
         winner = _newest(storage, folder)
         raise _refused(
@@ -345,7 +344,6 @@ def _path(folder: str, number: int) -> str:
 def _holder(text: bytes) -> Holder | None:
     """The holder in a file; None for one that cannot be parsed, such as after a loss of power."""
     try:
-        found: Mapping[str, Any] = parsed(text)
-        return Holder(**found)
-    except (TypeError, ValueError):
+        return flat_record(Holder, strict_json(text))
+    except ValueError:
         return None

@@ -8,6 +8,7 @@ rename anything into place. No clocks or locks are involved.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.checkpoint.errors import LostFileError, TakenError
-from lockstep.checkpoint.storage import Item, Reading, Written, hashed
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
+from lockstep.checkpoint.storage import LARGEST_READ, Item, Reading, Written, hashed
 from lockstep.errors import StorageError
 from lockstep.files import flush, make_folder
+from lockstep.paths import OutsideError, beneath, component, open_beneath
 
 ENDED = "ended-"
 """Prefix of the name of a staging folder that has ended and is not deleted yet."""
@@ -36,10 +38,16 @@ class LocalStorage:
         self.root = root.expanduser().absolute()
         self.shown = str(self.root)
 
+    def _at(self, path: str) -> Path:
+        """The path of a name in the storage. BadCheckpointError where it leads out, by its text or through a symbolic link."""
+        try:
+            return beneath(self.root, path) if path else self.root
+        except OutsideError as error:
+            raise _outside(error) from error
+
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
-        target = self.root / path
-        aside = self.root / staging / path.replace("/", ".")
-        with _storage_errors("write", target):
+        with _storage_errors("write", self.root / path):
+            target, aside = self._at(path), self._at(f"{staging}/{path.replace('/', '.')}")
             try:
                 written = _write(aside, pieces)
                 make_folder(target.parent)
@@ -52,9 +60,9 @@ class LocalStorage:
         return written
 
     def create(self, path: str, content: bytes) -> None:
-        target = self.root / path
-        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        with _storage_errors("create", target):
+        with _storage_errors("create", self.root / path):
+            target = self._at(path)
+            aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
             make_folder(target.parent)
             try:
                 _write(aside, [content])
@@ -64,9 +72,9 @@ class LocalStorage:
             flush(target.parent)
 
     def put(self, path: str, content: bytes) -> None:
-        target = self.root / path
-        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        with _storage_errors("write", target):
+        with _storage_errors("write", self.root / path):
+            target = self._at(path)
+            aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
             make_folder(target.parent)
             try:
                 aside.write_bytes(content)
@@ -75,18 +83,29 @@ class LocalStorage:
                 aside.unlink(missing_ok=True)
 
     def read(self, path: str) -> bytes:
-        with _storage_errors("read", self.root / path):
-            return (self.root / path).read_bytes()
+        with _storage_errors("read", self.root / path), self._opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_READ:
+                raise BadCheckpointError(
+                    f"checkpoint.storage: {str(self.root / path)!r} has {size} bytes, and at most {LARGEST_READ} are read at once"
+                )
+            return file.read()
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reading]:
-        with _storage_errors("read", self.root / path), (self.root / path).open("rb", buffering=0) as file:
+        with _storage_errors("read", self.root / path), self._opened(path) as file:
             yield file
+
+    def _opened(self, path: str) -> io.FileIO:
+        try:
+            return io.FileIO(open_beneath(self.root, path), "rb")
+        except OutsideError as error:
+            raise _outside(error) from error
 
     def list(self, folder: str) -> list[Item]:
         with _storage_errors("list", self.root / folder):
             try:
-                with os.scandir(self.root / folder) as entries:
+                with os.scandir(self._at(folder)) as entries:
                     return sorted(_item(entry) for entry in entries)
             except FileNotFoundError:
                 return []
@@ -99,13 +118,13 @@ class LocalStorage:
 
     def exists(self, path: str) -> bool:
         with _storage_errors("look at", self.root / path):
-            return (self.root / path).exists()
+            return self._at(path).exists()
 
     def delete(self, path: str, *, staging: str | None = None) -> None:
-        target = self.root / path
-        with _storage_errors("delete", target):
+        with _storage_errors("delete", self.root / path):
+            target = self._at(path)
             if staging is not None:
-                aside = self.root / staging / f"{path.replace('/', '.')}.deleted"
+                aside = self._at(f"{staging}/{path.replace('/', '.')}.deleted")
                 target.replace(aside)
                 flush(target.parent)
                 target = aside
@@ -114,18 +133,18 @@ class LocalStorage:
     def delete_folder(self, folder: str) -> None:
         with _storage_errors("delete", self.root / folder):
             try:
-                (self.root / folder).rmdir()
+                self._at(folder).rmdir()
             except OSError as error:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                     raise
 
     def begin_staging(self, folder: str, owner: str) -> None:
-        target = self.root / folder
-        # Until it is renamed it may be cleared like an ended one, but only by an attempt, so only if another has begun.
-        made = target.with_name(f"{ENDED}{target.name}-{owner}")
-        with _storage_errors("create", target):
+        with _storage_errors("create", self.root / folder):
+            target = self._at(folder)
+            # Until it is renamed it may be cleared like an ended one, but only by an attempt, so only if another has begun.
+            made = target.with_name(f"{ENDED}{target.name}-{component(owner)}")
             make_folder(target.parent)
-            (made / owner).mkdir(parents=True, exist_ok=True)
+            (made / component(owner)).mkdir(parents=True, exist_ok=True)
             try:
                 flush(made)
                 made.rename(target)
@@ -143,8 +162,8 @@ class LocalStorage:
                 raise
 
     def end_staging(self, folder: str) -> None:
-        target = self.root / folder
-        with _storage_errors("delete", target):
+        with _storage_errors("delete", self.root / folder):
+            target = self._at(folder)
             if not target.name.startswith(ENDED):
                 ended = target.with_name(f"{ENDED}{target.name}-{uuid.uuid4().hex[:8]}")
                 target.replace(ended)
@@ -153,10 +172,16 @@ class LocalStorage:
             _clear(target)
 
 
+def _outside(error: OutsideError) -> BadCheckpointError:
+    return BadCheckpointError(
+        f"checkpoint.storage: {error}; put the folder itself there, or name the one that it leads to as the storage"
+    )
+
+
 def _clear(folder: Path) -> None:
     """Delete a folder, the files in it and the folders in it."""
     for item in folder.iterdir():
-        if item.is_dir():
+        if item.is_dir() and not item.is_symlink():
             _clear(item)
         else:
             item.unlink()

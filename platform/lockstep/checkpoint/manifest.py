@@ -7,16 +7,16 @@ newer one is refused as such before anything else in it is read.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
-from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.errors import JobError
+from lockstep.parsing import WrongHashError, strict_json, with_hash, without_hash
+from lockstep.paths import shown
 
 T = TypeVar("T")
 
@@ -100,13 +100,13 @@ class Manifest:
                 else {}
             ),
         }
-        return _canonical({**document, "sha256": _digest(document)})
+        return with_hash(document)
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
         """Read what `encode` wrote. BadCheckpointError (or its NewerFormatError) says what is wrong."""
         try:
-            document = parsed(text)
+            document = strict_json(text)
         except ValueError as error:
             raise BadCheckpointError(f"it cannot be read: {error or 'no JSON'}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -120,22 +120,29 @@ class Manifest:
         if type(version) is not int or version not in _READERS:
             raise BadCheckpointError(f"it has the unknown format version {version!r}")
         try:
-            return _READERS[version](document, text)
+            return _READERS[version](without_hash(document, text))
+        except WrongHashError as error:
+            raise BadCheckpointError(str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpointError(f"it is not complete: {error}") from error
 
 
-def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
-    digest = document.pop("sha256")
-    if digest != _digest(document) or text != _canonical({**document, "sha256": digest}):
-        raise BadCheckpointError("its hash is not that of its content")
+def _version_1(document: dict[str, Any]) -> Manifest:
+    return _manifest(document, ())
+
+
+def _version_2(document: dict[str, Any]) -> Manifest:
+    return _manifest(document, tuple(map(_shared, _of(list, document["shared"]))))
+
+
+def _manifest(document: dict[str, Any], shared: tuple[SharedFile, ...]) -> Manifest:
     manifest = Manifest(
         run=_of(str, document["run"]),
         step=_of(int, document["step"]),
         attempt=_of(int, document["attempt"]),
         written_at=_of(float, document["written_at"]),
-        files=tuple(FileEntry(**entry) for entry in document["files"]),
-        shared=tuple(map(_shared, document.get("shared", ()))),
+        files=tuple(FileEntry(**entry) for entry in _of(list, document["files"])),
+        shared=shared,
         facts=Facts(
             identity=_of(str, document["identity"]),
             **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
@@ -152,18 +159,13 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
 
 def _shared(text: str) -> SharedFile:
     """A shared file from its line. One text per file: with thousands of files, JSON objects would be most of the cost of a save."""
-    name, size, sha256 = text.split(" ")
-    return SharedFile(name, int(size), sha256)
-
-
-def _version_2(document: dict[str, Any], text: bytes) -> Manifest:
-    manifest = _version_1(document, text)
-    for entry in manifest.shared:
-        if not layout.is_shared(entry.name):
-            raise BadCheckpointError(f"it names {entry.name!r}, which is no file that checkpoints share")
-        if entry.size < 0 or len(entry.sha256) != 64:
-            raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
-    return manifest
+    name, size, sha256 = _of(str, text).split(" ")
+    if not layout.is_shared(name):
+        raise BadCheckpointError(f"it names {shown(name)}, which is no file that checkpoints share")
+    entry = SharedFile(name, int(size), sha256)
+    if entry.size < 0 or len(sha256) != 64:
+        raise BadCheckpointError(f"it gives {name!r} no size or hash")
+    return entry
 
 
 _READERS = {1: _version_1, 2: _version_2}
@@ -173,7 +175,7 @@ def check_entry(entry: FileEntry) -> None:
     """BadCheckpointError for a file whose name this store did not make: it could lie anywhere."""
     name = layout.file_name(_of(str, entry.name))
     if name is None or (name.section, name.kind) != (entry.section, entry.kind):
-        raise BadCheckpointError(f"it names {entry.name!r}, which is no file of a checkpoint")
+        raise BadCheckpointError(f"it names {shown(entry.name)}, which is no file of a checkpoint")
     if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
         raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
 
@@ -186,11 +188,3 @@ def _of(kind: type[T], value: Any) -> T:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(document)).hexdigest()
-
-
-def _canonical(document: dict[str, Any]) -> bytes:
-    return as_text(document, indent=1, sort_keys=True)

@@ -19,9 +19,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from lockstep.checkpoint.errors import LostFileError, TakenError
-from lockstep.checkpoint.storage import Item, Reading, Written, hashed
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
+from lockstep.checkpoint.storage import LARGEST_READ, Item, Reading, Written, hashed
 from lockstep.errors import SpecError, StorageError
+from lockstep.paths import OutsideError, relative
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs  # 0.1 s to import, which only users of an object store should pay
@@ -79,7 +80,12 @@ class ObjectStorage:
 
     def read(self, path: str) -> bytes:
         with self._storage_errors("read", path), self._files.open_input_stream(self._at(path)) as stream:
-            return cast(bytes, stream.read())
+            content = cast(bytes, stream.read(LARGEST_READ + 1))
+        if len(content) > LARGEST_READ:
+            raise BadCheckpointError(
+                f"checkpoint.storage: {self._shown(path)!r} has more than the {LARGEST_READ} bytes that are read at once"
+            )
+        return content
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reading]:
@@ -198,7 +204,11 @@ class ObjectStorage:
             return cast("Sequence[pafs.FileInfo]", self._files.get_file_info(selector))
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}".rstrip("/")
+        """The key of a name in the storage. BadCheckpointError where it leads out: some stores resolve `..`."""
+        try:
+            return f"{self._root}/{relative(path)}" if path else self._root
+        except OutsideError as error:
+            raise BadCheckpointError(f"checkpoint.storage: {error}") from error
 
     def _shown(self, path: str) -> str:
         return f"{self.shown.rstrip('/')}/{path}"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
-from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.storage import PIECE, Reading, Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import StorageError
+from lockstep.parsing import strict_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,7 +247,7 @@ def _path(checkpoint: Checkpoint, entry: FileEntry | SharedFile) -> str:
 
 def _skeleton(file: _Verified) -> Any:
     try:
-        return parsed(file.all())
+        return strict_json(file.all(), most=file.entry.size)
     except ValueError as error:
         raise BadCheckpointError(f"it is no skeleton of a tree: {error}") from error
 

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
 from lockstep.checkpoint.local_storage import ENDED
-from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.storage import Storage, Written
 from lockstep.errors import StorageError
+from lockstep.parsing import canonical_json, strict_json
+from lockstep.paths import component
 
 
 class Fence(NamedTuple):
@@ -89,7 +90,7 @@ class RunFolder:
         A call may be repeated with the same `token` if the first answer was lost.
         """
         folder = cls(storage, _checked(run_id))
-        content = as_text({"run": run_id, "token": token or uuid.uuid4().hex})
+        content = canonical_json({"run": run_id, "token": token or uuid.uuid4().hex})
         try:
             storage.create(folder.path(layout.OWNER), content)
         except TakenError as error:
@@ -139,10 +140,10 @@ class RunFolder:
             return Fence(*max(claims))
         try:
             found = self._read(layout.ATTEMPT)
-            return Fence(int(found["number"]), str(found["token"]))
+            return Fence(int(found["number"]), component(found["token"]))
         except LostFileError:
             return Fence(0, "")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(
                 f"checkpoint.storage: {self.shown}/{layout.ATTEMPT} cannot be understood ({error}); "
                 "resume the run to begin a new attempt"
@@ -175,7 +176,9 @@ class RunFolder:
                     raise attempt.late(f"attempt {newest} has begun")
             for older in set(staged) - {attempt.number}:
                 self._end(layout.staging_folder(older))
-            attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
+            attempt.write(
+                (layout.ATTEMPT,), [canonical_json({"number": attempt.number, "token": attempt.token})]
+            )
             attempt.ensure_current()
         except StorageError:
             if self.storage.fences and not self._has_begun(attempt):
@@ -256,7 +259,7 @@ class RunFolder:
             return ""
 
     def _read(self, name: str) -> Any:
-        return parsed(self.storage.read(self.path(name)))
+        return strict_json(self.storage.read(self.path(name)))
 
 
 @dataclass(frozen=True, slots=True)

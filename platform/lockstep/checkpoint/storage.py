@@ -15,6 +15,10 @@ PIECE = 1 << 20
 """Bytes that are hashed and written, or read and hashed, at a time: few enough to stay in the processor's cache in between."""
 
 
+LARGEST_READ = 1 << 30
+"""Bytes of the largest file that is read at once: the rows of a segment."""
+
+
 class Written(NamedTuple):
     """The size and hash of a written file."""
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.tree import DTYPES, NAMES
+from lockstep.parsing import strict_json
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 
@@ -65,7 +65,7 @@ def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, 
         raise ValueError(f"a table of contents of {length} bytes does not fit")
     header = bytearray(length)
     fill(memoryview(header))
-    contents = parsed(header)
+    contents = strict_json(header, most=_LONGEST_HEADER)
     contents.pop("__metadata__", None)
     return contents, size - 8 - length
 

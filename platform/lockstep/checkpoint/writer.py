@@ -18,13 +18,13 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import TakenError
 from lockstep.checkpoint.layout import FileName
 from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, SharedFile, check_entry
-from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.run_folder import Attempt
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import Item
 from lockstep.checkpoint.tensor_file import tensor_pieces
 from lockstep.errors import StorageError
+from lockstep.parsing import canonical_json, strict_json
 
 _LONGEST_PAUSE_S = 1.0
 _FENCE_EVERY_S = 5.0
@@ -150,7 +150,7 @@ def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memory
         yield section, "tensors", tensor_pieces(tensors)
     if copied.rank == 0:
         for section, skeleton in copied.trees.items():
-            yield section, "tree", [as_text(skeleton)]
+            yield section, "tree", [canonical_json(skeleton)]
         for section, block in copied.blocks.items():
             yield section, "bytes", [block() if callable(block) else block]
 
@@ -174,7 +174,7 @@ def _refuse_published(attempt: Attempt, step: int) -> None:
 
 
 def _post(attempt: Attempt, step: int, rank: int, content: Mapping[str, object]) -> None:
-    attempt.write(_receipt_path(attempt, step, rank), [as_text(content)])
+    attempt.write(_receipt_path(attempt, step, rank), [canonical_json(content)])
 
 
 def _receipt_path(attempt: Attempt, step: int, rank: int) -> tuple[str, str]:
@@ -189,7 +189,7 @@ def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
     except StorageError:
         return None  # not there yet, or unreadable just now: the caller asks again
     try:
-        content = parsed(text)
+        content = strict_json(text)
         if "failed" not in content:
             files = [FileEntry(**entry) for entry in content["files"]]
             for entry in files:

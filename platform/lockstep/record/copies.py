@@ -11,9 +11,9 @@ slow store gets only some of the checkpoints, and the disk holds at most one che
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lockstep.errors import LockstepError, first_line
 from lockstep.files import NO_LINKS
+from lockstep.parsing import MOST_BYTES, strict_json, without_hash
+from lockstep.paths import OutsideError, component, open_beneath, read_beneath, shown
 from lockstep.record.run_store import RunStore, UnavailableError
 
 PAUSE_S = 2.0
@@ -178,12 +180,12 @@ def _held(folder: Path) -> Iterator[Path]:
     try:
         try:
             held.mkdir(parents=True)
-            os.link(folder / "manifest.json", held / "manifest.json")
-            named = json.loads((held / "manifest.json").read_bytes())
-            for entry in named["files"]:
-                os.link(folder / entry["name"], held / entry["name"])
-            for name in shared_names(named):
-                os.link(folder.parent / SHARED / name, held / name)
+            _link(folder, MANIFEST, held)
+            names = named_by(read_beneath(held, MANIFEST, MOST_BYTES))
+            for name in names.files:
+                _link(folder, name, held)
+            for name in names.shared:
+                _link(folder.parent / SHARED, name, held)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -197,15 +199,46 @@ def _held(folder: Path) -> Iterator[Path]:
 
 def _copy_shared(folder: Path, held: Path) -> None:
     """Copy a checkpoint that shares files into `held`, which stays empty if it shares none."""
-    named = json.loads((folder / "manifest.json").read_bytes())
-    if not shared_names(named):
+    names = named_by(read_beneath(folder, MANIFEST, MOST_BYTES))
+    if not names.shared:
         return
-    for name in shared_names(named):
-        shutil.copyfile(folder.parent / SHARED / name, held / name)
-    for entry in [*named["files"], {"name": "manifest.json"}]:
-        shutil.copyfile(folder / entry["name"], held / entry["name"])
+    for name in names.shared:
+        _copy(folder.parent / SHARED, name, held)
+    for name in (*names.files, MANIFEST):
+        _copy(folder, name, held)
 
 
-def shared_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the files that a checkpoint shares with others; an entry has name, size and hash."""
-    return [entry.split(" ")[0] for entry in manifest.get("shared", ())]
+def _link(folder: Path, name: str, held: Path) -> None:
+    """Give a file of `folder` a second name in `held`. OSError or ValueError for anything but a file in that folder."""
+    os.close(open_beneath(folder, component(name)))
+    os.link(folder / component(name), held / component(name), follow_symlinks=False)
+    if not stat.S_ISREG((held / component(name)).lstat().st_mode):
+        raise OutsideError(f"{shown(name)} in {str(folder)!r} is no file of its own")
+
+
+def _copy(folder: Path, name: str, held: Path) -> None:
+    with (
+        os.fdopen(open_beneath(folder, component(name)), "rb") as original,
+        (held / component(name)).open("xb") as file,
+    ):
+        shutil.copyfileobj(original, file)
+
+
+MANIFEST = "manifest.json"
+
+
+class Named(NamedTuple):
+    """The names of a checkpoint's own files, and of those that it shares with others: each that of one file in one folder."""
+
+    files: tuple[str, ...]
+    shared: tuple[str, ...]
+
+
+def named_by(text: bytes) -> Named:
+    """The files that a manifest names. ValueError unless its hash is that of its content, before any name is used."""
+    manifest = without_hash(strict_json(text), text)
+    try:
+        files = tuple(component(entry["name"]) for entry in manifest["files"])
+        return Named(files, tuple(component(entry.split(" ")[0]) for entry in manifest.get("shared", ())))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no manifest of a checkpoint: {error!r}") from error

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, NamedTuple, get_type_hints
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.files import as_text, is_there, replacing, write_text
+from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping, yaml_value
+from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.events import Opened
@@ -50,7 +50,7 @@ def recorded_in_folder(storage: Path, run_id: str) -> StoredRun:
     run = run_in_folder(storage, run_id, "name its folder with record.folder")
     files = [storage / run_id / name for name in ("spec.yaml", "summary.json")]
     try:
-        spec, summary = (file.read_text(encoding="utf-8") if file.exists() else None for file in files)
+        spec, summary = (read_bounded(file, MOST_BYTES).decode() if file.exists() else None for file in files)
     except (OSError, ValueError) as error:
         raise RecordError(f"run {run_id}: its record in {str(storage)!r} cannot be read ({error})") from error
     return recorded(run_id, run["status"], spec, summary, "", repr(str(storage)))
@@ -60,7 +60,10 @@ def run_in_folder(
     storage: Path, run_id: str, advice: str = "name the folder of runs with --storage"
 ) -> dict[str, Any]:
     """What run.json has of a run. NoSuchRunError where there is no such run, RecordError where the file is lost, or not as it was written."""
-    folder = storage / run_id
+    try:
+        folder = storage / component(run_id)
+    except OutsideError as error:
+        raise no_such_run(run_id, repr(str(storage)), advice) from error
     try:
         return _read(folder / "run.json")
     except ValueError as error:
@@ -86,33 +89,43 @@ def _is_recorded_here(folder: Path) -> bool:
     One without a spec has never begun.
     """
     try:
-        spec = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
+        spec = yaml_value(read_bounded(folder / "spec.yaml", MOST_YAML_BYTES).decode())
         return bool(spec["record"]["uri"] == RECORD_OFF)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # nothing says otherwise
+    except (OSError, ValueError, KeyError, TypeError):  # nothing says otherwise
         return True
 
 
-_KINDS: Mapping[str, Any] = {
-    "run_id": str,
-    "name": str,
-    "status": str,
-    "started": (int, float),
-    "ended": (int, float, type(None)),
-    "params": dict,
-    "tags": dict,
-}
+class _RunDocument(NamedTuple):
+    """The fields of a run.json."""
+
+    run_id: str
+    name: str
+    status: Status
+    started: float
+    ended: float | None
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+
+
+_LATEST = 253402300799.0
+"""The last second of the year 9999 in Unix time: a later one has no date."""
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A run.json. ValueError where it is not as it was written."""
-    run = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(run, dict) or not run:
+    run = json_mapping(read_bounded(path, MOST_BYTES))
+    if not run:
         raise ValueError("it has no run")
-    wrong = next((name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)), "")
-    if wrong:
-        raise ValueError(f"it has no {wrong}")
+    for name, hint in get_type_hints(_RunDocument).items():
+        if name not in run or not conforms(run[name], hint) or isinstance(run[name], bool):
+            raise ValueError(f"it has no {name}")
+    if run["run_id"] != path.parent.name:
+        raise ValueError(f"it is that of run {shown(run['run_id'])}")
+    for name in ("started", "ended"):
+        if run[name] is not None and not 0 <= run[name] <= _LATEST:
+            raise ValueError(f"it has no {name}: {run[name]} is no time")
     return run
 
 
@@ -159,7 +172,7 @@ def _finished(path: Path, inode: int, mtime_ns: int, size: int) -> tuple[str | N
     """The identity of a run with status FINISHED, else None, and when it began. A file is read only once while it is unchanged:
     each trial of a sweep asks for all runs, and a changed file is a new file.
     """
-    run = json.loads(path.read_text(encoding="utf-8"))
+    run = _read(path)
     finished = run["status"] == "FINISHED"
     return (run["tags"].get("lockstep.identity") if finished else None), float(run["started"])
 
@@ -227,7 +240,7 @@ class FolderStore:
         """Nothing to do: the fields of the identity have the fingerprints."""
 
     def log_file(self, path: Path, folder: str) -> None:
-        kept = self._folder / folder / path.name
+        kept = beneath(self._folder, *filter(None, (folder, path.name)))
         if kept == path:
             return
         try:
@@ -328,7 +341,10 @@ class FolderReader:
         )
 
     def text(self, run_id: str, path: str) -> str:
-        return as_text((self._storage / run_id / path).read_bytes())
+        try:
+            return as_text(read_beneath(self._storage / component(run_id), path, MOST_BYTES))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"run {run_id}: its {shown(path)} cannot be read: {error}") from error
 
     def artifacts(self, run_id: str) -> list[str]:
         folder = self._storage / run_id

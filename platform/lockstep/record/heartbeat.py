@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -46,12 +47,12 @@ def same_beat(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
 
 def vanished(run_id: str, tags: Mapping[str, str]) -> str:
     """Why a run that is RUNNING in its store is in fact gone; empty if it may well be alive."""
-    if "lockstep.heartbeat" not in tags:
-        return ""
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]*)?", tags.get("lockstep.heartbeat", "")):
+        return ""  # none, or no time
     where, _, process = tags.get("lockstep.process", "").partition(" ")
     pid, _, began = process.partition(" ")
     host = tags.get("lockstep.host", "?")
-    if where and where == place() and pid.isdigit():
+    if where and where == place() and re.fullmatch("[0-9]{1,10}", pid):
         if started(int(pid)) == began:
             return ""
         return f"the process that recorded it is gone (host {host}, pid {pid})"

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.job.identity import forked_step
+from lockstep.paths import open_beneath
 from lockstep.record.events import (
     CheckpointRow,
     Delivered,
@@ -399,12 +400,26 @@ class Journal:
                 yield line + b"\n"
 
 
+def _opened(folder: Path) -> BinaryIO | None:
+    """The journal of a run, to read without its lock; None where there is none. RecordError for anything but a file."""
+    try:
+        return os.fdopen(open_beneath(folder, NAME), "rb")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RecordError(f"run {folder.name}: {error}") from error
+    except OSError as error:
+        raise RecordError(
+            f"run {folder.name}: its {NAME} in {str(folder)!r} cannot be read: {error.strerror}"
+        ) from error
+
+
 def newest_step(folder: Path) -> StepRow | None:
     """The highest step near the end of a run's journal, where a row that was mended may follow later ones; None if it has no step."""
-    path = folder / NAME
-    if not path.exists():
+    file = _opened(folder)
+    if file is None:
         return None
-    with path.open("rb") as file:
+    with file:
         size, length = os.fstat(file.fileno()).st_size, READ_BYTES // 4
         while True:  # what an attempt begins with may be longer than what is read at once
             file.seek(max(0, size - length))
@@ -419,10 +434,11 @@ def newest_step(folder: Path) -> StepRow | None:
 
 def newest_checkpoint(folder: Path) -> CheckpointRow | None:
     """The last checkpoint in the journal of a run whose place it names, or None."""
-    path, found = folder / NAME, None
-    if not path.exists():
+    found = None
+    file = _opened(folder)
+    if file is None:
         return None
-    with path.open("rb") as lines:
+    with file as lines:
         for line in lines:
             row = from_line(line.rstrip(b"\n"), folder) if line.startswith(b'{"checkpoint":') else None
             if isinstance(row, CheckpointRow) and row.uri is not None:

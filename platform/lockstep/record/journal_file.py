@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
+from lockstep.paths import plain_file
 
 NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
 READ_BYTES = 1 << 20
@@ -45,7 +46,8 @@ class JournalFile:
         try:
             if not read_only:
                 make_folder(folder)
-            self._file = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+            flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a link would be cut, a pipe waited for
+            self._file = plain_file(os.open(self.path, flags, 0o644), self.path)
         except OSError as error:
             raise broken(self.path, error) from error
         try:
@@ -137,7 +139,11 @@ class JournalFile:
         following = self.path.with_name(NEXT)
         file = -1
         try:
-            file = os.open(following, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            file = os.open(
+                following,
+                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o644,
+            )
             self._lock(file)
             _write(file, before)
             while at < self.size and (data := self.read(min(READ_BYTES, self.size - at), at)):

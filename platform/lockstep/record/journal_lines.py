@@ -14,7 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, assert_never
 
+from lockstep.errors import StorageError
+from lockstep.parsing import conforms, json_mapping
+from lockstep.paths import component, relative
 from lockstep.record.events import (
+    SOURCE,
     AttemptsSummarised,
     CheckpointRow,
     Corrupted,
@@ -107,6 +111,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             assert_never(event)
 
 
+_MAPPINGS = ("fields", "plan", "git", "environment", SOURCE)
+"""Facts of an attempt that are mappings."""
 _CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
 
 
@@ -116,10 +122,44 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
     if found and zlib.crc32(found[1]) != int(found[2], 16):
         return None
     try:
-        ((kind, value),) = json.loads(found[1] if found else line).items()
-        return _from_plain(kind, value, folder)
-    except (ValueError, TypeError, AttributeError, KeyError):
+        ((kind, value),) = json_mapping(found[1] if found else line).items()
+        event = _from_plain(kind, value, folder)
+        _check(event, folder)
+        return event
+    except (ValueError, TypeError, AttributeError, KeyError, LookupError, struct.error, StorageError):
         return None
+
+
+_MOST_DOUBTED = 10_000_000
+"""Steps that one corruption can cast doubt on."""
+
+
+def _check(event: Recorded, folder: Path) -> None:
+    """ValueError for an event that no recorder writes: a value of another type, or a name that leads out of the run's folder."""
+    if not conforms(event, type(event)):
+        raise ValueError("a value is of another type")
+    match event:
+        case Document():
+            relative(event.name)
+        case Started():
+            for name in event.facts:
+                component(name)
+            for name in event.facts.get(SOURCE) or {}:
+                relative(name)
+            if not all(isinstance(event.facts.get(name) or {}, dict) for name in _MAPPINGS):
+                raise ValueError("a fact is of another type")
+        case Finished():
+            for path in event.files:
+                relative(path.relative_to(folder).as_posix())
+        case Sealed():
+            for segment in event.segments:
+                component(segment.name)
+        case CheckpointRow():
+            if any("\0" in uri for uri in (event.uri or "", *(uri for _, uri in event.essential))):
+                raise ValueError("a place has a null character")
+        case Corrupted():
+            if not 0 <= event.step - event.since <= _MOST_DOUBTED:
+                raise ValueError("it casts doubt on too many steps")
 
 
 def held_by(line: bytes) -> str:

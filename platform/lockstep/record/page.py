@@ -6,7 +6,6 @@ What an event changes becomes calls to the store. Every document is first writte
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,8 @@ from typing import Any, assert_never
 from lockstep.errors import RecordError, first_line
 from lockstep.files import as_bytes, encoded, write_bytes
 from lockstep.job.source import job_sources
+from lockstep.parsing import MOST_BYTES, conforms, json_value
+from lockstep.paths import OutsideError, beneath, read_beneath
 from lockstep.record import documents, figures, final_tables
 from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
@@ -205,9 +206,15 @@ class Page:
         self._document("diagnosis.json", documents.as_json([asdict(event) for event in found]))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
-        path = self._folder / "attempts.json"
-        found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-        return found
+        try:
+            text = read_beneath(self._folder, "attempts.json", MOST_BYTES)
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            raise RecordError(
+                f"run {self._folder.name}: its attempts.json cannot be read: {error}"
+            ) from error
+        return attempts_in(text)
 
     def _checkpoint(self, row: CheckpointRow) -> None:
         """Show a checkpoint that was saved or given up."""
@@ -395,14 +402,24 @@ class Page:
 
     def _keep(self, path: Path) -> None:
         """Send a file to the store, under its folder within the run's folder."""
-        inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
+        try:
+            name = path.relative_to(self._folder).as_posix()
+            beneath(self._folder, name)
+        except ValueError as error:
+            self.log(f"not recorded: {error}")
+            return
+        inside = Path(name).parent
         folder = "" if inside == Path() else inside.as_posix()
         self._send("files", f"artifact {inside / path.name}", self._store.log_file, path, folder)
 
     def _document(self, name: str, content: str | bytes) -> None:
-        """Write a text, or a file as it is, to the run's folder and send it."""
-        write_bytes(self._folder / name, encoded(content) if isinstance(content, str) else content)
-        self._keep(self._folder / name)
+        """Write a text, or a file as it is, to the run's folder and send it. RecordError for a name that leads out of it."""
+        try:
+            path = beneath(self._folder, name)
+        except OutsideError as error:
+            raise RecordError(f"run {self._folder.name}: a document is not recorded: {error}") from error
+        write_bytes(path, encoded(content) if isinstance(content, str) else content)
+        self._keep(path)
 
     def _tag(self, facts: Mapping[str, Any]) -> None:
         tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
@@ -411,6 +428,15 @@ class Page:
 
 
 _REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is missing is taken from its newest checkpoint"
+
+
+def attempts_in(text: bytes) -> list[dict[str, Any]]:
+    """The attempts of an attempts.json, each a mapping with its number; none if the file is not as it was written, and another is made."""
+    with suppress(ValueError):
+        attempts = json_value(text)
+        if conforms(attempts, Sequence[Mapping[str, Any]]):
+            return [one for one in attempts if isinstance(one.get("attempt"), int)]
+    return []
 
 
 def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

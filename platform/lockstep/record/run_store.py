@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lockstep.errors import NoSuchRunError, RecordError
+from lockstep.parsing import json_value, yaml_value
 from lockstep.record.data_sets import DataSet
 from lockstep.record.final_model import FinalModel
 from lockstep.record.points import Point
@@ -167,12 +167,10 @@ def recorded(
     run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
 ) -> StoredRun:
     """A run from its files. RecordError where they are not those of a run of Lockstep."""
-    import yaml
-
     try:
-        document = yaml.safe_load(spec) if spec is not None else None
-        found = json.loads(summary) if summary is not None else {}
-    except (yaml.YAMLError, ValueError) as error:
+        document = yaml_value(spec) if spec is not None else None
+        found = json_value(summary) if summary is not None else {}
+    except ValueError as error:
         raise RecordError(
             f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}; {_CHECK.format(run_id)}"
         ) from error

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.files import replacing
+from lockstep.paths import read_beneath
 from lockstep.record.events import Segment, StepRow
 from lockstep.record.ledger import Rows
 from lockstep.record.segments import check, seal, steps_in, table_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+LARGEST = 1 << 30
+"""Bytes of the largest segment that is read."""
 
 FOLDER = "sealed"
 """The folder within the run's folder."""
@@ -51,8 +55,8 @@ class SealedSteps:
         """Take every segment that has a file, for when nothing names them. A file whose hash does not match its name does not count."""
         found = []
         for path in self._folder.glob("*.rows"):
-            with suppress(StorageError, OSError):
-                content = path.read_bytes()
+            with suppress(StorageError, OSError, ValueError):
+                content = read_beneath(self._folder, path.name, LARGEST)
                 segment = Segment.of(path.name, len(content), hashlib.sha256(content).hexdigest())
                 if segment.name == path.name:
                     found.append(segment)
@@ -118,8 +122,8 @@ class SealedSteps:
     def _content(self, segment: Segment) -> bytes:
         path = self._folder / segment.name
         try:
-            return check(segment, path.read_bytes())
-        except (OSError, StorageError) as error:
+            return check(segment, read_beneath(self._folder, segment.name, LARGEST))
+        except (OSError, ValueError, StorageError) as error:
             raise RecordError(
                 f"record: {str(path)!r} cannot be read ({error}); resume the run: a checkpoint has its steps"
             ) from error

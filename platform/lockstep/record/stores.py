@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.parsing import MOST_YAML_BYTES, yaml_value
+from lockstep.paths import read_bounded
 from lockstep.record.events import Observation
 from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
@@ -119,27 +121,32 @@ def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
 
 def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
     """The document of the sweep that has this id, or None where the run is none. SpecError where it is damaged."""
-    import yaml
-
     from lockstep.record.mlflow_store import files_from_mlflow
 
     here = folder / run_id / SWEEP_FILE
     if here.exists():
-        text = here.read_text(encoding="utf-8")
+        text = _text(run_id, here)
     elif uri == RECORD_OFF:
         return None
     else:
         with tempfile.TemporaryDirectory() as there:
             if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
                 return None
-            text = Path(there, SWEEP_FILE).read_text(encoding="utf-8")
+            text = _text(run_id, Path(there, SWEEP_FILE))
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = yaml_value(text)
+    except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
         raise SpecError(f"sweep {run_id}: its {SWEEP_FILE} is no sweep: {document!r}; put a copy of it back")
     return document
+
+
+def _text(run_id: str, path: Path) -> str:
+    try:
+        return read_bounded(path, MOST_YAML_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"sweep {run_id}: its {SWEEP_FILE} cannot be read: {error}") from error
 
 
 def reader(uri: str, storage: Path) -> RunReader:

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from lockstep.errors import SpecError
+from lockstep.parsing import MOST_YAML_BYTES, BoundedLoader, yaml_value
+from lockstep.paths import read_bounded
 from lockstep.spec.messages import shown
 
 ONE_VALUE = {"determinism": "mode"}
@@ -22,26 +24,18 @@ COUNTS = ("length", "evaluate.every", "checkpoint.every")
 """Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """Reads plain words as YAML 1.2 does, and refuses a key that is given twice and a text with a null character."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, key in enumerate(keys):
-            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
+        keys: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key.value!r} is given twice", key.start_mark
                 )
+            keys.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else ("", ""))
         return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (LookupError, AttributeError) as error:  # what the constructor of a tag stumbles over
-            kind = node.tag.removeprefix("tag:yaml.org,2002:")
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} is no {kind}", node.start_mark
-            ) from error
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
@@ -69,29 +63,23 @@ for _tag, _pattern, _first in (
 
 def _parse(text: str, what: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
-    except RecursionError as error:
-        raise SpecError(f"{what} is nested too deeply to be read") from error
-    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
-        mark = getattr(error, "problem_mark", None)
-        words = [
-            getattr(error, "context", None),
-            getattr(error, "problem", None) or str(error).splitlines()[0],
-        ]
-        line = f"line {mark.line + 1}, " if mark else ""
-        raise SpecError(f"{what} is not YAML: {line}{', '.join(filter(None, words))}") from error
+        return yaml_value(text, _Loader)
+    except ValueError as error:
+        raise SpecError(f"{what} is not YAML: {error}") from error
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; SpecError for anything else."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MOST_YAML_BYTES).decode()
     except OSError as error:
         raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SpecError(
             f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
         ) from error
+    except ValueError as error:
+        raise SpecError(f"spec: {str(path)!r} cannot be read: {error}") from error
     document = _parse(text, f"spec: {str(path)!r}")
     if document is None:
         raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')

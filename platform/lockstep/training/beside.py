@@ -17,12 +17,12 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Tree, pack
 from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.job.interface import Job
+from lockstep.parsing import strict_json
 from lockstep.training.failure import job_at
 from lockstep.training.modes import ModuleSettings, Settings
 
@@ -108,7 +108,7 @@ def load_beside(weights: Path) -> dict[str, Tree]:
     try:
         with safetensors.safe_open(path, "pt") as file:
             names = list(file.keys())
-            skeleton = parsed((file.metadata() or {})[_SKELETON].encode())
+            skeleton = strict_json((file.metadata() or {})[_SKELETON].encode())
             found: dict[str, Tree] = unpack(skeleton, {name: file.get_tensor(name).clone() for name in names})
     except (OSError, safetensors.SafetensorError, KeyError, ValueError, BadCheckpointError) as error:
         raise StorageError(f"weights: cannot read {str(path)!r}: {error}; restore the file") from error

@@ -18,12 +18,12 @@ from lockstep.checkpoint import holder
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.holder import Holder, holding
 from lockstep.checkpoint.object_storage import ObjectStorage
-from lockstep.checkpoint.plain_json import as_text
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import claim
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
+from lockstep.parsing import canonical_json
 from tests.unit.checkpoint.states import everywhere
 
 RUN, WHAT = "run-a", "run run-a"
@@ -35,7 +35,7 @@ def elsewhere(number: int, **more: Any) -> Holder:
 
 
 def put(storage: Storage, found: Holder) -> None:
-    storage.put(f"{RUN}/holds/{found.number:04d}.json", as_text(asdict(found)))
+    storage.put(f"{RUN}/holds/{found.number:04d}.json", canonical_json(asdict(found)))
 
 
 def files(storage: Storage) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_counter_that_moves_elsewhere_is_a_holder_that_lives(
 
 def test_a_counter_that_does_not_move_is_a_holder_that_is_dead(storage: Storage) -> None:
     """So is a file that a loss of power has left empty. All at once: each is watched for seconds."""
-    texts = [as_text(asdict(elsewhere(4))), b"", b'{"number": 1}', b"[]"]
+    texts = [canonical_json(asdict(elsewhere(4))), b"", b'{"number": 1}', b"[]"]
     for i, text in enumerate(texts):
         storage.put(f"run-{i}/holds/0004.json", text)
 

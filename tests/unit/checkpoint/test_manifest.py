@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
-from lockstep.checkpoint.manifest import VERSION, Facts, FileEntry, Manifest, _canonical, _digest
+from lockstep.checkpoint.manifest import VERSION, Facts, FileEntry, Manifest
 from lockstep.errors import JobError
+from lockstep.parsing import with_hash
 from tests.unit.checkpoint.states import FACTS, nan, same
 
 ENTRY = FileEntry("model.a0003.r0000.safetensors", "model", "tensors", 12, "0" * 64)
@@ -23,7 +24,7 @@ def forged(**changes: Any) -> bytes:
     document = json.loads(MANIFEST.encode())
     document.pop("sha256")
     document |= changes
-    return _canonical({**document, "sha256": _digest(document)})
+    return with_hash(document)
 
 
 def test_a_manifest_comes_back() -> None:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tensor_file import read_tensors, tensor_pieces
 from lockstep.checkpoint.tree import DTYPES, pack, plain, sharing
 from lockstep.errors import JobError
+from lockstep.parsing import canonical_json, strict_json
 from tests.unit.checkpoint.states import bits, nan, raw, same, state
 
 
@@ -35,7 +35,7 @@ def through_files(tree: Any) -> Any:
         buffer[:] = content[position : position + len(buffer)]
         position += len(buffer)
 
-    return unpack(parsed(as_text(packed.skeleton)), read_tensors(fill, len(content)))
+    return unpack(strict_json(canonical_json(packed.skeleton)), read_tensors(fill, len(content)))
 
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -361,7 +361,7 @@ def test_a_skeleton_without_end_is_refused() -> None:
     with pytest.raises(BadCheckpointError, match="too deep"):
         unpack(deep, {})
     with pytest.raises(ValueError, match="too deep"):
-        parsed(b"[" * 100_000 + b"]" * 100_000)
+        strict_json(b"[" * 100_000 + b"]" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -369,12 +369,12 @@ def test_a_skeleton_without_end_is_refused() -> None:
 )
 def test_what_is_no_strict_json_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        parsed(text)
+        strict_json(text)
 
 
 def test_the_skeleton_of_a_state_is_readable() -> None:
     """A person can see what a checkpoint holds, and names in the tensor file are those of the model."""
     packed = pack(state(3)["optimizer"])
-    assert json.loads(as_text(packed.skeleton))["param_groups"][0]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert json.loads(canonical_json(packed.skeleton))["param_groups"][0]["betas"] == {"$tuple": [0.9, 0.999]}
     assert "state/0/exp_avg" in packed.tensors
     assert set(pack(state(3)["model"]).tensors) >= {"conv.weight", "embed.weight"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
@@ -21,6 +20,7 @@ from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import RecordError
+from lockstep.parsing import with_hash
 from lockstep.record.copies import HELD, Copies
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.mlflow_store import MlflowStore
@@ -92,7 +92,7 @@ def checkpoint(folder: Path, step: int) -> str:
     place = folder / f"step-{step}"
     place.mkdir(parents=True)
     (place / "model.bin").write_bytes(bytes([step]) * 1000)
-    (place / "manifest.json").write_text('{"files": [{"name": "model.bin"}]}')
+    (place / "manifest.json").write_bytes(with_hash({"files": [{"name": "model.bin"}]}))
     return str(place)
 
 
@@ -295,8 +295,8 @@ def test_what_checkpoints_share_is_sent_once_and_is_there_again(
         for name in names[:count]:
             (folder / name).write_bytes(name.encode() * 1000)
         shared = [f"{name} {len(name) * 1000} 0" for name in names[:count]]
-        (folder / "manifest.json").write_text(
-            json.dumps({"files": [{"name": "model.bin"}], "shared": shared})
+        (folder / "manifest.json").write_bytes(
+            with_hash({"files": [{"name": "model.bin"}], "shared": shared})
         )
         store.log_checkpoint(step, {}, folder, sent.append)
     segment = len(names[0]) * 1000

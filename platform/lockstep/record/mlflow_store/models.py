@@ -11,7 +11,6 @@ run's own artifacts.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import tempfile
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.files import NO_LINKS, flush, make_folder
-from lockstep.record.copies import SHARED, shared_names
+from lockstep.parsing import MOST_BYTES
+from lockstep.paths import read_beneath
+from lockstep.record.copies import MANIFEST, SHARED, named_by
 from lockstep.record.final_model import EXAMPLE, GRAPH, FinalModel, Values
 from lockstep.record.run_store import Sent
 
@@ -119,7 +120,7 @@ class Models:
         if here is not None:
             make_folder(here)
         shared = shared_in(folder)
-        for file in sorted(folder.iterdir(), key=lambda file: (file.name == "manifest.json", file.name)):
+        for file in sorted(folder.iterdir(), key=lambda file: (file.name == MANIFEST, file.name)):
             if here is not None and _linked(file, here):
                 continue
             if file.name in shared:
@@ -196,10 +197,9 @@ def is_checkpoint(model: Any) -> bool:
 def shared_in(folder: Path) -> set[str]:
     """The names of the files that a checkpoint in a folder shares with others; empty if the folder is that of another model."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        return set(named_by(read_beneath(folder, MANIFEST, MOST_BYTES)).shared)
     except (OSError, ValueError):
         return set()
-    return set(shared_names(manifest)) if isinstance(manifest, dict) else set()
 
 
 def files_of(uri: str, model: Any) -> Any:

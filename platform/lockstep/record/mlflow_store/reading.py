@@ -11,12 +11,14 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.files import as_text
+from lockstep.parsing import MOST_BYTES
+from lockstep.paths import beneath, read_beneath
 from lockstep.record.check import InStore, digest
-from lockstep.record.copies import SHARED
+from lockstep.record.copies import MANIFEST, SHARED, named_by
 from lockstep.record.documents import Verdict, note, without_password
 from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, identified, page_url, translated
-from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint, shared_in
+from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.points import Point
 from lockstep.record.replay import PROCESS
 from lockstep.record.run_store import CheckpointCopy, RunInfo, StoredRun, no_such_run, recorded
@@ -121,16 +123,29 @@ def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
 
 
 def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
-    """Put the files of a checkpoint into an existing folder, with the shared ones that only the run has."""
-    with translated(uri):
-        files_of(uri, model).download_artifacts("", str(folder))
-        missing = sorted(name for name in shared_in(folder) if not (folder / name).exists())
-        if not missing:
+    """Put the files of a checkpoint into an existing folder, with the shared ones that only the run has.
+
+    The manifest comes first. Only if its hash is that of its content are the files that it names asked for, and no others, whatever
+    the store lists. Whoever reads the checkpoint is told what is missing or wrong.
+    """
+    with translated(uri), tempfile.TemporaryDirectory(dir=folder) as there:  # on its disk, and left with it
+        files = files_of(uri, model)
+        listed = {item.path for item in files.list_artifacts()}
+        if MANIFEST not in listed:
             return
-        shared = models.shared_files()
-        with tempfile.TemporaryDirectory(dir=folder) as there:  # on its disk, and left with it
-            for name in missing:
-                Path(shared.download_artifacts(f"{SHARED}/{name}", there)).replace(folder / name)
+        Path(files.download_artifacts(MANIFEST, there)).replace(beneath(folder, MANIFEST))
+        try:
+            names = named_by(read_beneath(folder, MANIFEST, MOST_BYTES))
+        except ValueError:
+            return
+        for name in {*names.files, *names.shared} & listed:
+            Path(files.download_artifacts(name, there)).replace(beneath(folder, name))
+        if missing := set(names.shared) - listed:
+            shared = models.shared_files()
+            for path in {item.path for item in shared.list_artifacts(SHARED)} & {
+                f"{SHARED}/{name}" for name in missing
+            }:
+                Path(shared.download_artifacts(path, there)).replace(beneath(folder, Path(path).name))
 
 
 _OURS = "tags.`lockstep.heartbeat` != ''"
