@@ -47,6 +47,7 @@ class Checked:
     signature: str
     """`good`, `bad`, `none`, or `not checked`: there is one, and no key was given."""
     disagreement: Disagreement | None
+    """In what the statement is untrue: of the record, or of what was trained again. None also where its rows alone differ."""
     seed: int
     verified: Verified | None
 
@@ -150,7 +151,15 @@ def check_statement(
         hidden=[path.absolute() for path in (path, key) if path is not None],
         **where,
     )
-    return Checked(stated_run, signed_by, signature, None, seed, again)
+    return Checked(stated_run, signed_by, signature, _untrue(again), seed, again)
+
+
+def _untrue(again: Verified) -> Disagreement | None:
+    """A field of the stated identity that is another one where the steps were taken again, though neither the versions nor the machine are."""
+    others = (cause for cause in again.fields or () if not cause.elsewhere)
+    return next(
+        (Disagreement(f"predicate.fields.{one.field}", one.recorded, one.found) for one in others), None
+    )
 
 
 def _opened(path: Path, key: Path | None) -> tuple[bytes, str | None, str]:

@@ -40,6 +40,11 @@ def execution_of(
             raise SpecError(
                 "sandbox: it holds one process of this machine, and the steps are to be taken on Ray; add --local, or --no-sandbox"
             )
+        if run.spec.reduction == "native" and run.fields.get("workers", 1) != 1:
+            raise SpecError(
+                f"sandbox: it holds one worker, and run {run.run_id} has the bits of {run.fields['workers']} (reduction: native); "
+                "give --no-sandbox"
+            )
         unseen = [] if hidden is None else [*_record_of(run), *hidden]
         sandbox = Sandbox(unseen, [*needed, *named_in(run.spec)])
     fields = {

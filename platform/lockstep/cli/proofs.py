@@ -297,7 +297,11 @@ def checked_as_text(found: Checked) -> str:
     signature = {"good": "good", "bad": "bad", "none": "none", "not checked": "not checked (--key PUB does)"}
     by = "" if found.signed_by is None else f", of key {found.signed_by[:16]}…"
     lines = [f"signature         {signature[found.signature]}{by}"]
-    if found.verified is not None:
+    if found.disagreement is not None:
+        what, stated, other = found.disagreement
+        lines.insert(0, f"different: {what} is stated as {stated} and was found as {other}")
+        lines += [f"seed              {found.seed}"] * (found.verified is not None)
+    elif found.verified is not None:
         lines = [
             as_text(found.verified),
             *lines,
@@ -305,9 +309,6 @@ def checked_as_text(found: Checked) -> str:
             *_of_weights(found.verified),
             f"seed              {found.seed}",
         ]
-    elif found.disagreement is not None:
-        what, stated, other = found.disagreement
-        lines.insert(0, f"different: {what} is stated as {stated} and was found as {other}")
     else:
         lines.insert(0, "different: the statement is not signed by this key, or was changed afterwards")
     return "\n".join(lines)

@@ -207,7 +207,6 @@ CODE: dict[str, str] = {
 
 DEFAULT = {
     "the comparison of the judge is replaced",
-    "everything is done, and the process ends well",
     "the rows of the record are sent",
 }
 """Those of every `make test`; the others are scenarios."""
