@@ -12,6 +12,8 @@ from lockstep.calls.verification import verify
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
+from lockstep.parsing import MOST_BYTES, json_value
+from lockstep.paths import read_bounded
 from lockstep.proof import signatures
 from lockstep.proof.ending import DIGEST_OF, Disagreement
 from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
@@ -164,8 +166,8 @@ def _untrue(again: Verified) -> Disagreement | None:
 
 def _opened(path: Path, key: Path | None) -> tuple[bytes, str | None, str]:
     try:
-        content = path.read_bytes()
-        document = json.loads(content)
+        content = read_bounded(path, MOST_BYTES)
+        document = json_value(content)
     except (OSError, ValueError) as error:
         raise SpecError(f"statement: {str(path)!r} cannot be read: {error}") from error
     if not signatures.is_envelope(document):

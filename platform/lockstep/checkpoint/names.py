@@ -6,16 +6,23 @@ A retrying system, such as Kubernetes or a queue, cannot know the run id that th
 from __future__ import annotations
 
 from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.layout import is_run_id
 from lockstep.checkpoint.storage import Storage
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, StorageError
+from lockstep.paths import shown
 
 
 def run_of_name(storage: Storage, name: str) -> str | None:
     """The id of the run that has this name."""
     try:
-        return storage.read(_file(name)).decode()
+        owner = storage.read(_file(name)).decode(errors="replace")
     except LostFileError:
         return None
+    if not is_run_id(owner):
+        raise StorageError(
+            f"run: the file of the name {name!r} in {storage.shown!r} has no run's id: {shown(owner)}"
+        )
+    return owner
 
 
 def give_name(storage: Storage, name: str, run_id: str) -> None:

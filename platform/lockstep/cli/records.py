@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -84,12 +83,14 @@ def show(
             return
         if keys:
             raise SpecError(f"show: got {' '.join(keys)!r} after the run; keys are for --plot")
+        from lockstep.record.page import attempts_in
         from lockstep.record.stores import reader
         from lockstep.spec.locations import tracking_uri
 
         store = reader(tracking_uri(uri), storage)
         found, artifacts = store.run(run), store.artifacts(run)
-        attempts = json.loads(store.text(run, "attempts.json")) if "attempts.json" in artifacts else []
+        listed = "attempts.json" in artifacts
+        attempts = attempts_in(store.text(run, "attempts.json").encode()) if listed else []
         answer(
             {**found._asdict(), "artifacts": artifacts, "attempts": attempts},
             lambda: _page(found, artifacts) + _attempts(attempts),

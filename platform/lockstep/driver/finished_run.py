@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.identity import identity_digest
+from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.paths import read_bounded
 from lockstep.proof.ending import DIGEST_OF, Disagreement, lacking_digests, of_files, of_metrics, plan_of
 from lockstep.record.ledger import Rows, read_history
 from lockstep.record.redaction import redacted_fields
@@ -67,9 +68,7 @@ def _doubt(found: StoredRun, here: Path, steps: int | None) -> str:
         return f"its ledger has not the steps up to {last}"
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
-    fields = json.loads((here / "fields.json").read_text(encoding="utf-8"))
-    if not isinstance(fields, dict):
-        return "its fields.json has no fields"
+    fields = json_mapping(read_bounded(here / "fields.json", MOST_BYTES))
     wrong = _doubt_of_end(found, history, fields, here) or _doubt_of_identity(summary, fields)
     return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 

@@ -144,7 +144,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file of weights. StorageError where it cannot be read."""
     try:
         return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise StorageError(
             f"weights: {str(path)!r} cannot be read: {first_line(error)}; put the file back that the run wrote"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,8 @@ from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
 from lockstep.job.source import MAIN_MODULE
+from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.paths import OutsideError, beneath, component, read_beneath
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
@@ -179,7 +180,10 @@ def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:
 
 def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
     """The folder of a run: below `storage`, else where its spec has it."""
-    here = storage / run_id
+    try:
+        here = beneath(storage, component(run_id))
+    except OutsideError as error:
+        raise SpecError(f"run: {error}; give the id of a run") from error
     return here if here.is_dir() else spec.folder / run_id
 
 
@@ -230,12 +234,9 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
 def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     """The fields of a run's identity; none where nothing tells them."""
     try:
-        fields = json.loads(_Texts(uri, run_id, here).read("fields.json") or b"{}")
+        return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
         raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
-    if not isinstance(fields, dict):
-        raise SpecError(f"run {run_id}: its fields.json has no fields; it was changed after it was written")
-    return fields
 
 
 def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
@@ -283,5 +284,7 @@ class _Texts:
         if self._reader is not None:
             there = name in self._reader.artifacts(self._run_id)
             return as_bytes(self._reader.text(self._run_id, name)) if there else b""
-        path = self._here / name
-        return path.read_bytes() if path.exists() else b""
+        try:
+            return read_beneath(self._here, name, MOST_BYTES)
+        except FileNotFoundError:
+            return b""

@@ -18,6 +18,8 @@ from lockstep.errors import SpecError
 from lockstep.job.identity import identity_digest
 from lockstep.job.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
+from lockstep.parsing import json_mapping
+from lockstep.paths import component, shown
 from lockstep.proof.ending import (
     DIGEST_OF,
     Disagreement,
@@ -101,15 +103,17 @@ def plain(value: Mapping[str, Any]) -> bytes:
 def parsed(payload: bytes) -> dict[str, Any]:
     """A statement that was written. SpecError where it is none of a run."""
     try:
-        value = json.loads(payload)
+        value = json_mapping(payload)
         kinds = value["_type"], value["predicateType"]
-        str(value["predicate"]["run"])
+        component(value["predicate"]["run"])
     except (ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"statement: wanted one that lockstep attest wrote; it cannot be read ({error!r})"
         ) from error
     if kinds != (STATEMENT, PREDICATE):
-        raise SpecError(f"statement: got one of {kinds[1]} in {kinds[0]}, wanted {PREDICATE} in {STATEMENT}")
+        raise SpecError(
+            f"statement: got one of {shown(kinds[1])} in {shown(kinds[0])}, wanted {PREDICATE} in {STATEMENT}"
+        )
     return dict(value)
 
 

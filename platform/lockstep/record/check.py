@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import StorageError
+from lockstep.parsing import MOST_BYTES, json_value
+from lockstep.paths import read_bounded
 from lockstep.record import ledger
 from lockstep.record.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.documents import as_json
@@ -196,7 +198,7 @@ def _status(where: str, status: str, process: str | None, journal: Journal) -> I
 def _other_document(path: Path, wanted: Mapping[str, Any]) -> str:
     """How a file of JSON differs from the wanted document; empty if it does not."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json_value(read_bounded(path, MOST_BYTES))
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:

@@ -8,12 +8,14 @@ sign of zero survive. A part that a step did not have is null, a part that was N
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
+from lockstep.paths import OutsideError, open_beneath
 from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
@@ -128,11 +130,11 @@ def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(io.BytesIO(block), pre_buffer=False)
+        file = _bounded(pq.ParquetFile(io.BytesIO(block), pre_buffer=False), len(block))
         if columns is not None and not columns:
             return file.schema_arrow.empty_table()
         return file.read(columns, use_threads=False)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"ledger: cannot read a segment's steps: {error}") from error
 
 
@@ -265,26 +267,28 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def _decoded(block: bytes, types: Mapping[str, str]) -> Fields:
-    return _rows(io.BytesIO(block), types, "a checkpoint's rows")
+    return _rows(io.BytesIO(block), len(block), types, "a checkpoint's rows")
 
 
 def _read(path: Path, types: Mapping[str, str]) -> Fields:
     try:
-        with path.open("rb") as file:
-            return _rows(file, types, repr(str(path)))
-    except OSError as error:
+        with os.fdopen(open_beneath(path.parent, path.name), "rb") as file:
+            return _rows(file, os.fstat(file.fileno()).st_size, types, repr(str(path)))
+    except (OSError, OutsideError) as error:
         raise StorageError(f"ledger: cannot read {str(path)!r}: {error}") from error
 
 
-def _rows(file: BinaryIO, types: Mapping[str, str], what: str) -> Fields:
+def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fields:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         # Only in this thread: Arrow's own threads, leaving a Python file, abort an interpreter that is exiting.
-        rows = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False).to_pylist()
-    except pa.ArrowException as error:
-        raise StorageError(f"ledger: cannot read {what}: {error}") from error
+        table = _bounded(pq.ParquetFile(file, pre_buffer=False), size).read(use_threads=False)
+        _check_columns(table.schema, types)
+        rows = table.to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StorageError(f"ledger: cannot read {what}: {_one_line(error)}") from error
     return [
         (
             {field: row[field] for field in types},
@@ -292,3 +296,32 @@ def _rows(file: BinaryIO, types: Mapping[str, str], what: str) -> Fields:
         )
         for row in rows
     ]
+
+
+_VALUES_PER_BYTE = 64
+"""The most values that a byte of a file may stand for, beyond the first million: rows of a run differ, and fill it."""
+
+
+def _bounded(file: Any, size: int) -> Any:
+    """The file of Parquet, if what it claims to hold is in proportion to its size. ValueError where not."""
+    values = file.metadata.num_rows * max(1, file.metadata.num_columns)
+    if not 0 <= values <= 1_000_000 + _VALUES_PER_BYTE * size:
+        raise ValueError(f"{size} bytes claim to hold {values} values")
+    return file
+
+
+def _check_columns(schema: pa.Schema, types: Mapping[str, str]) -> None:
+    """ValueError where a column is missing, is there twice or has another type than was written."""
+    if len(set(schema.names)) < len(schema.names):
+        raise ValueError("it has a column twice")
+    for name in types:
+        if name not in schema.names:
+            raise ValueError(f"it has no column {name}")
+    for field in schema:
+        wanted = types.get(field.name) or _DIGEST_TYPES.get(field.name) or "double"
+        if field.type != _arrow_type(wanted) and not (wanted == "double" and str(field.type) == "null"):
+            raise ValueError(f"its column {field.name[:80]!r} has {field.type}, wanted {wanted}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import StorageError
+from lockstep.parsing import json_mapping
 from lockstep.record import ledger
 from lockstep.record.events import EvaluationRow, Segment, StepRow
 from lockstep.record.ledger import Rows
@@ -78,11 +79,11 @@ def _blocks(content: bytes) -> tuple[bytes, bytes]:
     try:
         if not head.startswith(_HEAD):
             raise ValueError("it is no segment of a ledger")
-        sizes = json.loads(head.removeprefix(_HEAD))
+        sizes = json_mapping(head.removeprefix(_HEAD))
         steps, evaluations = int(sizes["steps"]), int(sizes["evaluations"])
-        if len(rest) != steps + evaluations:
+        if min(steps, evaluations) < 0 or len(rest) != steps + evaluations:
             raise ValueError(f"it has {len(rest)} bytes of rows, wanted {steps + evaluations}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StorageError(f"ledger: a segment cannot be read: {error}") from error
     return rest[:steps], rest[steps:]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.parsing import MOST_YAML_BYTES, yaml_value
-from lockstep.paths import read_bounded
+from lockstep.paths import OutsideError, beneath, component, read_bounded
 from lockstep.record.events import Observation
 from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
@@ -71,12 +71,16 @@ def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there:
     """Copy the named files and folders of a run, as far as it has them, from its folder or else from its store into `there`."""
     from lockstep.record.mlflow_store import files_from_mlflow
 
-    here = [name for name in names if (folder / run_id / name).exists()]
+    try:
+        run = folder / component(run_id)
+        here = [name for name in names if beneath(run, name).exists()]
+    except OutsideError as error:
+        raise RecordError(f"run: {error}") from error
     for name in here:
-        if (folder / run_id / name).is_dir():
-            shutil.copytree(folder / run_id / name, there / name)
+        if (run / name).is_dir():
+            shutil.copytree(run / name, there / name, symlinks=True)
         else:
-            shutil.copyfile(folder / run_id / name, there / name)
+            shutil.copyfile(run / name, there / name)
     if not here and uri != RECORD_OFF:
         files_from_mlflow(uri, run_id, names, there)
 

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.attempts.patience import patiently
 from lockstep.errors import StorageError
 from lockstep.files import flush, replacing
+from lockstep.parsing import json_value
 
 NAME = "decisions.jsonl"
 
@@ -136,7 +137,7 @@ class Decisions:
 def _event(line: bytes) -> dict[str, Any] | None:
     """The decision of a line; None for a damaged one."""
     try:
-        event = json.loads(line)
+        event = json_value(line)
     except ValueError:
         return None
     return event if isinstance(event, dict) and type(event.get("trial")) is int else None

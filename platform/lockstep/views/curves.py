@@ -9,9 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from lockstep.errors import RecordError, SpecError
+from lockstep.parsing import MOST_YAML_BYTES, yaml_value
+from lockstep.paths import read_bounded
 from lockstep.record.events import Observation, StepRow
 from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import Rows
@@ -76,8 +76,8 @@ class Curves:
 def _document(run_id: str, path: Path) -> Mapping[str, Any]:
     """The spec of a run. RecordError where the file is none."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
+        document = yaml_value(read_bounded(path, MOST_YAML_BYTES).decode())
+    except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict):
         raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {document!r}; put a copy of it back")

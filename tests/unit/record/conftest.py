@@ -29,6 +29,7 @@ MLFLOW = {
     "test_stores.py",
     "test_final_model.py",
     "test_copies.py",
+    "test_strangers.py",
     "test_kept_checkpoints.py",
     "test_ui.py",
     "test_liveness.py",

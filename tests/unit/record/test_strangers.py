@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ FINISHED = {"finished": {"summary": SUMMARY, "files": [], "at": 3.0}}
         [{"finished": {"summary": SUMMARY, "files": ["../../canary/secret"], "at": 3.0}}],
         [{"document": {"name": "link/written", "text": "x"}}, FINISHED],
         [{"finished": {"summary": SUMMARY, "files": ["link/secret"], "at": 3.0}}],
-        [{"finished": {"summary": SUMMARY, "files": ["secret"], "at": 3.0}}],
+        [{"finished": {"summary": SUMMARY, "files": ["planted"], "at": 3.0}}],
     ],
 )
 def test_a_foreign_journal_writes_and_reads_nothing_outside(tmp_path: Path, events: Any) -> None:
@@ -76,14 +77,15 @@ def test_a_foreign_journal_writes_and_reads_nothing_outside(tmp_path: Path, even
     events = json.loads(json.dumps(events).replace("{canary}", str(canary)))
     folder = run_folder(storage, [STEP, *events])
     (folder / "link").symlink_to(canary)
-    (folder / "secret").symlink_to(canary / "secret")
+    (folder / "planted").symlink_to(canary / "secret")
     try:
         sync(folder)
     except LockstepError as error:
         assert "\n" not in str(error)
     assert everything(canary) == {"secret": b"the secret"}
     (folder / "link").unlink()
-    (folder / "secret").unlink(missing_ok=True)
+    if (folder / "planted").is_symlink():  # else it was replaced by a copy
+        (folder / "planted").unlink()
     assert not [name for name, content in everything(storage).items() if content == b"the secret"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["canary", "runs"]
 
@@ -136,7 +138,7 @@ def test_one_bad_run_hides_no_other(tmp_path: Path, name: str) -> None:
         (tmp_path / run_id / "run.json").write_text(json.dumps(run_json(run_id)))
     bad = tmp_path / RUN / "run.json"
     if name in BAD_RUNS:
-        bad.write_text(json.dumps(run_json(RUN, name="theirs", **BAD_RUNS[name])))
+        bad.write_text(json.dumps({**run_json(RUN, name="theirs"), **BAD_RUNS[name]}))
     elif name in BAD_TEXTS:
         bad.write_bytes(BAD_TEXTS[name])
     else:
@@ -173,10 +175,8 @@ def manifest_of(**changed: Any) -> bytes:
 def test_a_manifest_that_names_a_file_outside_is_refused_or_has_none(version: int, name: str) -> None:
     shared = [f"{name} 9 {'0' * 64}"]
     text = manifest_of(version=version, shared=shared)
-    try:
+    with suppress(BadCheckpointError):
         assert Manifest.decode(text).shared == ()
-    except BadCheckpointError:
-        pass
     entry = {"name": name, "section": "a", "kind": "bytes", "size": 1, "sha256": "0" * 64}
     with pytest.raises(BadCheckpointError):
         Manifest.decode(manifest_of(version=1, files=[entry]))
@@ -198,7 +198,7 @@ def test_no_file_of_others_is_sent_as_part_of_a_checkpoint(tmp_path: Path, name:
     (folder / "link").symlink_to(tmp_path / "secret")
     text = with_hash({"files": [{"name": name.replace("{out}", str(tmp_path))}]})
     (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(ValueError, match="lead|path"), _held(folder):
+    with pytest.raises(ValueError, match=r"lead|path|link"), _held(folder):
         pass
 
 
