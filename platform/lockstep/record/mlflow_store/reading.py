@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.files import as_text
 from lockstep.parsing import MOST_BYTES
-from lockstep.paths import beneath, read_beneath
+from lockstep.paths import beneath, read_beneath, read_bounded, shown
 from lockstep.record.check import InStore, digest
 from lockstep.record.copies import MANIFEST, SHARED, named_by
 from lockstep.record.documents import Verdict, note, without_password
@@ -36,13 +36,21 @@ def recorded_in_mlflow(uri: str, run_id: str) -> StoredRun:
         names = {item.path for item in client.list_artifacts(run_id)}
         with tempfile.TemporaryDirectory() as folder:
             spec, summary = (
-                Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+                _text(run_id, Path(client.download_artifacts(run_id, name, folder)))
                 if name in names
                 else None
                 for name in ("spec.yaml", "summary.json")
             )
     url = page_url(uri, run.info.experiment_id, run_id)
     return recorded(run_id, run.info.status, spec, summary, url, repr(without_password(uri)))
+
+
+def _text(run_id: str, path: Path) -> str:
+    """A downloaded text. RecordError for one that is too large."""
+    try:
+        return as_text(read_bounded(path, MOST_BYTES))
+    except ValueError as error:
+        raise RecordError(f"run {run_id}: its {shown(path.name)} cannot be read: {error}") from error
 
 
 def _run(client: Any, uri: str, run_id: str) -> Any:
@@ -184,7 +192,7 @@ class MlflowReader:
 
     def text(self, run_id: str, path: str) -> str:
         with translated(self._uri), tempfile.TemporaryDirectory() as folder:
-            return as_text(Path(self._client.download_artifacts(run_id, path, folder)).read_bytes())
+            return _text(run_id, Path(self._client.download_artifacts(run_id, path, folder)))
 
     def _below(self, run_id: str, folder: str | None) -> Iterator[str]:
         for file in self._client.list_artifacts(run_id, folder):
