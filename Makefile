@@ -13,7 +13,7 @@ TESTS = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-lo
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu newest-ray lock sbom audit clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -102,15 +102,48 @@ newest-ray:  ## a small run with the newest Ray that installs, through its priva
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first and by its pinned version: a range would fetch the newest build with its CUDA packages.
-$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
+# torch goes first and by its pinned version: a range would fetch the newest build with its CUDA packages. It is the one package without a
+# hash: which build of it is right depends on the machine, and each has its own. All else is held against the hashes of PyPI.
+$(INSTALLED): pyproject.toml constraints.txt requirements/train.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[jobs]"
+	$(HASHED) --requirement requirements/train.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(INSTALLED_TEST): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[jobs,test]"
+$(INSTALLED_TEST): $(INSTALLED) requirements/test.txt
+	$(HASHED) --requirement requirements/test.txt
 	touch $@
+
+HASHED = $(BIN)/python -m pip install --quiet --require-hashes --no-deps
+
+# --- what it is made of -----------------------------------------------------------------------------------
+
+SUPPLY := .venv-supply
+OF_TORCH := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime \
+  nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 \
+  nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
+LOCK = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --constraint constraints.txt \
+  --default-index https://pypi.org/simple --no-header --no-annotate $(addprefix --no-emit-package ,$(OF_TORCH))
+
+$(SUPPLY)/.installed: requirements/supply.txt
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/supply.txt
+	touch $@
+
+lock: $(SUPPLY)/.installed  ## requirements/*.txt anew: the hashes of all pins, after a change of pyproject.toml or constraints.txt
+	$(LOCK) pyproject.toml requirements/build.in --extra jobs --output-file requirements/train.txt
+	$(LOCK) pyproject.toml requirements/build.in --extra jobs --extra test --output-file requirements/test.txt
+	$(LOCK) requirements/supply.in --output-file requirements/supply.txt
+
+sbom: $(INSTALLED) $(SUPPLY)/.installed  ## sbom.json: the packages that `make train` installs, in CycloneDX
+	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file sbom.json $(BIN)/python
+
+audit: $(SUPPLY)/.installed  ## known vulnerabilities of all pins; asks PyPI's service, and fails where it does not answer
+	@{ sed -nE 's/^([A-Za-z0-9].*==.*) \\$$/\1/p' requirements/test.txt; grep '^torch==' constraints.txt; } > $(SUPPLY)/pins.txt
+	@$(SUPPLY)/bin/pip-audit --strict --disable-pip --no-deps --requirement $(SUPPLY)/pins.txt 2> $(SUPPLY)/audit.log; code=$$?; \
+	if grep -qE "ConnectionError|ServiceError|ConnectTimeout|connect to|timed out" $(SUPPLY)/audit.log; then \
+	  echo "audit: PyPI's vulnerability service does not answer; nothing was checked. Run it again where there is a network" >&2; exit 3; fi; \
+	cat $(SUPPLY)/audit.log >&2; exit $$code
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info
+	rm -rf $(VENV) $(NEWEST) $(SUPPLY) sbom.json .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info

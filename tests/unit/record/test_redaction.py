@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,12 +12,14 @@ import pytest
 
 from lockstep.calls.continuation import refuse_changes
 from lockstep.errors import SpecError
+from lockstep.record import redaction
 from lockstep.record.events import Failed, Printed, Started
 from lockstep.record.recorder import Recorder
 from lockstep.record.redaction import redacted, redacted_document, redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.distributed.small_jobs import Plain
+from tests.unit.record.regex_steps import Counted
 
 HEX = "0123456789abcdef" * 4
 TOKENS = {
@@ -169,3 +172,55 @@ def test_the_detectors_are_imported_by_whoever_records_alone() -> None:
     code = "import sys, lockstep.cli.main, lockstep.record.redaction; print('detect_secrets' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+# --- how much work it is ----------------------------------------------------------------------------------
+
+REPEATED = [
+    "api_key", "api_key ", "password=", "password=`a", 'password="x,', '"a"==', '"a ', "eyJ", "eyJ-", "eyJ.", "//", "//.", "sk-", "TOKEN",
+    "TOKEN_", "key= ", "xoxb-1-", "AKC1", "-----BEGIN ", "a:b@", "://", "aws key ",
+]  # fmt: skip
+BEGUN = ["", "ibm_key", "cl_key ", "api_key", "softlayer_key", "//", "//x/:_authToken="]
+
+
+def patterns() -> list[re.Pattern[str]]:
+    return [
+        *(pattern for _, pattern in redaction._patterns()),
+        *redaction._named_values(),
+        redaction._ENVIRONMENT,
+        redaction._PRIVATE_KEY,
+    ]
+
+
+def work(pattern: re.Pattern[str], text: str) -> int:
+    counted = Counted(pattern)
+    assert counted.spans(text) == [found.span() for found in pattern.finditer(text)]
+    return counted.steps
+
+
+def growth(pattern: re.Pattern[str], begun: str, repeated: str, size: int = 100) -> float:
+    """How many times the work four times the text is; 16 for an expression that takes quadratic time."""
+    few, many = (begun + repeated * (length // len(repeated)) for length in (size, 4 * size))
+    return work(pattern, many) / work(pattern, few)
+
+
+@pytest.mark.parametrize("repeated", [*REPEATED, " "])
+def test_four_times_the_text_is_four_times_the_work(repeated: str) -> None:
+    """Counted, not timed: what an expression begins with, again and again, and blanks after a name."""
+    for pattern in patterns():
+        for begun in BEGUN if repeated == " " else [""]:
+            assert growth(pattern, begun, repeated) < 6, pattern.pattern
+
+
+def test_the_count_finds_what_is_quadratic() -> None:
+    """The expressions as the package has them."""
+    from detect_secrets.plugins.ibm_cloud_iam import IbmCloudIamDetector
+    from detect_secrets.plugins.jwt import JwtTokenDetector
+    from detect_secrets.plugins.npm import NpmDetector
+
+    for detector, begun, repeated in (
+        (JwtTokenDetector, "", "eyJ"),
+        (NpmDetector, "", "//"),
+        (IbmCloudIamDetector, "ibm_key", " "),
+    ):
+        assert growth(detector.denylist[0], begun, repeated, size=15) > 10
