@@ -35,7 +35,7 @@ def exchanged(values: tuple[float, ...]) -> tuple[object, ...]:
         exchange.close()
         if group.size > 1:
             exchange.send()
-        totals, flagged, stop, *_ = exchange.read(len(values))
+        totals, flagged, _, stop, *_ = exchange.read(len(values))
         outcomes.append((bits(totals._asdict()), str(flagged), stop))
     return tuple(outcomes)
 

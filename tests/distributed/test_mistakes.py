@@ -685,7 +685,11 @@ def test_operator_without_a_deterministic_kernel_is_named() -> None:
 
 def test_mixed_machines_are_refused(pool: Pool) -> None:
     with told(
-        DriftError, "numerics_probe", f"rank 0 has {0:016x}", f"rank 1 has {1:016x}", "machines of one kind"
+        DriftError,
+        "numerics_probe",
+        f"rank 0 has '{0:016x}'",
+        f"rank 1 has '{1:016x}'",
+        "machines of one kind",
     ):
         pool.run(2, train_mixed_numerics, document())
 

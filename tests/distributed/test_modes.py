@@ -146,7 +146,9 @@ def test_a_resume_goes_on_with_the_modes_sizes_and_settings_of_the_run(
 
 def test_settings_that_no_checkpoint_keeps_are_lost(tmp_path: Path) -> None:
     """The negative control of the test above."""
-    run = document(kinds.CoolsAnAttribute, checkpoint={"storage": str(tmp_path), "every": None})
+    run = document(
+        kinds.CoolsAnAttribute, checkpoint={"storage": str(tmp_path), "every": None}, rehearsal="off"
+    )
     with mock.patch.object(ModuleSettings, "load", lambda self, changed: None):
         train_attempt(run, RUN, AttemptOrigin(), 1)
         ended = train_attempt(run, RUN, taken_up(run))

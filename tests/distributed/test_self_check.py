@@ -33,7 +33,7 @@ class Counts(StartsLate):
 
 
 def late(kind: type[Kind], **more: Any) -> dict[str, Any]:
-    return document(kind, length={"epochs": 12}, rehearsal="off", **more)
+    return document(kind, length={"epochs": 12}, rehearsal="quick", **more)
 
 
 def test_state_that_starts_late_is_found_by_name() -> None:

@@ -223,7 +223,7 @@ def test_workers_with_other_data_are_told_which(pool: Pool, tmp_path: Path) -> N
         write(tmp_path / str(rank) / "train", TRAIN_ROWS, seed)
         write(tmp_path / str(rank) / "eval", EVAL_ROWS, 2)
     with pytest.raises(
-        DriftError, match=r"^data\.train\.file\.part-0\.parquet: rank 0 has 550 rows .*, rank 1 has 550 "
+        DriftError, match=r"^data\.train\.file\.part-0\.parquet: rank 0 has '550 rows .*, rank 1 has '550 "
     ):
         pool.run(2, train_on_own_data, document(tmp_path), str(tmp_path))
 

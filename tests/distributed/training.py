@@ -313,7 +313,7 @@ def train_updates_forgotten(document: Document) -> Trained:
 def train_buffers_apart(document: Document) -> Trained:
     """Every rank keeps the buffers of its own micro-batches."""
 
-    def keep_own(self: StepBuffers, flagged: object) -> None:
+    def keep_own(self: StepBuffers, flagged: object, resized: bool = False) -> None:
         with torch.no_grad():
             for i, buffer in enumerate(self.buffers):
                 self._before[i].copy_(buffer)

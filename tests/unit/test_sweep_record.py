@@ -139,18 +139,25 @@ def test_a_finished_run_is_read_once_however_many_trials_ask(
 ) -> None:
     """And again when it has changed."""
     for number in range(3):
-        run = {"status": "FINISHED", "started": number, "tags": {"lockstep.identity": "a"}}
+        tags = {"lockstep.identity": "a"}
+        run = {
+            "run_id": f"run-{number}",
+            "name": "",
+            "status": "FINISHED",
+            "started": number,
+            "ended": 9,
+            "params": {},
+            "tags": tags,
+        }
         folder_store.write_text(tmp_path / f"run-{number}" / "run.json", json.dumps(run))
     read: list[str] = []
-    real = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda self, **how: (read.append(self.parent.name), real(self, **how))[1]
-    )
+    real = folder_store._read
+    monkeypatch.setattr(folder_store, "_read", lambda path: (read.append(path.parent.name), real(path))[1])
     monkeypatch.setattr(folder_store, "recorded_in_folder", lambda storage, run_id: run_id)
     for _ in range(4):
         assert list(folder_store.finished_in_folder(tmp_path, "a")) == ["run-2", "run-1", "run-0"]
     assert sorted(read) == ["run-0", "run-1", "run-2"]
-    changed = {"status": "RUNNING", "started": 1, "tags": {"lockstep.identity": "a"}}
+    changed = {**json.loads((tmp_path / "run-1" / "run.json").read_text()), "status": "RUNNING"}
     folder_store.write_text(tmp_path / "run-1" / "run.json", json.dumps(changed))
     assert list(folder_store.finished_in_folder(tmp_path, "a")) == ["run-2", "run-0"]
     assert sorted(read) == ["run-0", "run-1", "run-1", "run-2"]
@@ -242,14 +249,14 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     monkeypatch.setattr(sweep_record.time, "sleep", lambda seconds: None)
     record = SweepRecord(sweep, None)
     refusals = [1, 0]
-    write, draw = sweep_record.write_text, sweep_record.figures.draw
+    write, draw = sweep_record.write_bytes, sweep_record.figures.draw
 
     def refuse(which: int) -> None:
         if refusals[which]:
             refusals[which] -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(sweep_record, "write_text", lambda *text: (refuse(0), write(*text)))
+    monkeypatch.setattr(sweep_record, "write_bytes", lambda *file: (refuse(0), write(*file)))
     monkeypatch.setattr(sweep_record.figures, "draw", lambda *what: (refuse(1), draw(*what))[1])
     trial = {**ended(0), "curve": [(10, 0.5)]}
     failure = record.update([trial])

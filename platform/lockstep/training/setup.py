@@ -300,10 +300,10 @@ def watch_bits(
     """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
-    keeps_gradients = spec.determinism == "strict" and spec.reduction == "exact"
-    single = len(step.each_phase) == 1
+    compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
     replays = origin is not None and origin.replay is not None
-    if spec.recheck or (spec.recheck is None and keeps_gradients and single and not replays):
+    by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
+    if spec.recheck or by_default:
         memory = partial(memory_of, step.state.job, step.state.model)
         step.recheck = Recheck(
             spec, plan, step.group, batches, sampler, step.agreement, step.recomputed, memory

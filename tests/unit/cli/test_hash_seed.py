@@ -35,7 +35,7 @@ def started(seed: str | None) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("seed", [None, "random", "1", "42"])
 def test_a_seed_that_the_user_has_set_is_replaced(seed: str | None) -> None:
-    assert started(seed).stdout == "0 AVX2 -m lockstep train none.yaml --local\n"
+    assert started(seed).stdout == "0 AVX2 -P -m lockstep train none.yaml --local\n"
 
 
 def test_a_command_that_has_it_does_not_start_over() -> None:
