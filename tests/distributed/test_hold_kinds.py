@@ -307,8 +307,8 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
 )
 def test_without_what_hooks_write_two_workers_get_other_bits(pool: Pool, kind: type[Kind]) -> None:
     """The negative control: buffers that an update moves, as the step's rule alone would treat them."""
-    one = train_updates_forgotten(document(kind))
-    two = pool.run(2, train_updates_forgotten, document(kind))[0]
+    one = train_updates_forgotten(document(kind, rehearsal="off"))
+    two = pool.run(2, train_updates_forgotten, document(kind, rehearsal="off"))[0]
     assert one.identity == two.identity
     assert (one.digests, one.evaluations) != (two.digests, two.evaluations)
 

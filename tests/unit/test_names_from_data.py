@@ -39,6 +39,9 @@ KNOWN = {
         "prefix",
         "name",
         "f'copy-{self.run_id}-{step}'",
+        "step_folder(checkpoint.step)",
+        "plain_name(entry.name)",  # refuses whatever is no plain file name
+        "checkpoint.name",  # of a folder that was listed
     },  # what a person names; constants of the module
     "record/mlflow_store/reading.py": {"name"},  # of files that the caller's code names
 }

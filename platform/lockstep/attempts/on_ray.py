@@ -53,8 +53,11 @@ def train_on_ray(
         guardian.tell(run_id=origin.run_id)
 
         def lost(error: ClusterError, details: str) -> None:
-            """The main thread waits for Ray, which will end this process: the command ends here."""
-            say(f"{error}; the run's end is being recorded")
+            """The main thread waits for Ray, which will end this process: the command ends here.
+
+            Ray may do so before the end is recorded. So the error comes first, in the form in which commands end; the guardian goes on by itself.
+            """
+            say(f"lockstep: {error}; the run's end is being recorded")
             run_id, problem = guardian.record(str(error), details)
             guardian.release()
             line = ending_line(str(error), run_id, spec.folder, problem)

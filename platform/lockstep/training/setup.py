@@ -301,6 +301,7 @@ def watch_bits(
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
+    compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
     if spec.recheck or by_default:

@@ -125,6 +125,8 @@ def _result(function: Callable[[], Any]) -> bytes:
     """The value of the function, or what it raised, packed."""
     try:
         return pickle.dumps((function(), None, "", ""))
+    except NoChildError as error:  # of a child of this one
+        return pickle.dumps((None, error, traceback.format_exc(), ""))
     except LockstepError as error:
         return pickle.dumps((None, error, traceback.format_exc(), inherited.explanation(error)))
     except BaseException as error:  # noqa: BLE001 - nothing may leave the child but by the pipe
