@@ -134,6 +134,7 @@ def test_a_file_that_is_opened_past_the_bounds_is_seen() -> None:
 OWN_CHANNELS = (
     "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/relay.py", "calls/apart.py", "proof/guard.py", "proof/side.py", "calls/verification.py",
     "record/heartbeat.py", "driver/going_on.py", "spec/schema.py", "spec/fields.py", "views/tensorboard.py", "parsing.py",
+    "training/rehearsal/child_process.py", "driver/guardian.py", "record/ending.py", "proof/enclosure.py", "calls/executor.py", "proof/wire.py", "proof/execution.py", "calls/executions.py",
 )  # fmt: skip
 """What parses only what this process or one that it started wrote, a person's own data, or a value on the command line."""
 

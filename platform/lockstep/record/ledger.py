@@ -135,7 +135,9 @@ def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table
             return file.schema_arrow.empty_table()
         return file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read a segment's steps: {' '.join(str(error).split())}") from error
+        raise StorageError(
+            f"ledger: cannot read a segment's steps: {' '.join(str(error).split())}"
+        ) from error
 
 
 def read_parquet(path: Path) -> list[StepRow]:
