@@ -95,7 +95,7 @@ MAY_OPEN = {
     "checkpoint/local_storage.py": {"open", "write_bytes"},  # what `_at` has made
     "checkpoint/reader.py": {"open"},  # of a storage
     "record/copies.py": {"open"},
-    "proof/recorded_run.py": {"open"},  # of a run's folder in a storage
+    "proof/recorded_run.py": {"open", "write_bytes"},  # of a storage; of the copy that is handed over
     "proof/statement.py": {"read_bytes"},  # of weights, to hash them
     "record/page.py": {"read_bytes"},  # the job's own sources, and a manifest to hash
 }
