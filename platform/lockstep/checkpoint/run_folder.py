@@ -252,7 +252,8 @@ class RunFolder:
 
     def _owner(self) -> str:
         try:
-            return str(self._read(layout.OWNER)["run"])
+            owner = self._read(layout.OWNER)["run"]
+            return owner if layout.is_run_id(owner) and len(owner) <= 255 else ""
         except (KeyError, TypeError, ValueError):
             return ""
 

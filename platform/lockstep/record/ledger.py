@@ -135,7 +135,7 @@ def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table
             return file.schema_arrow.empty_table()
         return file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read a segment's steps: {error}") from error
+        raise StorageError(f"ledger: cannot read a segment's steps: {_one_line(error)}") from error
 
 
 def read_parquet(path: Path) -> list[StepRow]:
