@@ -17,7 +17,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.job.identity import forked_step
 from lockstep.job.source import MAIN_MODULE
-from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.parsing import MOST_BYTES, json_value
 from lockstep.paths import OutsideError, beneath, component, read_beneath
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
@@ -182,9 +182,12 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
 def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     """The fields of a run's identity; none where nothing tells them."""
     try:
-        return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")
+        fields = json_value(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
         raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise SpecError(f"run {run_id}: its fields.json has no fields; it was changed after it was written")
+    return fields
 
 
 def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
