@@ -111,6 +111,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
+def one_line(error: object) -> str:
+    """What an error says, in one line that is not too long: it may quote what was read."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
 def conforms(value: Any, hint: Any) -> bool:
     """Whether a value, parsed from JSON and put together, is of an annotated type. A whole number is a float too, and a list a tuple."""
     return _checker(hint)(value)
@@ -126,7 +132,7 @@ def _checker(hint: Any) -> Callable[[Any], bool]:
     if hint in (str, bool, Path):
         return lambda value: isinstance(value, hint)
     if hint is int:
-        return lambda value: isinstance(value, int) and -_LARGEST < value < _LARGEST
+        return lambda value: type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
         return lambda value: isinstance(value, float | int)
     if origin is Literal:

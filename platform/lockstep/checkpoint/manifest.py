@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
 from lockstep.checkpoint.skeleton import unpack
-from lockstep.errors import JobError, first_line
-from lockstep.parsing import WrongHashError, strict_json, with_hash, without_hash
+from lockstep.errors import JobError
+from lockstep.parsing import WrongHashError, one_line, strict_json, with_hash, without_hash
 from lockstep.paths import shown
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Manifest:
         try:
             document = strict_json(text)
         except ValueError as error:
-            raise BadCheckpointError(f"it cannot be read: {error or 'no JSON'}") from None
+            raise BadCheckpointError(f"it cannot be read: {one_line(error) or 'no JSON'}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise BadCheckpointError("it is no manifest of a checkpoint")
         version = document.get("version")
@@ -124,7 +124,7 @@ class Manifest:
         except WrongHashError as error:
             raise BadCheckpointError(str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BadCheckpointError(f"it is not complete: {first_line(error)[:300]}") from error
+            raise BadCheckpointError(f"it is not complete: {one_line(error)}") from error
 
 
 def _version_1(document: dict[str, Any]) -> Manifest:

@@ -127,6 +127,8 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
         return None
 
 
+_MOST_COUNTED = 1 << 62
+"""Steps, samples and attempts that are counted: the ledger has 63 bits for them."""
 _MOST_DOUBTED = 10_000_000
 """Steps that one corruption can cast doubt on."""
 
@@ -136,6 +138,8 @@ def _check(event: Recorded, folder: Path) -> None:
     if not conforms(event, type(event)):
         raise ValueError("a value is of another type")
     match event:
+        case StepRow() | EvaluationRow() | Observation():
+            _check_numbers(event)
         case Document():
             relative(event.name)
         case Started():
@@ -157,6 +161,21 @@ def _check(event: Recorded, folder: Path) -> None:
         case Corrupted():
             if not 0 <= event.step - event.since <= _MOST_DOUBTED:
                 raise ValueError("it casts doubt on too many steps")
+
+
+def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
+    """ValueError for a row that the ledger cannot hold."""
+    counted = [row.step] if isinstance(row, Observation) else [row.step, row.epoch]
+    if isinstance(row, StepRow):
+        counted += [row.samples, row.attempt]
+    if not all(0 <= number < _MOST_COUNTED for number in counted):
+        raise ValueError("a number is out of bounds")
+    if isinstance(row, StepRow) and row.digests is not None and min(_whole(row.digests)) < 0:
+        raise ValueError("a digest is negative")
+
+
+def _whole(digests: Digests) -> list[int]:
+    return [digests.weights, digests.optimizer, *(digests.gradients or ()), digests.average or 0]
 
 
 def held_by(line: bytes) -> str:
