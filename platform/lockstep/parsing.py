@@ -32,6 +32,8 @@ MOST_NODES = 100_000
 """Values of a document of YAML, each alias counted as all that it stands for."""
 _LONGEST_NUMBER = 400
 """Characters of a number in YAML: a float of 64 bits has at most 326."""
+_EXACT = 1 << 53
+"""Up to this every whole number is a float as well."""
 _LARGEST = 1 << 64
 """Whole numbers are below this: a digest has 64 bits."""
 
@@ -134,7 +136,7 @@ def _checker(hint: Any) -> Callable[[Any], bool]:
     if hint is int:
         return lambda value: type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
-        return lambda value: isinstance(value, float | int)
+        return lambda value: type(value) is float or (type(value) is int and abs(value) <= _EXACT)
     if origin is Literal:
         return lambda value: isinstance(value, str | int) and value in inner
     if origin in (Union, types.UnionType):

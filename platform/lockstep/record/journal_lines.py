@@ -127,6 +127,8 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
         return None
 
 
+LATEST = 253402300799.0
+"""The last second of the year 9999 in Unix time: a later one has no date."""
 _MOST_COUNTED = 1 << 62
 """Steps, samples and attempts that are counted: the ledger has 63 bits for them."""
 _MOST_DOUBTED = 10_000_000
@@ -137,6 +139,9 @@ def _check(event: Recorded, folder: Path) -> None:
     """ValueError for an event that no recorder writes: a value of another type, or a name that leads out of the run's folder."""
     if not conforms(event, type(event)):
         raise ValueError("a value is of another type")
+    at = getattr(event, "at", None) if not hasattr(event, "wall_clock") else event.wall_clock
+    if at is not None and not 0 <= at <= LATEST:
+        raise ValueError("a time is out of bounds")
     match event:
         case StepRow() | EvaluationRow() | Observation():
             _check_numbers(event)
