@@ -170,6 +170,14 @@ def _check(event: Recorded, folder: Path) -> None:
 
 def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
     """ValueError for a row that the ledger cannot hold."""
+    named = (
+        row.parts
+        if isinstance(row, StepRow)
+        else row.metrics
+        if isinstance(row, EvaluationRow)
+        else row.values
+    )
+    "".join(named).encode()  # a UnicodeEncodeError is a ValueError
     counted = [row.step] if isinstance(row, Observation) else [row.step, row.epoch]
     if isinstance(row, StepRow):
         counted += [row.samples, row.attempt]
