@@ -32,6 +32,8 @@ MOST_NODES = 100_000
 """Values of a document of YAML, each alias counted as all that it stands for."""
 _LONGEST_NUMBER = 400
 """Characters of a number in YAML: a float of 64 bits has at most 326."""
+_EXACT = 1 << 53
+"""Up to this every whole number is a float as well."""
 _LARGEST = 1 << 64
 """Whole numbers are below this: a digest has 64 bits."""
 
@@ -111,6 +113,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
+def one_line(error: object) -> str:
+    """What an error says, in one line that is not too long: it may quote what was read."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
 def conforms(value: Any, hint: Any) -> bool:
     """Whether a value, parsed from JSON and put together, is of an annotated type. A whole number is a float too, and a list a tuple."""
     return _checker(hint)(value)
@@ -126,9 +134,9 @@ def _checker(hint: Any) -> Callable[[Any], bool]:
     if hint in (str, bool, Path):
         return lambda value: isinstance(value, hint)
     if hint is int:
-        return lambda value: isinstance(value, int) and -_LARGEST < value < _LARGEST
+        return lambda value: type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
-        return lambda value: isinstance(value, float | int)
+        return lambda value: type(value) is float or (type(value) is int and abs(value) <= _EXACT)
     if origin is Literal:
         return lambda value: isinstance(value, str | int) and value in inner
     if origin in (Union, types.UnionType):

@@ -57,6 +57,10 @@ def relative(name: object) -> str:
         raise OutsideError(f"got a name of {len(name)} characters, wanted 1 to {LONGEST_NAME}")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise OutsideError(f"{shown(name)} leads elsewhere, wanted a path below the folder")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise OutsideError(f"{shown(name)} is no name that a file can have") from None
     if any(unicodedata.category(character) == "Cc" for character in name):
         raise OutsideError(f"{shown(name)} has a control character")
     return name

@@ -15,7 +15,7 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.errors import JobError
-from lockstep.parsing import WrongHashError, strict_json, with_hash, without_hash
+from lockstep.parsing import WrongHashError, one_line, strict_json, with_hash, without_hash
 from lockstep.paths import shown
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Manifest:
         try:
             document = strict_json(text)
         except ValueError as error:
-            raise BadCheckpointError(f"it cannot be read: {error or 'no JSON'}") from None
+            raise BadCheckpointError(f"it cannot be read: {one_line(error) or 'no JSON'}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise BadCheckpointError("it is no manifest of a checkpoint")
         version = document.get("version")
@@ -118,13 +118,13 @@ class Manifest:
                 "update lockstep-train to use it"
             )
         if type(version) is not int or version not in _READERS:
-            raise BadCheckpointError(f"it has the unknown format version {version!r}")
+            raise BadCheckpointError(f"it has the unknown format version {shown(version)}")
         try:
             return _READERS[version](without_hash(document, text))
         except WrongHashError as error:
             raise BadCheckpointError(str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BadCheckpointError(f"it is not complete: {error}") from error
+            raise BadCheckpointError(f"it is not complete: {one_line(error)}") from error
 
 
 def _version_1(document: dict[str, Any]) -> Manifest:
@@ -164,7 +164,7 @@ def _shared(text: str) -> SharedFile:
         raise BadCheckpointError(f"it names {shown(name)}, which is no file that checkpoints share")
     entry = SharedFile(name, int(size), sha256)
     if entry.size < 0 or len(sha256) != 64:
-        raise BadCheckpointError(f"it gives {name!r} no size or hash")
+        raise BadCheckpointError(f"it gives {shown(name)} no size or hash")
     return entry
 
 
@@ -177,12 +177,12 @@ def check_entry(entry: FileEntry) -> None:
     if name is None or (name.section, name.kind) != (entry.section, entry.kind):
         raise BadCheckpointError(f"it names {shown(entry.name)}, which is no file of a checkpoint")
     if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
-        raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
+        raise BadCheckpointError(f"it gives {shown(entry.name)} no size or hash")
 
 
 def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise TypeError(f"got {value!r}, wanted {kind.__name__}")
+        raise TypeError(f"got {shown(value)}, wanted {kind.__name__}")
     return value
 
 

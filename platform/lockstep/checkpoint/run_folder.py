@@ -24,7 +24,7 @@ from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenEr
 from lockstep.checkpoint.local_storage import ENDED
 from lockstep.checkpoint.storage import Storage, Written
 from lockstep.errors import StorageError
-from lockstep.parsing import canonical_json, strict_json
+from lockstep.parsing import canonical_json, one_line, strict_json
 from lockstep.paths import component
 
 
@@ -145,7 +145,7 @@ class RunFolder:
             return Fence(0, "")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(
-                f"checkpoint.storage: {self.shown}/{layout.ATTEMPT} cannot be understood ({error}); "
+                f"checkpoint.storage: {self.shown}/{layout.ATTEMPT} cannot be understood ({one_line(error)}); "
                 "resume the run to begin a new attempt"
             ) from error
 
@@ -254,7 +254,8 @@ class RunFolder:
 
     def _owner(self) -> str:
         try:
-            return str(self._read(layout.OWNER)["run"])
+            owner = self._read(layout.OWNER)["run"]
+            return owner if layout.is_run_id(owner) and len(owner) <= 255 else ""
         except (KeyError, TypeError, ValueError):
             return ""
 

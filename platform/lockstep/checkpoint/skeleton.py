@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.parsing import one_line
+from lockstep.paths import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +27,7 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
 
     def tensor(name: str) -> Tensor:
         if name not in tensors:
-            raise BadCheckpointError(f"tensor {name!r} is missing")
+            raise BadCheckpointError(f"tensor {shown(name)} is missing")
         unused.discard(name)
         return tensors[name]
 
@@ -34,7 +36,7 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
     except RecursionError:
         raise BadCheckpointError("the skeleton is nested too deep") from None
     if unused:
-        raise BadCheckpointError(f"tensor {min(unused)!r} has no place in the skeleton")
+        raise BadCheckpointError(f"tensor {shown(min(unused))} has no place in the skeleton")
     return tree
 
 
@@ -57,11 +59,11 @@ class _Decoding:
                 raise BadCheckpointError("the skeleton mixes words and keys")
             return self._end({key: self.decode(item) for key, item in value.items()})
         if word not in _WORDS:
-            raise BadCheckpointError(f"the skeleton holds the unknown word {word!r}")
+            raise BadCheckpointError(f"the skeleton holds the unknown word {shown(word)}")
         try:
             return self._word(word, value)
         except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
-            raise BadCheckpointError(f"the skeleton's {word} cannot be read: {error}") from error
+            raise BadCheckpointError(f"the skeleton's {word} cannot be read: {one_line(error)}") from error
 
     def _end(self, container: Any) -> Any:
         self._ended.append(container)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.tree import DTYPES, NAMES
-from lockstep.parsing import strict_json
+from lockstep.parsing import one_line, strict_json
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 
@@ -51,7 +51,7 @@ def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Ten
         contents, remaining = _contents(fill, size)
         return _tensors(contents, remaining, fill)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadCheckpointError(f"it is no safetensors file: {error}") from error
+        raise BadCheckpointError(f"it is no safetensors file: {one_line(error)}") from error
 
 
 def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, Any], int]:

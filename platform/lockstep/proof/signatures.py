@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SpecError
+from lockstep.parsing import one_line
+from lockstep.paths import shown
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
@@ -46,9 +48,13 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
         envelope = Envelope.from_dict(json.loads(json.dumps(document)))
         payload, claimed = bytes(envelope.payload), next(iter(envelope.signatures), None)
     except Exception as error:
-        raise SpecError(f"statement: it is no DSSE envelope ({error!r})") from error
+        raise SpecError(
+            f"statement: it is no DSSE envelope ({type(error).__name__}: {one_line(error)})"
+        ) from error
     if envelope.payload_type != PAYLOAD_TYPE:
-        raise SpecError(f"statement: the envelope holds {envelope.payload_type!r}, wanted {PAYLOAD_TYPE!r}")
+        raise SpecError(
+            f"statement: the envelope holds {shown(envelope.payload_type)}, wanted {PAYLOAD_TYPE!r}"
+        )
     if key is None:
         return payload, claimed, False
     public = public_key(key)

@@ -18,7 +18,7 @@ from lockstep.errors import SpecError
 from lockstep.job.identity import identity_digest
 from lockstep.job.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
-from lockstep.parsing import json_mapping
+from lockstep.parsing import json_mapping, one_line
 from lockstep.paths import component, shown
 from lockstep.proof.ending import (
     DIGEST_OF,
@@ -108,7 +108,7 @@ def parsed(payload: bytes) -> dict[str, Any]:
         component(value["predicate"]["run"])
     except (ValueError, KeyError, TypeError) as error:
         raise SpecError(
-            f"statement: wanted one that lockstep attest wrote; it cannot be read ({error!r})"
+            f"statement: wanted one that lockstep attest wrote; it cannot be read ({type(error).__name__}: {one_line(error)})"
         ) from error
     if kinds != (STATEMENT, PREDICATE):
         raise SpecError(

@@ -29,6 +29,7 @@ from lockstep.record.final_model import FinalModel
 from lockstep.record.heartbeat import process_tags, same_beat, vanished
 from lockstep.record.journal import Journal, newest_step
 from lockstep.record.journal_file import NAME
+from lockstep.record.journal_lines import LATEST
 from lockstep.record.points import Point
 from lockstep.record.replay import last_words, status_of
 from lockstep.record.run_store import (
@@ -109,10 +110,6 @@ class _RunDocument(NamedTuple):
     tags: Mapping[str, str]
 
 
-_LATEST = 253402300799.0
-"""The last second of the year 9999 in Unix time: a later one has no date."""
-
-
 def _read(path: Path) -> dict[str, Any]:
     """A run.json. ValueError where it is not as it was written."""
     run = json_mapping(read_bounded(path, MOST_BYTES))
@@ -124,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
     if run["run_id"] != path.parent.name:
         raise ValueError(f"it is that of run {shown(run['run_id'])}")
     for name in ("started", "ended"):
-        if run[name] is not None and not 0 <= run[name] <= _LATEST:
+        if run[name] is not None and not 0 <= run[name] <= LATEST:
             raise ValueError(f"it has no {name}: {run[name]} is no time")
     return run
 

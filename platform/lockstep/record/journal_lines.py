@@ -130,6 +130,10 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
         return None
 
 
+LATEST = 253402300799.0
+"""The last second of the year 9999 in Unix time: a later one has no date."""
+_MOST_COUNTED = 1 << 62
+"""Steps, samples and attempts that are counted: the ledger has 63 bits for them."""
 _MOST_DOUBTED = 10_000_000
 """Steps that one corruption can cast doubt on."""
 
@@ -138,7 +142,12 @@ def _check(event: Recorded, folder: Path) -> None:
     """ValueError for an event that no recorder writes: a value of another type, or a name that leads out of the run's folder."""
     if not conforms(event, type(event)):
         raise ValueError("a value is of another type")
+    at = getattr(event, "at", None) if not hasattr(event, "wall_clock") else event.wall_clock
+    if at is not None and not 0 <= at <= LATEST:
+        raise ValueError("a time is out of bounds")
     match event:
+        case StepRow() | EvaluationRow() | Observation():
+            _check_numbers(event)
         case Document():
             relative(event.name)
         case Started():
@@ -160,6 +169,29 @@ def _check(event: Recorded, folder: Path) -> None:
         case Corrupted():
             if not 0 <= event.step - event.since <= _MOST_DOUBTED:
                 raise ValueError("it casts doubt on too many steps")
+
+
+def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
+    """ValueError for a row that the ledger cannot hold."""
+    named = (
+        row.parts
+        if isinstance(row, StepRow)
+        else row.metrics
+        if isinstance(row, EvaluationRow)
+        else row.values
+    )
+    "".join(named).encode()  # a UnicodeEncodeError is a ValueError
+    counted = [row.step] if isinstance(row, Observation) else [row.step, row.epoch]
+    if isinstance(row, StepRow):
+        counted += [row.samples, row.attempt]
+    if not all(0 <= number < _MOST_COUNTED for number in counted):
+        raise ValueError("a number is out of bounds")
+    if isinstance(row, StepRow) and row.digests is not None and min(_whole(row.digests)) < 0:
+        raise ValueError("a digest is negative")
+
+
+def _whole(digests: Digests) -> list[int]:
+    return [digests.weights, digests.optimizer, *(digests.gradients or ()), digests.average or 0]
 
 
 def held_by(line: bytes) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
+from lockstep.parsing import one_line
 from lockstep.paths import OutsideError, open_beneath
 from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
@@ -135,9 +136,7 @@ def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table
             return file.schema_arrow.empty_table()
         return file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(
-            f"ledger: cannot read a segment's steps: {' '.join(str(error).split())}"
-        ) from error
+        raise StorageError(f"ledger: cannot read a segment's steps: {one_line(error)}") from error
 
 
 def read_parquet(path: Path) -> list[StepRow]:
@@ -290,7 +289,7 @@ def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fie
         _check_columns(table.schema, types)
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read {what}: {_one_line(error)}") from error
+        raise StorageError(f"ledger: cannot read {what}: {one_line(error)}") from error
     return [
         (
             {field: row[field] for field in types},
@@ -323,7 +322,3 @@ def _check_columns(schema: pa.Schema, types: Mapping[str, str]) -> None:
         wanted = types.get(field.name) or _DIGEST_TYPES.get(field.name) or "double"
         if field.type != _arrow_type(wanted) and not (wanted == "double" and str(field.type) == "null"):
             raise ValueError(f"its column {field.name[:80]!r} has {field.type}, wanted {wanted}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

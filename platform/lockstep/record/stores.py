@@ -16,6 +16,7 @@ from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observ
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
+from lockstep.spec.messages import shown
 
 
 def store_for(spec: Spec, started_at: float) -> RunStore:
@@ -142,7 +143,9 @@ def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
-        raise SpecError(f"sweep {run_id}: its {SWEEP_FILE} is no sweep: {document!r}; put a copy of it back")
+        raise SpecError(
+            f"sweep {run_id}: its {SWEEP_FILE} is no sweep: {shown(document)}; put a copy of it back"
+        )
     return document
 
 

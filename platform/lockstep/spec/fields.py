@@ -112,8 +112,9 @@ class Batch(Section):
     def _divides(cls, micro: int, info: ValidationInfo) -> int:
         size = info.data.get("global_", micro)  # absent where it is wrong itself
         if size % micro:
-            near = min(_divisors(size), key=lambda divisor: (abs(divisor - micro), divisor))
-            raise ValueError(f"wanted a divisor of batch.global = {size}; the nearest is {near}")
+            near = _nearest_divisor(size, micro)
+            advice = "" if near is None else f"; the nearest is {near}"
+            raise ValueError(f"wanted a divisor of batch.global = {size}{advice}")
         return micro
 
     @property
@@ -122,8 +123,12 @@ class Batch(Section):
         return self.global_ // self.micro
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _nearest_divisor(number: int, wanted: int) -> int | None:
+    """The divisor of a number that is nearest to `wanted`, of two the smaller one; None where it is far from any."""
+    if wanted >= number:
+        return number
+    near = (divisor for distance in range(1, 100_000) for divisor in (wanted - distance, wanted + distance))
+    return next((divisor for divisor in near if divisor > 0 and number % divisor == 0), None)
 
 
 def _spread(size: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lockstep.errors import SpecError
+from lockstep.spec.messages import shown
 
 RECORD_OFF = "off"
 """The value of `record.uri` that keeps a run out of MLflow."""
@@ -15,7 +16,16 @@ RECORD_OFF = "off"
 
 def absolute(path: str) -> str:
     """A path from the root on; a URI stays as it is."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    return path if "://" in path else str(_from_root(path))
+
+
+def _from_root(path: str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # `~name` of a user who does not exist
+        raise SpecError(
+            f"path: got {shown(path)}, and this machine knows no home folder of that user; wanted a path from the root on, or ./~…"
+        ) from error
 
 
 def storage_location(given: str) -> str:
@@ -28,7 +38,10 @@ def storage_location(given: str) -> str:
     if slip := re.fullmatch("(file|s3|gs):/([^/].*)", given):
         wanted = f"a path such as /{slip[2]}" if slip[1] == "file" else f"two, {slip[1]}://{slip[2]}"
         raise SpecError(f"checkpoint.storage: got {given!r}, with one slash after the colon; wanted {wanted}")
-    uri = urlsplit(given)
+    try:
+        uri = urlsplit(given)
+    except ValueError as error:
+        raise SpecError(f"checkpoint.storage: got {shown(given)}, which is no URI: {error}") from error
     if uri.scheme != "file" or "://" not in given:
         return absolute(given)
     if uri.netloc not in {"", "localhost"}:
@@ -55,7 +68,7 @@ def _absolute_uri(uri: str) -> str:
         return uri
     scheme, separator, rest = uri.partition(":///")
     if separator and scheme.startswith("sqlite") and rest and rest != ":memory:":
-        return f"{scheme}:///{Path(rest).expanduser().absolute()}"
+        return f"{scheme}:///{_from_root(rest)}"
     if uri.startswith("file:") and not uri.startswith("file:/"):
         return Path(uri.removeprefix("file:")).absolute().as_uri()
     return uri if ":" in uri else absolute(uri)

@@ -31,7 +31,7 @@ def one_line(
     unknown = [f for f in findings if f["type"] in _UNKNOWN and _path(f, document) not in places]
     first = (unknown or known)[0]
     path = _path(first, document)
-    field = ".".join([*filter(None, [within]), *map(str, path)])
+    field = ".".join([*filter(None, [within]), *map(_key, path)])
     match first["type"]:
         case "extra_forbidden":
             return f"{field}: unknown key{_known_keys(model, path, first['loc'], field)}"
@@ -54,6 +54,12 @@ def shown(value: object) -> str:
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _key(part: int | str) -> str:
+    """A key as it is written, or quoted and cut short if it is no word of a line."""
+    text = str(part)
+    return text if text.isprintable() and len(text) <= 80 else shown(text)
 
 
 # --- where ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lockstep.record.points import evaluation_points, observation_points, step_p
 from lockstep.record.rows_so_far import RowsSoFar
 from lockstep.record.stores import find_history, find_observations, find_run
 from lockstep.spec.fields import PLACEMENT
+from lockstep.spec.messages import shown
 
 
 class Moment(NamedTuple):
@@ -80,7 +81,7 @@ def _document(run_id: str, path: Path) -> Mapping[str, Any]:
     except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict):
-        raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {document!r}; put a copy of it back")
+        raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {shown(document)}; put a copy of it back")
     return document
 
 
