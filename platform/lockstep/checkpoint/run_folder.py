@@ -323,6 +323,14 @@ class Attempt:
 
     def _over(self, error: LostFileError) -> StorageError:
         """Why a file went missing while it was written: this attempt has ended, or else the error itself."""
+        storage, run = self.run.storage, self.run
+        # An attempt that has not written its fence yet may be ended by a claim of a newer one, which has not either.
+        if (
+            run.fence().number == 0
+            and storage.exists(run.path(layout.OWNER))
+            and not storage.exists(self.staging)
+        ):
+            return self._stale("its folder has been ended")
         self.ensure_current()
         if self.run.storage.exists(self.staging):
             return error

@@ -132,6 +132,8 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
 
 LATEST = 253402300799.0
 """The last second of the year 9999 in Unix time: a later one has no date."""
+_LATEST_OF_ROW = 1e300
+"""A row's time in seconds is a float in milliseconds too."""
 _MOST_COUNTED = 1 << 62
 """Steps, samples and attempts that are counted: the ledger has 63 bits for them."""
 _MOST_DOUBTED = 10_000_000
@@ -142,7 +144,8 @@ def _check(event: Recorded, folder: Path) -> None:
     """ValueError for an event that no recorder writes: a value of another type, or a name that leads out of the run's folder."""
     if not conforms(event, type(event)):
         raise ValueError("a value is of another type")
-    at = getattr(event, "at", None) if not hasattr(event, "wall_clock") else event.wall_clock
+    # A row's time is a number of the ledger, whatever the clock of its machine said; a store may refuse it, and says so.
+    at = getattr(event, "at", None)
     if at is not None and not 0 <= at <= LATEST:
         raise ValueError("a time is out of bounds")
     match event:
@@ -181,6 +184,8 @@ def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
         else row.values
     )
     "".join(named).encode()  # a UnicodeEncodeError is a ValueError
+    if not abs(row.wall_clock) <= _LATEST_OF_ROW:
+        raise ValueError("a time is out of bounds")
     counted = [row.step] if isinstance(row, Observation) else [row.step, row.epoch]
     if isinstance(row, StepRow):
         counted += [row.samples, row.attempt]

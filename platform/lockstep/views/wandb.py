@@ -62,7 +62,9 @@ def write_offline_run(curves: Curves, directory: Path) -> Written:
 
 def _folder(directory: Path, curves: Curves) -> Path:
     """The folder of a run, named as wandb names them: by when the run began, in UTC, and its id."""
-    began = time.strftime("%Y%m%d_%H%M%S", time.gmtime(next(curves.moments()).wall_clock))
+    began = time.strftime(
+        "%Y%m%d_%H%M%S", time.gmtime(min(max(next(curves.moments()).wall_clock, 0.0), LATEST))
+    )
     there = directory.glob(f"offline-run-*-{curves.run_id}")
     return next(there, directory / f"offline-run-{began}-{curves.run_id}")
 
