@@ -6,6 +6,7 @@ positions of its own (`data.inherited`), and cannot speak over the parent's conn
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -13,7 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -65,7 +67,10 @@ def in_child(
     sys.stderr.flush()
     opened, began = inherited.opened(), time.monotonic()
     read, write = os.pipe()
-    pid = os.fork()
+    with _no_collection():
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
     if pid == 0:
         os.close(read)
         _serve(partial(_noted, function, job), forked, opened, write)
@@ -92,6 +97,20 @@ def in_child(
     if cut:
         raise NoChildError(f"a process of its own failed: {error}{cut}")
     raise error from RemoteTracebackError(trace)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in the block. A child that freezes there all that it inherits never destroys a process group of its parent, whose
+    destructor joins threads that a fork does not copy: it crashes, or waits for ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _serve(
