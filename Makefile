@@ -9,6 +9,8 @@ INSTALLED_TEST := $(VENV)/.installed-test
 # One process runs the tests that start Ray, the others all the rest: it waits now and then.
 TEST_PROCESSES ?= 3
 TESTS = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+# A test that hangs ends its process with the stacks of all threads, and fails.
+BOUNDED = $(TESTS) -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
@@ -33,10 +35,10 @@ imports: $(INSTALLED_TEST)
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED_TEST)
-	$(TESTS)
+	$(BOUNDED)
 
 scenarios: $(INSTALLED_TEST)  ## whole commands and clusters, killed, stopped and resumed, which a change has to pass before it lands
-	$(TESTS) -m "scenario and not exact"
+	$(BOUNDED) -m "scenario and not exact"
 
 # A commit that changes bits on purpose says "changes bits" in its message.
 guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit before the newest
