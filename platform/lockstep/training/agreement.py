@@ -157,9 +157,13 @@ class Agreement:
 
     def _first_tensor(self) -> str:
         """The name of the first tensor that differs. All ranks call it."""
-        own = {name: self.digester.digest({name: value}) for name, value in self._named().items()}
+        own = self.tensor_digests()
         every = self._group.gather(own)
         return next((name for name in own if len({other.get(name) for other in every}) > 1), "")
+
+    def tensor_digests(self) -> dict[str, int]:
+        """The digest of each tensor of this rank's state, by the name that messages use."""
+        return {name: self.digester.digest({name: value}) for name, value in self._named().items()}
 
     def _named(self) -> dict[str, Tensor]:
         """The tensors that are compared, by names that a person understands."""
