@@ -12,6 +12,7 @@ import functools
 import itertools
 import queue
 import random
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -29,6 +30,8 @@ class Late(Kind):
     class Params(lockstep.Params):
         begins: int = 5
         seed: int = 0
+        pause_s: float = 0.0
+        """How long each micro-batch takes at least."""
 
     params: Params
     named: ClassVar[str] = ""
@@ -42,6 +45,7 @@ class Late(Kind):
         return 1.0
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
+        time.sleep(self.params.pause_s)
         loss = super().loss(model, batch)
         return Loss(loss.total * self.factor(), loss.weight, loss.parts)
 

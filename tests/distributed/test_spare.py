@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 import lockstep.training.spare.check
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import claim
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import ResumeError
 from lockstep.spec.loading import load_spec
 from lockstep.training.spare import launch
@@ -109,7 +109,8 @@ def check_unseen(kind: type[late_kinds.Late], folder: Path) -> None:
     whole = apart(spec, STEP + 10, folder)
     assert whole.error is None
     assert whole.step == STEP + 10
-    resumed = apart(spec, 10, folder, claim(str(folder / "runs"), RUN).number)
+    attempt = RunFolder.open(open_storage(str(folder / "runs")), RUN).claim().number
+    resumed = apart(spec, STEP + 10, folder, attempt)
     assert resumed.error is not None or resumed.rows[:2] != whole.rows[STEP : STEP + 2]
 
 
