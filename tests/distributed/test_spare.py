@@ -5,6 +5,7 @@ Most spare processes here are forked from one that has seen no job, which is as 
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import random
@@ -51,6 +52,12 @@ def late(kind: type[late_kinds.Late], folder: Path, seed: int = 0, **more: Any) 
         "seed": seed,
     }
     return document(spec, folder, **more)
+
+
+@pytest.fixture(autouse=True)
+def anew() -> None:
+    """What the jobs of other tests have left in this process is no state of this one's."""
+    importlib.reload(late_kinds)
 
 
 def alive(pid: int) -> bool:

@@ -24,8 +24,9 @@ from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.setup import Run
 from lockstep.training.spare.due import Due, Surroundings
 from lockstep.training.spare.evidence import Evidence, cause_of, held_values
-from lockstep.training.spare.launch import Spare, Start, lacking_memory, start_spare
+from lockstep.training.spare.launch import Spare, Start, start_spare
 from lockstep.training.spare.request import NotTried, Refused, Request, Taken
+from lockstep.training.spare.room import lacking_memory
 
 SHARE = 300
 """A check is due once so many times the processor time of the last one have passed: 0.33 % of the run at most."""

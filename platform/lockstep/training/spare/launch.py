@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -13,9 +12,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import IO, Protocol
-
-import psutil  # type: ignore[import-untyped]
-import torch
 
 from lockstep.training.spare.request import Answer, Request
 from lockstep.training.worker_environment import sent_environment
@@ -109,24 +105,3 @@ Start = Callable[[Request], Spare]
 def start_spare(request: Request) -> Spare:
     """A spare process at work."""
     return SpareProcess(request)
-
-
-def lacking_memory(device: torch.device) -> str:
-    """Why a second process of the run cannot be beside this one; empty where there is room for one that takes as much as this has at most."""
-    mb = 1e-6
-    if device.type == "cuda":
-        wanted = torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < wanted:
-            return f"it wants {wanted * mb:.0f} MB of the GPU's memory, of which {free * mb:.0f} MB are free"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    there = psutil.virtual_memory()
-    # A node that is nearly full has workers killed, by the kernel or by Ray.
-    free = there.available - there.total // 20
-    if free < peak:
-        return f"it wants {peak * mb:.0f} MB of memory, of which {max(free, 0) * mb:.0f} MB can be had"
-    return ""
-
-
-CONTEXT_BYTES = 1 << 30
-"""What a process takes of a GPU's memory before its first tensor: context, kernels, and the workspaces of cuBLAS."""

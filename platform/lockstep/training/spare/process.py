@@ -35,5 +35,7 @@ def make_way(parent: int) -> None:
 
     end_with_parent(parent)
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    with suppress(OSError):  # not on every system
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    # A session of its own may be a group of its own for the scheduler, in which the priority of its one process means nothing.
+    for name, value in (("autogroup", "19"), ("oom_score_adj", "1000")):
+        with suppress(OSError):  # not on every system
+            Path("/proc/self", name).write_text(value)

@@ -70,6 +70,8 @@ def alone(spec: Spec) -> Spec:
 
 def _taken(request: Request, at_step: Callable[[str], None]) -> tuple[Evidence, dict[str, str]]:
     spec, device = alone(validate(request.spec)), torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     job = load_job(spec.job.use, spec.job.params)
     with surroundings(spec), variables_noted(reads_of(job)):
         origin = AttemptOrigin(request.run_id, step=request.step)
