@@ -11,23 +11,14 @@ from dataclasses import dataclass
 
 from lockstep.record.comparison import differing
 from lockstep.record.events import StepRow
-from lockstep.training.agreement import Held
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.rehearsal.held import memory_of
 from lockstep.training.rehearsal.memory import Memory
 from lockstep.training.setup import Run
 from lockstep.training.sharding import ShardedOptimizer
 
-_STATES = (
-    "weights",
-    "optimizer",
-    "average of the weights",
-    "counters, schedule, loss scale or unlisted buffers",
-)
-"""What the digests of `Held` are of."""
-
-_OPTIMIZER = 1
-"""The place of the optimizer's digest among them."""
+LARGEST_LOOKED_AT = 1 << 16
+"""The largest array, in bytes, that is looked into to name a cause: the trainer waits meanwhile."""
 
 _SHOWN = 3
 """So many places of lost state are named."""
@@ -42,7 +33,8 @@ class Evidence:
     """The digest of the gradient of each micro-batch that this rank computed."""
     tensors: Mapping[str, int]
     """The digest of each tensor of the state after the step, by the name that messages use."""
-    held: Held
+    values: tuple[int, int]
+    """The digests of what is no tensor in it: of the optimizer, and of all else."""
     whole: bool
     """Whether it has the optimizer's whole state: a rank of a sharded one does not."""
 
@@ -54,7 +46,7 @@ class Evidence:
             row._replace(digests=None),
             run.step.digests.gradients(),
             agreement.tensor_digests(),
-            agreement.held(),
+            agreement.value_digests(),
             not any(isinstance(one, ShardedOptimizer) for one in optimizers_of(run.state.optimizer).values()),
         )
 
@@ -70,9 +62,10 @@ class Evidence:
         for name in names:
             if (whole or name in other.tensors) and self.tensors.get(name) != other.tensors.get(name):
                 return f"{name!r} after the update"
-        for i, what in enumerate(_STATES):
-            if (whole or i != _OPTIMIZER) and self.held[i] != other.held[i]:
-                return f"the state of {what} after the update"
+        if whole and self.values[0] != other.values[0]:
+            return "a value of the optimizer's state after the update"
+        if self.values[1] != other.values[1]:
+            return "a counter, the schedule or the loss scale after the update"
         return ""
 
 
@@ -82,11 +75,13 @@ def held_values(run: Run) -> dict[str, str]:
     # A state of billions of numbers is not hashed twice: checkpoints have it, and the evidence compares it.
     kept = [part for one in optimizers for part in (one.state, one.param_groups)]
     apart = [*run.state.model.parameters(), *run.state.model.buffers(), *kept]
-    values = dict(memory_of(run.job, run.state.model, optimizers, datasets=True).values)
+    largest = LARGEST_LOOKED_AT
+    memories = [memory_of(run.job, run.state.model, optimizers, largest=largest, datasets=True)]
     for i, one in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {i}"
-        values |= Memory({name: one}, apart=apart).values
-    return values
+        memories.append(Memory({name: one}, apart=apart, largest=largest))
+    # Of a larger array there is only the number of writes to it, which is another one in each process.
+    return {place: text for one in memories for place, text in one.values.items() if " version " not in text}
 
 
 def cause_of(saved: Mapping[str, str], later: Mapping[str, str], resumed: Mapping[str, str]) -> str:
