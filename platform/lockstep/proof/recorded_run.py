@@ -24,7 +24,7 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storage import PIECE
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.errors import NoSuchRunError, RecordError, SpecError, StorageError
 from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
 from lockstep.job.source import MAIN_MODULE
@@ -288,3 +288,7 @@ class _Texts:
             return read_beneath(self._here, name, MOST_BYTES)
         except FileNotFoundError:
             return b""
+        except OutsideError as error:
+            raise StorageError(
+                f"run {self._run_id}: {error}, and a record has no such links; put the file back"
+            ) from error
