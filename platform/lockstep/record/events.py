@@ -259,13 +259,6 @@ class Mended:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """The first line of a journal that was cut: the segments, in its folder, with the steps that it no longer has."""
-
-    segments: Sequence[Segment]
-
-
 class Witness(NamedTuple):
     """Identifies a worker that saw or computed wrong bits, with its digests of what was compared."""
 
@@ -434,7 +427,6 @@ Recorded = (
     | SetAside
     | Mended
     | Corrupted
-    | Sealed
     | Delivered
 )
 Passing = Restored | Alive | Printed | Joined | StageEnded | Broke

@@ -17,7 +17,7 @@ def write(journal: Journal, folder: Path) -> Iterator[Path]:
     """Write the tables that the journal has rows for, and yield each when it is written. Raises OSError."""
     if journal.last_step:
         steps = folder / "ledger.parquet"
-        ledger.write_tables(journal.tables, steps)
+        ledger.write_steps(journal.steps, steps)
         yield steps
     if evaluated := journal.evaluations():
         evaluations = folder / "evaluations.parquet"
@@ -50,7 +50,7 @@ class Figures:
         with _DRAWING:
             if journal.last_step:
                 drawn += figures.draw(
-                    lambda name: ledger.column(journal.tables, name),
+                    ledger.columns(journal.steps(), figures.COLUMNS),
                     evaluated,
                     folder,
                     scaled=self._scaled,

@@ -36,8 +36,6 @@ from lockstep.record.events import (
     PeakMemory,
     Recorded,
     Sampled,
-    Sealed,
-    Segment,
     SetAside,
     Started,
     StepRow,
@@ -103,8 +101,6 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "mended", {"starts": list(event.starts), "how": event.how}
         case Corrupted():
             return "corrupted", asdict(event)
-        case Sealed():
-            return "sealed", [list(segment) for segment in event.segments]
         case Delivered():
             return "delivered", {}
         case _:
@@ -114,6 +110,15 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
 _MAPPINGS = ("fields", "plan", "git", "environment", SOURCE)
 """Facts of an attempt that are mappings."""
 _CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
+
+
+_NUMBERED = re.compile(rb'\{"step":\[(\d{1,18}),')
+
+
+def step_number(line: bytes) -> int | None:
+    """The number of a step by its line, if the checksum is right; None for any other line. Its values are not looked at: that is the faster by far."""
+    found = _NUMBERED.match(line)
+    return int(found[1]) if found and line[-9:] == b" %08x" % zlib.crc32(line[:-9]) else None
 
 
 def from_line(line: bytes, folder: Path) -> Recorded | None:
@@ -163,9 +168,6 @@ def _check(event: Recorded, folder: Path) -> None:
         case Finished():
             for path in event.files:
                 relative(path.relative_to(folder).as_posix())
-        case Sealed():
-            for segment in event.segments:
-                component(segment.name)
         case CheckpointRow():
             if any("\0" in uri for uri in (event.uri or "", *(uri for _, uri in event.essential))):
                 raise ValueError("a place has a null character")
@@ -254,8 +256,6 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
                 Witness(*worker)._replace(digests=tuple(worker[-1])) for worker in value["workers"]
             )
             return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
-        case "sealed":
-            return Sealed([Segment(*segment) for segment in value])
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")

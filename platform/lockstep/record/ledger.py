@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -47,6 +50,7 @@ _DIGEST_TYPES = {
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
 _OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
 _PART = "part/"
+_ROWS_AT_ONCE = 10_000
 
 
 class Rows(NamedTuple):
@@ -88,55 +92,38 @@ def decode_observations(block: bytes) -> list[Observation]:
 
 def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
     """Write steps as `path`, whole or not at all. StorageError where that fails."""
-    _write(step_table(rows), path)
+    write_steps(lambda: rows, path)
 
 
-Tables = Callable[[Sequence[str] | None], Iterator["pa.Table"]]
-"""Gives the steps of a run in order, one table after another, with all columns or the named ones."""
-
-
-def write_tables(tables: Tables, path: Path) -> None:
-    """Write steps as `path`, whole or not at all, table by table. StorageError where that fails."""
-    import pyarrow as pa
+def write_steps(steps: Callable[[], Iterable[StepRow]], path: Path) -> None:
+    """Write the steps that each call of `steps` gives, whole or not at all. Few are held at a time. StorageError where that fails."""
     import pyarrow.parquet as pq
 
-    fields = {field.name: field for table in tables(()) for field in table.schema}
-    names = [*_STEP_TYPES, *sorted(set(fields) - set(_STEP_TYPES))]
-    schema = pa.schema([fields[name] for name in names])
+    columns = _further_columns(steps())
     try:
         with (
             replacing(path) as file,
-            pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer,
+            pq.ParquetWriter(
+                file, step_table((), columns).schema, compression="zstd", use_dictionary=False
+            ) as writer,
         ):
-            for table in tables(None):
-                for name in set(names) - set(table.column_names):  # a part that none of its steps had
-                    table = table.append_column(fields[name], pa.nulls(len(table), fields[name].type))
-                writer.write_table(table.select(names))
+            left = iter(steps())
+            while rows := list(islice(left, _ROWS_AT_ONCE)):
+                writer.write_table(step_table(rows, columns))
     except OSError as error:
         raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def column(tables: Tables, name: str) -> np.ndarray[Any, Any]:
-    """One column of all steps, as float64."""
+def columns(steps: Iterable[StepRow], names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Fields of all steps by name, as float64."""
     import numpy as np
 
-    return np.concatenate(
-        [table.column(name).to_numpy().astype(np.float64) for table in tables([name])] or [np.empty(0)]
-    )
-
-
-def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table that `encode_steps` made, or only the named columns; for an empty list only its schema, without rows."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = _bounded(pq.ParquetFile(io.BytesIO(block), pre_buffer=False), len(block))
-        if columns is not None and not columns:
-            return file.schema_arrow.empty_table()
-        return file.read(columns, use_threads=False)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read a segment's steps: {one_line(error)}") from error
+    get, found = attrgetter(*names), {name: array("d") for name in names}
+    append = [values.append for values in found.values()]
+    for row in steps:
+        for add, value in zip(append, get(row), strict=True):
+            add(value)
+    return {name: np.frombuffer(values) for name, values in found.items()}
 
 
 def read_parquet(path: Path) -> list[StepRow]:
@@ -205,18 +192,27 @@ def _observation_rows(rows: Fields) -> list[Observation]:
     return [Observation(**fields, values=values) for fields, values in rows]
 
 
-def step_table(rows: Sequence[StepRow]) -> pa.Table:
-    """Steps as a table, one row each."""
+def step_table(rows: Sequence[StepRow], further: Collection[str] | None = None) -> pa.Table:
+    """Steps as a table, one row each; `further` are its columns beside the fields, by default those that the rows need."""
     import pyarrow as pa
 
     parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
-    table = _table(rows, parts, _STEP_TYPES)
+    further = _further_columns(rows) if further is None else further
+    table = _table(rows, parts, _STEP_TYPES, [name for name in further if name not in _DIGEST_TYPES])
     for i, (name, kind) in enumerate(_DIGEST_TYPES.items()):
-        values = [row.digests[i] if row.digests is not None else None for row in rows]
-        if name == "ema_digest" and all(value is None for value in values):
-            continue
-        table = table.append_column(name, pa.array(values, _arrow_type(kind)))
+        if name in further:
+            values = [row.digests[i] if row.digests is not None else None for row in rows]
+            table = table.append_column(name, pa.array(values, _arrow_type(kind)))
     return table
+
+
+def _further_columns(rows: Iterable[StepRow]) -> list[str]:
+    """The columns of parts and of digests that a table of these rows has."""
+    parts, averaged = set[str](), False
+    for row in rows:
+        parts.update(row.parts)
+        averaged = averaged or (row.digests is not None and row.digests.average is not None)
+    return [*(_PART + name for name in sorted(parts)), *list(_DIGEST_TYPES)[: 4 if averaged else 3]]
 
 
 def _arrow_type(kind: str) -> pa.DataType:
@@ -233,16 +229,21 @@ def _observation_table(rows: Sequence[Observation]) -> pa.Table:
     return _table(rows, [row.values for row in rows], _OBSERVATION_TYPES)
 
 
-def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:
-    """A table with a column for each field in `types`, then one for each name that any row has; null where a row lacks it."""
+def _table(
+    rows: Sequence[Any],
+    values: Sequence[Mapping[str, float]],
+    types: Mapping[str, str],
+    names: Iterable[str] | None = None,
+) -> pa.Table:
+    """A table with a column for each field in `types`, then one for each of `names`, by default of those that a row has; null where a row lacks it."""
     import pyarrow as pa
 
     columns = {
         field: pa.array([getattr(row, field) for row in rows], pa.type_for_alias(kind))
         for field, kind in types.items()
     }
-    for name in sorted({name for values in named for name in values}):
-        columns[name] = pa.array([values.get(name) for values in named], pa.float64())
+    for name in sorted({name for one in values for name in one}) if names is None else names:
+        columns[name] = pa.array([one.get(name) for one in values], pa.float64())
     return pa.table(columns)
 
 

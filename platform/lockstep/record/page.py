@@ -39,7 +39,6 @@ from lockstep.record.events import (
     PeakMemory,
     Recorded,
     Sampled,
-    Sealed,
     SetAside,
     Started,
     StepRow,
@@ -135,7 +134,7 @@ class Page:
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Observation() | Sampled():
                 pass  # they become points; the ledger is written when the run ends
-            case Opened() | Sealed() | Delivered() | SetAside():
+            case Opened() | Delivered() | SetAside():
                 pass
             case _:
                 assert_never(event)

@@ -57,11 +57,6 @@ def steps_in(content: bytes) -> list[StepRow]:
     return ledger.decode_steps(_blocks(content)[0])
 
 
-def table_in(content: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The steps in a segment's file as a table, with all columns or the named ones; for an empty list only the schema. StorageError as above."""
-    return ledger.decode_table(_blocks(content)[0], columns)
-
-
 def evaluations_in(content: bytes) -> list[EvaluationRow]:
     """The evaluations in a segment's file. StorageError for any other content."""
     return ledger.decode_evaluations(_blocks(content)[1])

@@ -90,7 +90,6 @@ EVENTS: list[Any] = [
     {"corrupted": {"step": 1, "since": 0, "attempt": 1, "quantity": "weights", "tensor": "t", "workers": [[0, "h", 1, "cpu", "", [1]]],
                    "wrong": [0], "how": "majority", "micro_batch": None}},
     {"mended": {"starts": [3], "how": "h"}},
-    {"sealed": [[1, 1, "a" * 32, 3, "b" * 64]]},
     {"finished": {"summary": {"run_id": RUN, "status": "FINISHED", "step": 1, "metrics": {"eval/loss": 0.5}}, "files": ["weights/final.safetensors"], "at": 3.0}},
 ]  # fmt: skip
 SPEC = {
@@ -258,7 +257,7 @@ def read_envelope(folder: Path, content: bytes) -> None:
 
 
 def read_segment(folder: Path, content: bytes) -> None:
-    for read in (segments.steps_in, segments.evaluations_in, segments.table_in):
+    for read in (segments.steps_in, segments.evaluations_in):
         try:
             read(content)
         except LockstepError as error:
