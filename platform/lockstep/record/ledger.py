@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -90,26 +90,28 @@ def decode_observations(block: bytes) -> list[Observation]:
     return _observation_rows(_decoded(block, _OBSERVATION_TYPES))
 
 
-def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
-    """Write steps as `path`, whole or not at all. StorageError where that fails."""
-    write_steps(lambda: rows, path)
-
-
-def write_steps(steps: Callable[[], Iterable[StepRow]], path: Path) -> None:
-    """Write the steps that each call of `steps` gives, whole or not at all. Few are held at a time. StorageError where that fails."""
+def write_parquet(rows: Iterable[StepRow], path: Path) -> None:
+    """Write steps as `path`, whole or not at all. Few are held at a time as rows, the others as Parquet. StorageError where that fails."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = _further_columns(steps())
+    left, blocks, fields = iter(rows), list[bytes](), {field.name: field for field in step_table(()).schema}
+    while some := list(islice(left, _ROWS_AT_ONCE)):
+        table = step_table(some)
+        fields |= {field.name: field for field in table.schema}
+        blocks.append(encoded(table))
+    names = [*_STEP_TYPES, *sorted(fields.keys() - _STEP_TYPES.keys())]
+    schema = pa.schema([fields[name] for name in names])
     try:
         with (
             replacing(path) as file,
-            pq.ParquetWriter(
-                file, step_table((), columns).schema, compression="zstd", use_dictionary=False
-            ) as writer,
+            pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer,
         ):
-            left = iter(steps())
-            while rows := list(islice(left, _ROWS_AT_ONCE)):
-                writer.write_table(step_table(rows, columns))
+            for block in blocks:
+                table = pq.ParquetFile(io.BytesIO(block), pre_buffer=False).read(use_threads=False)
+                for name in fields.keys() - set(table.column_names):  # a part that none of these steps had
+                    table = table.append_column(fields[name], pa.nulls(len(table), fields[name].type))
+                writer.write_table(table.select(names))
     except OSError as error:
         raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
 
@@ -124,6 +126,15 @@ def columns(steps: Iterable[StepRow], names: Sequence[str]) -> dict[str, np.ndar
         for add, value in zip(append, get(row), strict=True):
             add(value)
     return {name: np.frombuffer(values) for name, values in found.items()}
+
+
+def columns_in(path: Path, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """The same of the steps in a file that `write_parquet` has just written."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(path, pre_buffer=False).read(list(names), use_threads=False)
+    return {name: table.column(name).to_numpy().astype(np.float64) for name in names}
 
 
 def read_parquet(path: Path) -> list[StepRow]:
@@ -192,27 +203,18 @@ def _observation_rows(rows: Fields) -> list[Observation]:
     return [Observation(**fields, values=values) for fields, values in rows]
 
 
-def step_table(rows: Sequence[StepRow], further: Collection[str] | None = None) -> pa.Table:
-    """Steps as a table, one row each; `further` are its columns beside the fields, by default those that the rows need."""
+def step_table(rows: Sequence[StepRow]) -> pa.Table:
+    """Steps as a table, one row each."""
     import pyarrow as pa
 
     parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
-    further = _further_columns(rows) if further is None else further
-    table = _table(rows, parts, _STEP_TYPES, [name for name in further if name not in _DIGEST_TYPES])
+    table = _table(rows, parts, _STEP_TYPES)
     for i, (name, kind) in enumerate(_DIGEST_TYPES.items()):
-        if name in further:
-            values = [row.digests[i] if row.digests is not None else None for row in rows]
-            table = table.append_column(name, pa.array(values, _arrow_type(kind)))
+        values = [row.digests[i] if row.digests is not None else None for row in rows]
+        if name == "ema_digest" and all(value is None for value in values):
+            continue
+        table = table.append_column(name, pa.array(values, _arrow_type(kind)))
     return table
-
-
-def _further_columns(rows: Iterable[StepRow]) -> list[str]:
-    """The columns of parts and of digests that a table of these rows has."""
-    parts, averaged = set[str](), False
-    for row in rows:
-        parts.update(row.parts)
-        averaged = averaged or (row.digests is not None and row.digests.average is not None)
-    return [*(_PART + name for name in sorted(parts)), *list(_DIGEST_TYPES)[: 4 if averaged else 3]]
 
 
 def _arrow_type(kind: str) -> pa.DataType:
@@ -229,21 +231,16 @@ def _observation_table(rows: Sequence[Observation]) -> pa.Table:
     return _table(rows, [row.values for row in rows], _OBSERVATION_TYPES)
 
 
-def _table(
-    rows: Sequence[Any],
-    values: Sequence[Mapping[str, float]],
-    types: Mapping[str, str],
-    names: Iterable[str] | None = None,
-) -> pa.Table:
-    """A table with a column for each field in `types`, then one for each of `names`, by default of those that a row has; null where a row lacks it."""
+def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:
+    """A table with a column for each field in `types`, then one for each name that any row has; null where a row lacks it."""
     import pyarrow as pa
 
     columns = {
         field: pa.array([getattr(row, field) for row in rows], pa.type_for_alias(kind))
         for field, kind in types.items()
     }
-    for name in sorted({name for one in values for name in one}) if names is None else names:
-        columns[name] = pa.array([one.get(name) for one in values], pa.float64())
+    for name in sorted({name for values in named for name in values}):
+        columns[name] = pa.array([values.get(name) for values in named], pa.float64())
     return pa.table(columns)
 
 

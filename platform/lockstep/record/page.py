@@ -395,7 +395,7 @@ class Page:
         """Write and send the final tables and the figures, which the run's note names."""
         for path in final_tables.write(self._journal, self._folder):
             self._keep(path)
-        self.figures.draw()
+        self.figures.draw(written=True)
         for path in self.figures.drawn:
             self._keep(path)
 
