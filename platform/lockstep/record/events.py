@@ -184,7 +184,7 @@ class Finished:
     summary: Mapping[str, Any]
     files: Sequence[Path] = ()
     at: float | None = field(default=None, compare=False)
-    """When the run ended (Unix seconds), as its recorder heard it; None in a journal of an older version."""
+    """When the run ended (Unix seconds), as its recorder heard it; None where nobody heard it."""
 
     @property
     def error(self) -> str:

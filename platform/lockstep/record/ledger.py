@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
-from lockstep.parsing import one_line
+from lockstep.parsing import check_version, one_line
 from lockstep.paths import OutsideError, open_beneath
 from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
@@ -46,10 +46,13 @@ _DIGEST_TYPES = {
     "gradient_digests": "list<uint64>",  # one for each micro-batch
     "ema_digest": "uint64",  # only with `ema` in the spec
 }
-"""The columns of `StepRow.digests`: null in rows without digests. Ledgers of older versions lack them."""
+"""The columns of `StepRow.digests`: null in rows without digests."""
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
 _OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
 _PART = "part/"
+VERSION = 1
+"""Of the format, in the metadata of each file."""
+_METADATA: dict[bytes | str, bytes | str] = {b"lockstep-ledger": b"%d" % VERSION}
 _ROWS_AT_ONCE = 10_000
 
 
@@ -101,7 +104,7 @@ def write_parquet(rows: Iterable[StepRow], path: Path) -> None:
         fields |= {field.name: field for field in table.schema}
         blocks.append(encoded(table))
     names = [*_STEP_TYPES, *sorted(fields.keys() - _STEP_TYPES.keys())]
-    schema = pa.schema([fields[name] for name in names])
+    schema = pa.schema([fields[name] for name in names], _METADATA)
     try:
         with (
             replacing(path) as file,
@@ -241,7 +244,7 @@ def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Map
     }
     for name in sorted({name for values in named for name in values}):
         columns[name] = pa.array([values.get(name) for values in named], pa.float64())
-    return pa.table(columns)
+    return pa.table(columns, metadata=_METADATA)
 
 
 def encoded(table: pa.Table) -> bytes:
@@ -310,7 +313,10 @@ def _bounded(file: Any, size: int) -> Any:
 
 
 def _check_columns(schema: pa.Schema, types: Mapping[str, str]) -> None:
-    """ValueError where a column is missing, is there twice or has another type than was written."""
+    """ValueError where the version of the format is another one, or a column is missing, is there twice or has another type than was written."""
+    (version,) = _METADATA
+    said = (schema.metadata or {}).get(version, b"")
+    check_version(int(said) if said.isdigit() and len(said) < 9 else None, VERSION)
     if len(set(schema.names)) < len(schema.names):
         raise ValueError("it has a column twice")
     for name in types:

@@ -75,7 +75,7 @@ RUN_JSON = {
     "tags": {"lockstep.heartbeat": "1", "lockstep.process": "p 1 2", "lockstep.host": "h", "lockstep.beat": "3"},
 }  # fmt: skip
 EVENTS: list[Any] = [
-    {"opened": {"at": 1.0, "host": "h"}},
+    {"opened": {"version": 1, "at": 1.0, "host": "h"}},
     {"started": {"workers": 1, "fields": {"a": 1}, "plan": {"steps": 1}, "source": {"a/b.py": "x"}, "git": {"commit": "c"}}},
     {"step": [1, 0, 64, 0.5, 64.0, {"a": 0.25}, 0.001, 1.0, 1.0, 1.0, False, 0.0, 0.1, 2.0, 1, [1, 2, [3], 4]]},
     {"evaluation": [1, 0, {"eval/loss": 0.5}, 0.1, 2.0]},

@@ -33,7 +33,6 @@ from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
-from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -153,20 +152,6 @@ def test_rows_that_come_while_a_save_is_written_are_not_in_it(run: RunFolder) ->
     assert rows.segments(pytest.fail) == []
     assert [row.step for row in ledger.decode_steps(blocks["steps"]())] == list(range(1, 10))
     assert [row.step for row in ledger.decode_evaluations(blocks["evaluations"]())] == [4, 8]
-
-
-def test_a_checkpoint_of_an_older_format_is_taken_up(run: RunFolder) -> None:
-    """It has all rows itself and shares nothing."""
-    rows = [step_row(i) for i in range(1, STEPS + 1)]
-    evaluations = [evaluation_row(i) for i in range(4, STEPS + 1, 4)]
-    blocks = {"steps": ledger.encode_steps(rows), "evaluations": ledger.encode_evaluations(evaluations)}
-    write_checkpoint(run.claim(), STEPS, blocks)
-    history = restored(run)
-    past = history.past()
-    assert (list(past.steps), list(past.evaluations), past.segments) == (rows, evaluations, ())
-    trained(run.claim(), STEPS + 1, history)
-    found = whole(run, STEPS + 1)
-    assert found.steps == [*rows, step_row(STEPS + 1)] and len(found.evaluations) == len(evaluations)
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "gone"])
