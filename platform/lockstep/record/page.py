@@ -39,7 +39,6 @@ from lockstep.record.events import (
     PeakMemory,
     Recorded,
     Sampled,
-    Sealed,
     SetAside,
     Started,
     StepRow,
@@ -135,7 +134,7 @@ class Page:
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Observation() | Sampled():
                 pass  # they become points; the ledger is written when the run ends
-            case Opened() | Sealed() | Delivered() | SetAside():
+            case Opened() | Delivered() | SetAside():
                 pass
             case _:
                 assert_never(event)
@@ -396,7 +395,7 @@ class Page:
         """Write and send the final tables and the figures, which the run's note names."""
         for path in final_tables.write(self._journal, self._folder):
             self._keep(path)
-        self.figures.draw()
+        self.figures.draw(written=True)
         for path in self.figures.drawn:
             self._keep(path)
 

@@ -136,7 +136,7 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
 def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
     """StorageError where a value of `now` differs from the one that was saved under the same name."""
     for name in now:
-        if name in saved and now[name] != saved[name]:  # checkpoints of older versions have no digests
+        if now[name] != saved[name]:
             raise StorageError(
                 f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
                 "this Lockstep would go on with other bits"
