@@ -18,19 +18,33 @@ from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.files import as_text
 from lockstep.job.identity import Difference, differences, identity_digest, shown
-from lockstep.job.imports import Asked, files_here, imported, new_modules, recorded_beside, source_fields
+from lockstep.job.imports import (
+    Asked,
+    files_here,
+    imported,
+    imported_by,
+    new_modules,
+    recorded_beside,
+    source_fields,
+)
 from lockstep.job.interface import Job
+from lockstep.job.outside_facts import (
+    FILE,
+    MOVED,
+    changed_facts,
+    completed_files,
+    told_of_changes,
+    without_own_making,
+)
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.job.variables import arrived, held_now, is_placement, read_by, reads_of
 from lockstep.record.events import SOURCE, InputsFound, Tell
 from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
+from lockstep.training.outside_inputs import later_facts
 
 VARIABLE = "variable."
 """How the field of a variable begins that the job reads; its name follows."""
-
-MOVED = "moved"
-"""The fact of the environment that has what a resume only tells of where it has changed."""
 
 _LONGEST = 200
 """Characters. A longer value is told by its digest."""
@@ -84,33 +98,23 @@ def completed(fields: Mapping[str, Any], saved: Mapping[str, Any], spec: Spec) -
 
 def differing(saved: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Difference]:
     """What differs between an identity and `fields` that are completed by it. What was read here alone has nothing to differ from."""
-    new = {name: tree for name, tree in fields.items() if name.startswith(VARIABLE)}
+    new = {name: tree for name, tree in fields.items() if name.startswith((VARIABLE, FILE))}
     return differences({**new, **saved}, fields)
 
 
 def continued(facts: dict[str, Any], saved: Facts, spec: Spec, tell: Callable[[str], None]) -> dict[str, Any]:
     """The facts of an attempt that goes on from a checkpoint with these `saved` facts: with what the run had found by then. Tells of moves."""
-    told_of_moves(saved.environment.get(MOVED) or {}, facts["environment"][MOVED], tell)
-    fields = completed(facts["fields"], saved.identity_fields, spec)
-    return {**facts, "fields": fields, "identity": identity_digest(fields)}
-
-
-def moves(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What has changed of two environments' places, as far as both have it."""
-    return [
-        Difference(name, saved[name], now[name])
-        for name in sorted(saved.keys() & now)
-        if saved[name] != now[name]
-    ]
-
-
-def told_of_moves(saved: Mapping[str, Any], now: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Warn of a place that a resumed run finds changed."""
-    for name, was, here in moves(saved, now):
+    before, now = saved.environment.get(MOVED) or {}, facts["environment"][MOVED]
+    own = without_own_making(facts["fields"], before)
+    now |= {name: tree for name, tree in facts["fields"].items() if name not in own}
+    told_of_changes(changed_facts(before, now, spec), tell)
+    for name in sorted(name for name in own if name.startswith(FILE) and name not in saved.identity_fields):
         tell(
-            f"resume: {name} is {shown(here)} and was {shown(was)} in the run; it is taken for a place, which changes no bits: if the job computes "
-            "with it, give it as a param"
+            f"resume: {name} is read here and was not in the run; if the job computes with it, take it away, or begin a new run"
         )
+    own |= completed_files(own, now, saved.identity_fields, spec)
+    fields = completed(own, saved.identity_fields, spec)
+    return {**facts, "fields": fields, "identity": identity_digest(fields)}
 
 
 class Inputs:
@@ -120,6 +124,8 @@ class Inputs:
         self._spec, self._job = spec, job
         self._reads = reads_of(job)
         self._noted = len(self._reads.values)
+        self._outside = self._reads.outside.count
+        self._paths = imported_by(spec.job.use, job).paths
         self._modules = set(sys.modules)
         self._count = len(sys.modules)
         self._told = {SOURCE: dict(facts.get(SOURCE) or {})}
@@ -127,6 +133,11 @@ class Inputs:
     def look(self, facts: dict[str, Any], step: int, tell: Tell) -> None:
         """Add to the facts what was found since the last look, and tell it. Where there is nothing, it costs a tenth of a microsecond."""
         arrived()
+        if self._reads.outside.count != self._outside:
+            self._outside = self._reads.outside.count
+            environment = facts["environment"]
+            later = later_facts(self._spec, self._job, self._paths)
+            facts["environment"] = {**environment, MOVED: {**later, **environment[MOVED]}}
         if len(self._reads.values) == self._noted and len(sys.modules) == self._count:
             return
         self._noted = len(self._reads.values)
