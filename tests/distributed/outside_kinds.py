@@ -371,6 +371,12 @@ KINDS: dict[str, Kind] = {
         text("project/override.json", "2.5"),
         r"file\.override\.json",
     ),
+    "a file that is gone": Kind(
+        "TAKEN.append((HERE / 'override.json').read_text() if (HERE / 'override.json').exists() else 1.5)",
+        lambda project, patch: (project / "project" / "override.json").unlink(),
+        r"file\.override\.json is not there",
+        before=text("project/override.json", "2.5"),
+    ),
     # --- files elsewhere
     "elsewhere": Kind("TAKEN.append((HERE.parent / 'vocabulary.txt').read_text())", text("vocabulary.txt", "2.5"), r"vocabulary\.txt", before=text("vocabulary.txt", "1.5")),
     "elsewhere in fetch": Kind(
@@ -424,7 +430,7 @@ KINDS: dict[str, Kind] = {
         r"kernel\.so",
         before=lambda project, patch: _library(project, ""),
     ),
-    "builtins replaced": Kind("TAKEN.append(float(divmod(4.0, 2.0)[0]))", _patched(builtins, "divmod", lambda a, b: (2.5, 0)), r"builtins\.divmod"),
+    "builtins replaced": Kind("TAKEN.append(float(pow(4.0, 0.5)))", _patched(builtins, "pow", lambda a, b: 2.5), r"builtins\.pow"),
     "math replaced": Kind("import math; TAKEN.append(math.erfc(0.5))", _patched(math, "erfc", math.gamma), r"math\.erfc"),
     "random replaced": Kind("import random; TAKEN.append(random.Random(0).random())", _patched(random, "Random", type("Random", (random.Random,), {"random": lambda self: 2.5})), r"random\.Random"),
     "torch replaced": Kind("TAKEN.append(float(torch.relu(torch.ones(()))))", _patched(torch, "relu", lambda x: x * 2), r"torch\.relu"),
@@ -549,6 +555,18 @@ HONEST: dict[str, Kind] = {
         "",
         before=lambda project, patch: ((project / "data").mkdir(), (project / "data" / "vocabulary.txt").write_text("1.5")),
         ),
+    "data that were moved out of the job's folder": Kind(
+        "TAKEN.append(next(path.read_text() for path in (HERE / 'data.txt', HERE.parent / 'data.txt') if path.exists()))",
+        lambda project, patch: (project / "project" / "data.txt").rename(project / "data.txt"),
+        "",
+        before=text("project/data.txt", "1.5"),
+    ),
+    "data that were moved into the job's folder": Kind(
+        "TAKEN.append(next(path.read_text() for path in (HERE / 'data.txt', HERE.parent / 'data.txt') if path.exists()))",
+        lambda project, patch: (project / "data.txt").rename(project / "project" / "data.txt"),
+        "",
+        before=text("data.txt", "1.5"),
+    ),
     "many files in fetch": Kind(
         "TAKEN.extend((HERE.parent / 'listed' / f'{i}_{k}').read_text() and 1.5 for k in range(40))",
         lambda project, patch: None,

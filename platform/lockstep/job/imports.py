@@ -345,9 +345,10 @@ def _root_or_none(name: str) -> Path | None:
 def below(path: Path, roots: Iterable[Path]) -> str | None:
     """The path from the first of the roots that it lies below; None for one that is elsewhere."""
     for root in roots:
-        for folder, one in ((root.absolute(), path.absolute()), (root.resolve(), path.resolve())):
-            if one.is_relative_to(folder):
-                return one.relative_to(folder).as_posix()
+        if (one := path.absolute()).is_relative_to(folder := root.absolute()):
+            return one.relative_to(folder).as_posix()
+        if (one := path.resolve()).is_relative_to(folder := root.resolve()):
+            return one.relative_to(folder).as_posix()
     return None
 
 

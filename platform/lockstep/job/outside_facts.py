@@ -102,26 +102,39 @@ def path_here(inside: str, roots: Sequence[Path]) -> str:
 # --- compared and told ------------------------------------------------------------------------------------------
 
 
-def completed_files(
-    fields: Mapping[str, Any], facts: Mapping[str, Any], saved: Mapping[str, Any], spec: Spec
-) -> dict[str, Any]:
-    """The fields of files that another process of the run has read early, and this one has not: what they are here.
+def continued_files(
+    fields: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    saved_fields: Mapping[str, Any],
+    saved_facts: Mapping[str, Any],
+    spec: Spec,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields and facts of an attempt that goes on with a run that had these saved ones. Tells what has changed.
 
-    One that is here among the `facts` is the job's own making by now.
+    A field of a file that both have is left to the comparison of identities, which refuses. One that only the run had is kept as it was: here the file is
+    not read, as where a cache stands for it or data were moved. One that only this attempt has is new, unless the run has made the file itself or it was
+    moved: then it is a fact here too.
     """
+    gone = {name: tree for name, tree in saved_fields.items() if name.startswith(FILE) and name not in fields}
+    new = {name: tree for name, tree in fields.items() if name.startswith(FILE) and name not in saved_fields}
+    before, now = {**saved_facts, **gone}, {**facts, **new}
+    moved = dict(_moved(before, now))
     roots = roots_of(spec.job.use)
-    late = [name for name in saved if name.startswith(FILE) and name not in fields]
-    return {
-        name: saved[name] if name in facts else content_of(path_here(name.removeprefix(FILE), roots))[0]
-        for name in late
-    }
-
-
-def without_own_making(fields: Mapping[str, Any], saved_facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without those of files that the run's first attempt knew as facts: it has made them itself."""
-    return {
-        name: tree for name, tree in fields.items() if not (name.startswith(FILE) and name in saved_facts)
-    }
+    lost = [
+        Difference(name, tree, ABSENT)
+        for name, tree in gone.items()
+        if name not in moved
+        and tree is not ABSENT
+        and not Path(path_here(name.removeprefix(FILE), roots)).exists()
+    ]
+    told_of_changes([*changed_facts(before, now, spec), *lost], tell)
+    known = {name: tree for name, tree in new.items() if name in saved_facts or name in moved.values()}
+    for name in sorted(new.keys() - known.keys()):
+        tell(
+            f"resume: {name} is read here and was not in the run; if the job computes with it, take it away, or begin a new run"
+        )
+    return {**{name: tree for name, tree in fields.items() if name not in known}, **gone}, {**facts, **known}
 
 
 def changed_facts(
@@ -143,7 +156,15 @@ def changed_facts(
         for name in sorted(names)
         if saved.get(name) != here.get(name)
     ]
-    return [*found, *_moved_and_changed(saved, here)]
+    moved = _moved(saved, here)
+    return [
+        *found,
+        *(
+            Difference(f"{new} ({old})", saved[old], here[new])
+            for old, new in moved
+            if saved[old] != here[new]
+        ),
+    ]
 
 
 def _looked_for(names: Sequence[str], spec: Spec) -> dict[str, Any]:
@@ -161,20 +182,20 @@ def _looked_for(names: Sequence[str], spec: Spec) -> dict[str, Any]:
     return found
 
 
-def _moved_and_changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
-    """Files that are read from another folder here, where only one of each side has such a name and their contents differ."""
+def _moved(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Files that are read from another folder here, by their names on both sides: where only one of each side has such a name at its end."""
     sides = [_by_last_part(one, other) for one, other in ((saved, here), (here, saved))]
     for last, names in sides[0].items():
         others = sides[1].get(last, [])
-        if len(names) == len(others) == 1 and saved[names[0]] != here[others[0]]:
-            yield Difference(f"{others[0]} ({names[0]})", saved[names[0]], here[others[0]])
+        if len(names) == len(others) == 1:
+            yield names[0], others[0]
 
 
 def _by_last_part(facts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, list[str]]:
     found = dict[str, list[str]]()
     for name in facts:
         if name.startswith(FILE) and name not in others:
-            found.setdefault(os.path.basename(name), []).append(name)  # noqa: PTH119
+            found.setdefault(Path(name.removeprefix(FILE)).name, []).append(name)
     return found
 
 

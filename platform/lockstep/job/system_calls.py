@@ -85,8 +85,6 @@ def _is_skipped(path: str, *, by_package: bool) -> bool:
 
 
 def _note_file(frame: FrameType | None, given: Any, *, writes: bool) -> None:
-    if (reads := current_reads()) is not None and reads.outside.full and not writes:
-        return
     if (taker := _taker(frame)) is None or (outside := _noted_in(taker[0])) is None:
         return
     path = _path_of(given)
@@ -162,7 +160,8 @@ class _Noting:
         self._function, self._note = function, note
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        self._note(sys._getframe(1), arguments, named)
+        if (reads := current_reads()) is None or not reads.outside.full:  # data sets open files without end
+            self._note(sys._getframe(1), arguments, named)
         return self._function(*arguments, **named)
 
     def __eq__(self, other: object) -> bool:
@@ -212,10 +211,14 @@ def _note_library(
 
 def watch_calls() -> None:
     """Have calls noted in this process from now on. It costs one half a microsecond where a library makes it."""
-    if isinstance(builtins.open, _Noting):
+    if isinstance(io.open, _Noting):
         return
+    same = builtins.open is io.open
     _replace(io, "open", _note_open, "io")
-    builtins.open = io.open
+    if same:
+        builtins.open = io.open
+    else:  # somebody has replaced it before, and calls the function that was there
+        _replace(builtins, "open", _note_open, "builtins")
     _replace(io, "open_code", _note_read, "io")
     _replace(os, "open", _note_os_open, "os")
     for name in ("listdir", "scandir"):

@@ -113,7 +113,14 @@ def copied_by(job: object, files: Iterable[str]) -> str:
 
 def reads_by(job: object, files: Iterable[str]) -> list[Reads]:
     """What a job's files read when they were imported, and what it has read since it was made."""
-    return [*(_AT_IMPORT[file][1] for file in sorted(files) if file in _AT_IMPORT), reads_of(job)]
+    noted = (_AT_IMPORT[file] for file in sorted(files) if file in _AT_IMPORT)
+    return [*(reads for spec, reads in noted if not _imported_anew(spec)), reads_of(job)]
+
+
+def _imported_anew(spec: object) -> bool:
+    """Whether the module that was imported by a spec has been imported by another one since, and has read nothing."""
+    module = sys.modules.get(getattr(spec, "name", ""))
+    return module is not None and module.__spec__ is not spec
 
 
 def current_reads() -> Reads | None:

@@ -31,17 +31,14 @@ from lockstep.job.interface import Job
 from lockstep.job.outside_facts import (
     FILE,
     MOVED,
-    changed_facts,
-    completed_files,
-    told_of_changes,
-    without_own_making,
+    continued_files,
 )
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.job.variables import arrived, held_now, is_placement, read_by, reads_of
 from lockstep.record.events import SOURCE, InputsFound, Tell
 from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
-from lockstep.training.outside_inputs import later_facts
+from lockstep.training.outside_inputs import LaterFacts
 
 VARIABLE = "variable."
 """How the field of a variable begins that the job reads; its name follows."""
@@ -104,17 +101,22 @@ def differing(saved: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Diffe
 
 def continued(facts: dict[str, Any], saved: Facts, spec: Spec, tell: Callable[[str], None]) -> dict[str, Any]:
     """The facts of an attempt that goes on from a checkpoint with these `saved` facts: with what the run had found by then. Tells of moves."""
-    before, now = saved.environment.get(MOVED) or {}, facts["environment"][MOVED]
-    own = without_own_making(facts["fields"], before)
-    now |= {name: tree for name, tree in facts["fields"].items() if name not in own}
-    told_of_changes(changed_facts(before, now, spec), tell)
-    for name in sorted(name for name in own if name.startswith(FILE) and name not in saved.identity_fields):
-        tell(
-            f"resume: {name} is read here and was not in the run; if the job computes with it, take it away, or begin a new run"
-        )
-    own |= completed_files(own, now, saved.identity_fields, spec)
+    environment = facts["environment"]
+    own, outside = continued_files(
+        facts["fields"],
+        environment[MOVED],
+        saved.identity_fields,
+        saved.environment.get(MOVED) or {},
+        spec,
+        tell,
+    )
     fields = completed(own, saved.identity_fields, spec)
-    return {**facts, "fields": fields, "identity": identity_digest(fields)}
+    return {
+        **facts,
+        "fields": fields,
+        "identity": identity_digest(fields),
+        "environment": {**environment, MOVED: outside},
+    }
 
 
 class Inputs:
@@ -124,8 +126,7 @@ class Inputs:
         self._spec, self._job = spec, job
         self._reads = reads_of(job)
         self._noted = len(self._reads.values)
-        self._outside = self._reads.outside.count
-        self._paths = imported_by(spec.job.use, job).paths
+        self._later = LaterFacts(spec, job, imported_by(spec.job.use, job).paths)
         self._modules = set(sys.modules)
         self._count = len(sys.modules)
         self._told = {SOURCE: dict(facts.get(SOURCE) or {})}
@@ -133,10 +134,8 @@ class Inputs:
     def look(self, facts: dict[str, Any], step: int, tell: Tell) -> None:
         """Add to the facts what was found since the last look, and tell it. Where there is nothing, it costs a tenth of a microsecond."""
         arrived()
-        if self._reads.outside.count != self._outside:
-            self._outside = self._reads.outside.count
+        if later := self._later.new():
             environment = facts["environment"]
-            later = later_facts(self._spec, self._job, self._paths)
             facts["environment"] = {**environment, MOVED: {**later, **environment[MOVED]}}
         if len(self._reads.values) == self._noted and len(sys.modules) == self._count:
             return

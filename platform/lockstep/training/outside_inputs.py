@@ -69,13 +69,28 @@ def outside_of(spec: Spec, job: Job, group: Group, imported: Imported) -> Outsid
     )
 
 
-def later_facts(spec: Spec, job: Job, paths: frozenset[str]) -> dict[str, Any]:
-    """The facts of files and folders that were first taken after the run has begun."""
-    files, found = Files(spec, paths), taken([reads_of(job).outside])
-    contents = {
-        files.name(path): content for path, content in found.others.items() if not files.is_source(path)
-    }
-    return {**contents, **files.listings(found.folders)}
+class LaterFacts:
+    """The facts of files and folders that are first taken after the run has begun. It is asked after each step, and costs nothing where there is none."""
+
+    def __init__(self, spec: Spec, job: Job, paths: frozenset[str]) -> None:
+        self._files, self._outside = Files(spec, paths), reads_of(job).outside
+        self._count = self._outside.count
+        self._seen = len(self._outside.files), len(self._outside.folders)
+
+    def new(self) -> dict[str, Any]:
+        """Those since it was asked last."""
+        if self._outside.count == self._count:
+            return {}
+        self._count = self._outside.count
+        files, folders = list(self._outside.files), list(self._outside.folders)
+        new_files, new_folders = files[self._seen[0] :], folders[self._seen[1] :]
+        self._seen = len(files), len(folders)
+        read = {
+            self._files.name(path): self._outside.files[path].content
+            for path in new_files
+            if path not in self._outside.written and not self._files.is_source(path)
+        }
+        return {**read, **self._files.listings(new_folders)}
 
 
 _OF_SHELLS = frozenset(
