@@ -28,7 +28,19 @@ _Role = Literal["job", "python", "package", "end"]
 _LOCKSTEP = os.path.realpath(os.path.dirname(os.path.dirname(__file__))) + os.sep  # noqa: PTH120
 _PYTHON = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-_OF_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/var/", "/opt/")
+_OF_SYSTEM = (
+    *(
+        "/proc/",
+        "/sys/",
+        "/dev/",
+        "/etc/",
+        "/usr/lib/",
+        "/usr/share/",
+        "/usr/local/lib/",
+        "/usr/local/share/",
+    ),
+    *("/var/cache/", "/var/lib/"),
+)
 """Where libraries look for what the system has, for no job in particular."""
 
 
@@ -77,18 +89,21 @@ def _path_of(given: Any) -> str | None:
     return os.path.abspath(path) if path else None  # noqa: PTH100 - not to follow links
 
 
-def _is_skipped(path: str, *, by_package: bool) -> bool:
+def _is_skipped(path: str, taker: FrameType, *, by_package: bool) -> bool:
     """Whether a file is no input of the job: it is installed, or a package looks for it without being told to."""
-    if by_package and (path.startswith(_OF_SYSTEM) or f"{os.sep}." in path):
+    if path.startswith(_PYTHON) or any(folder in path for folder in _PACKAGES):
         return True
-    return path.startswith(_PYTHON) or any(folder in path for folder in _PACKAGES)
+    beside = os.path.dirname(os.path.abspath(taker.f_code.co_filename)) + os.sep  # noqa: PTH100, PTH120
+    if not by_package or (path.startswith(beside) and f"{os.sep}." not in path[len(beside) - 1 :]):
+        return False
+    return path.startswith(_OF_SYSTEM) or f"{os.sep}." in path
 
 
 def _note_file(frame: FrameType | None, given: Any, *, writes: bool) -> None:
     if (taker := _taker(frame)) is None or (outside := _noted_in(taker[0])) is None:
         return
     path = _path_of(given)
-    if path is None or _is_skipped(path, by_package=taker[1]):
+    if path is None or _is_skipped(path, taker[0], by_package=taker[1]):
         return
     if writes:
         outside.wrote(path)
@@ -123,7 +138,7 @@ def _note_listing(frame: FrameType | None, arguments: Sequence[Any], named: Mapp
     if (taker := _taker(frame)) is None or (outside := _noted_in(taker[0])) is None:
         return
     path = _path_of(arguments[0] if arguments else named.get("path") or ".")
-    if path is not None and not _is_skipped(path, by_package=taker[1]):
+    if path is not None and not _is_skipped(path, taker[0], by_package=taker[1]):
         outside.listed(path)
 
 
