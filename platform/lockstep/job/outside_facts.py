@@ -102,6 +102,12 @@ def path_here(inside: str, roots: Sequence[Path]) -> str:
 # --- compared and told ------------------------------------------------------------------------------------------
 
 
+def contents_here(names: Sequence[str], spec: Spec) -> dict[str, Any]:
+    """What files with these names hold here."""
+    roots = roots_of(spec.job.use)
+    return {name: content_of(path_here(name.removeprefix(FILE), roots))[0] for name in names}
+
+
 def continued_files(
     fields: Mapping[str, Any],
     facts: Mapping[str, Any],

@@ -31,6 +31,7 @@ from lockstep.job.interface import Job
 from lockstep.job.outside_facts import (
     FILE,
     MOVED,
+    contents_here,
     continued_files,
 )
 from lockstep.job.typed_tree import Opaque, encoded
@@ -90,7 +91,8 @@ def completed(fields: Mapping[str, Any], saved: Mapping[str, Any], spec: Spec) -
     late = [name.removeprefix(VARIABLE) for name in saved if name.startswith(VARIABLE) and name not in fields]
     here = {f"{VARIABLE}{name}": variable_tree(name, value) for name, value in held_now(late).items()}
     files = [path for path in recorded_beside(saved) if path not in recorded_beside(fields)]
-    return {**here, **source_fields(files_here(spec.job.use, files)), **fields}
+    read = contents_here([name for name in saved if name.startswith(FILE) and name not in fields], spec)
+    return {**here, **read, **source_fields(files_here(spec.job.use, files)), **fields}
 
 
 def differing(saved: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Difference]:

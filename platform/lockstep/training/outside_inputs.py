@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lockstep.communication.group import Group
 from lockstep.job.imports import Imported
 from lockstep.job.interface import Job, overrides
-from lockstep.job.outside import content_of, taken
+from lockstep.job.outside import ABSENT, content_of, taken
 from lockstep.job.outside_facts import COPIED, MOST_TOLD, UNKNOWN, UNREPEATABLE, Files
 from lockstep.job.questions import ENVIRONMENT, answers, asked, unrepeatable
 from lockstep.job.replaced import process_facts
@@ -37,7 +37,10 @@ def outside_of(spec: Spec, job: Job, group: Group, imported: Imported) -> Outsid
     files = Files(spec, imported.paths)
     found = taken(reads.outside for reads in reads_by(job, imported.paths))
     steady = {
-        name: content for path, content in found.steady.items() if (name := files.own_name(path)) is not None
+        name: content
+        for path, content in found.steady.items()
+        # What is missing may be a cache that the job makes later on.
+        if content is not ABSENT and (name := files.own_name(path)) is not None
     }
     others = {
         path: content
