@@ -1,0 +1,38 @@
+"""Which test files cover a module, the quick ones first, and which mutants are none: the module does the same with them."""
+
+from __future__ import annotations
+
+COVERED = {
+    "attempts/supervisor.py": ["tests/unit/attempts/test_supervisor.py"],
+    "record/journal_file.py": [
+        "tests/unit/record/test_journal_file.py",
+        "tests/unit/record/test_journal.py",
+        "tests/unit/record/test_full_disk.py",
+        "tests/unit/record/test_power_loss.py",
+    ],
+    "record/journal.py": [
+        "tests/unit/record/test_journal_file.py",
+        "tests/unit/record/test_journal.py",
+        "tests/unit/record/test_full_disk.py",
+        "tests/unit/record/test_sealing.py",
+    ],
+    "record/delivery.py": ["tests/unit/record/test_outage.py", "tests/unit/record/test_partial_store.py"],
+    "training/recovery.py": [
+        "tests/unit/training/test_recovery.py",
+        "tests/distributed/test_joining.py",
+        "tests/distributed/test_survivors.py",
+    ],
+    "training/setup.py": [
+        "tests/distributed/test_initial_weights.py",
+        "tests/distributed/test_resume.py",
+    ],
+    "training/loop.py": [
+        "tests/distributed/test_last_comparison.py",
+        "tests/distributed/test_resume.py",
+        "tests/distributed/test_stop.py",
+    ],
+}
+"""By module below `platform/lockstep`."""
+
+EQUIVALENT: dict[str, dict[str, str]] = {}
+"""By module, the name of each such mutant and why no test can notice it."""
