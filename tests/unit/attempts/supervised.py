@@ -1,6 +1,6 @@
 """A supervisor without a cluster: it is the real one, as are its mailbox and its checkpoints, and what lies around it plays a script.
 
-A script is a generator of what the workers of one attempt do; it goes on by one `yield` at each look of the supervisor.
+A script is a generator of what the workers of one attempt do; it goes on by one `yield` whenever the supervisor waits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lockstep.record.events import AttemptsSummarised, Broke, CheckpointRow, Eve
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from lockstep.training.roll_call import Arrival, Progress
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import step_row
 
@@ -85,6 +86,7 @@ class Recording:
         self.state = RecorderState(run_id=run_id, folder="/runs/a")
         self.guardian = SimpleNamespace(tell=lambda **_: None, record=lambda *_: None)
         self.told: list[Event] = []
+        self.refused: list[str] = []
         self.closed = self.asked_to_stop = False
 
     def begin(self, attempt: int, workers: int, *, wait: bool) -> None:
@@ -109,6 +111,7 @@ class Recording:
         self.mailbox.ask_stop()
 
     def refuse(self, why: str) -> None:
+        self.refused.append(why)
         self.mailbox.refuse(why)
 
     def close(self) -> None:
@@ -137,18 +140,24 @@ class Workers:
         self.over, self.error = self, None
         self.stage_ends, self.lost = StageEnds(), dict[int, str]()
         self.can_regroup, self.run_id = False, origin.run_id
-        self.ended = False
+        self.attempt = origin.attempt
+        """The attempt that its workers tell of: they may have gone on to another."""
+        self.newcomers = SimpleNamespace(failed={}, ended=[])
+        self.inside: tuple[int, ...] = ()
+        self.ended = self.given_up = False
         self.asked = Asked()
-        self._mailbox, self._script = mailbox, script(self)
+        self.mailbox, self._script = mailbox, script(self)
 
     # --- for the supervisor -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.stage_ends.note("decision")
-        self.tell(Joined(0, "node-a", 1, Path("stacks"), 0.0, "{}"))
+        for rank in range(self.place.workers):
+            self.tell(Joined(rank, f"node-{'abc'[rank]}", 1, Path("stacks"), 0.0, "{}"))
+            self.mailbox.ready(self.attempt, rank)
 
     def wait(self, timeout_s: float) -> bool:
-        """What the supervisor has of `over`: a look lets the script go on, and a wait for the end lets it end."""
+        """What the supervisor has of `over`: a short wait lets the script go on, and one for the end lets it end."""
         time.sleep(min(timeout_s, 0.02))
         if timeout_s <= LOOK_S:
             return next(self._script, self) is self
@@ -159,13 +168,29 @@ class Workers:
         self.ended = True
         self._script.close()
 
+    def give_up(self) -> None:
+        self.given_up = True
+
+    def let_in(self, numbers: Sequence[int]) -> None:
+        self.inside = tuple(numbers)
+
+    def dismiss(self, numbers: Sequence[int]) -> None:
+        self.newcomers.ended += numbers
+
     # --- for a script -----------------------------------------------------------------------------------------
 
+    def until(self, happened: Callable[[], object]) -> Generator[None]:
+        """Wait until the supervisor has done something."""
+        until = time.monotonic() + 30.0
+        while not happened():
+            assert time.monotonic() < until, "the supervisor does not do it"
+            yield
+
     def tell(self, *events: Event) -> None:
-        self.asked = self._mailbox.tell(self.origin.attempt, events)
+        self.asked = self.mailbox.tell(self.attempt, events)
 
     def step(self, number: int) -> None:
-        self.tell(step_row(number, attempt=self.origin.attempt, wall_clock=time.time()))
+        self.tell(step_row(number, attempt=self.attempt, wall_clock=time.time()))
 
     def save(self, step: int) -> None:
         """Write and publish a checkpoint, as the attempt that this is."""
@@ -177,6 +202,15 @@ class Workers:
 
     def lose(self, why: str = "rank 0 of 1 was lost: it was killed") -> None:
         self.error: Any = ClusterError(why)
+
+    def outlive(self, rank: int, why: str, step: int) -> None:
+        """One worker is lost and the others come to the roll call after this step: they go on as another attempt."""
+        self.lost[rank] = why
+        assert self.mailbox.lose(rank)
+        for other in self.mailbox.status().numbers:
+            if other != rank:
+                self.mailbox.arrive(self.attempt, other, Arrival(Progress(step, 0), "host", 1))
+        self.attempt += 1
 
     def break_with(self, error: LockstepError) -> None:
         self.tell(Broke(error, "its traceback"))
@@ -194,9 +228,13 @@ class Watch:
     def __init__(self, place: WorkerPlacement, without: frozenset[str], advice: Iterator[Advice]) -> None:
         self.each, self.without, self._advice = place.each, without, advice
         self.asks_for_room = True
+        self.left: list[int] = []
 
     def advice(self, _members: Sequence[Joined]) -> Advice:
         return next(self._advice, Advice())
+
+    def outlived(self, workers: int) -> None:
+        self.left.append(workers)
 
     def close(self) -> None:
         self.asks_for_room = False
@@ -223,11 +261,13 @@ class Supervised:
     sections: dict[str, Any] = field(default_factory=dict)
     advice: Sequence[Advice] = ()
     origin: AttemptOrigin = field(default_factory=AttemptOrigin)
+    run_id: str | None = RUN_ID
+    ranks: int = 1
     around: dict[str, Any] = field(default_factory=dict)
     """Of its surroundings, those that are others than here."""
 
     def __post_init__(self) -> None:
-        self.recording, self.told, self.stop = Recording(), Told(), Unhurried()
+        self.recording, self.told, self.stop = Recording(self.run_id), Told(), Unhurried()
         self.workers: list[Workers] = []
         self.watches: list[Watch] = []
         self.spec = load_spec(
@@ -238,7 +278,7 @@ class Supervised:
                 **self.sections,
             }
         )
-        place = WorkerPlacement(1, {"CPU": 1.0}, frozenset({"node-a"}), frozenset())
+        place = WorkerPlacement(self.ranks, {"CPU": 1.0}, frozenset({"node-a", "node-b"}), frozenset())
         advised = iter(self.advice)
 
         def workers(*args: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from lockstep.attempts import patience, supervisor, waiting
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.planned_change import Members
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storages import open_storage
@@ -28,7 +29,7 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events import Failed, Finished, Joined
+from lockstep.record.events import Document, Failed, Finished, Joined, Straggling, Warned
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
 from tests.unit.record.rows import corrupted
 
@@ -253,10 +254,12 @@ def test_an_attempt_leaves_a_node_that_had_wrong_bits_where_others_have_room(
             )
         return WorkerPlacement(1, {"CPU": 1.0}, frozenset({"node-a", "node-c"}), frozenset())
 
-    scripts = [suspected("node-b"), trains(20, ends=None)]
+    scripts = [trains(1, save=1), suspected("node-b"), trains(20, ends=None)]
     run = Supervised(tmp_path, scripts, around={"find_place": find_place})
     run.run()
-    why = [one["why"] for one in run.recording.summaries]
+    first, second, *_ = run.recording.summaries
+    assert (first["corrupted"], len(second["corrupted"])) == ([], 1)
+    why = [one["why"] for one in run.recording.summaries[1:]]
     assert why == (["a worker on one of its nodes had wrong bits", "finished"] if room else ["finished"])
     assert run.watches[-1].without == ({"node-b"} if room else frozenset())
 
@@ -400,3 +403,117 @@ def test_a_hung_attempt_is_told_as_one_whatever_its_end_breaks(
     run = Supervised(tmp_path, [script, trains(1, ends=None)])
     run.run()
     assert run.recording.summaries[0]["why"].startswith(why)
+
+
+def test_workers_that_go_on_without_a_lost_one_are_another_attempt(tmp_path: Path) -> None:
+    """Twice, in two starts of the workers: each tells its own loss, and the numbers of attempts go on from those in memory."""
+
+    def outlives(why: str) -> Script:
+        def script(workers: Workers) -> Generator[None]:
+            first = workers.attempt
+            for step in (first, first + 1):
+                workers.step(step)
+                yield
+            workers.outlive(1, why, first + 1)
+            yield from workers.until(lambda: workers.inside == (0,))
+            workers.step(first + 2)
+            workers.save(first + 2)
+            if first == 1:
+                workers.lose()
+            else:
+                workers.finish(first + 2)
+
+        return script
+
+    run = Supervised(tmp_path, [outlives("rank 1: first"), outlives("rank 1: second")], ranks=2)
+    assert run.run().attempts == 4
+    assert [one.origin.attempt for one in run.workers] == [1, 3]
+    told = [(one["attempt"], one["workers"], one["in_memory"], one["why"]) for one in run.recording.summaries]
+    assert told == [
+        (1, 2, False, "rank 1: first"),
+        (2, 1, True, "rank 0 of 1 was lost: it was killed"),
+        (3, 2, False, "rank 1: second"),
+        (4, 1, True, "finished"),
+    ]
+    assert [one["from_step"] for one in run.recording.summaries] == [0, 2, 3, 4]
+    assert [watch.left for watch in run.watches] == [[1], [1]]
+    assert "attempt 1 ended: rank 1: first; the others go on from step 2" in run.told.lines
+
+
+def test_newcomers_that_fail_have_the_attempt_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had gone on with the workers that it has, and the ones that are to come would never."""
+    monkeypatch.setattr(supervisor, "newcomers_for", lambda *_: Members((2,), ()))
+
+    def fails(workers: Workers) -> Generator[None]:
+        workers.can_regroup = True
+        workers.newcomers.failed[2] = "its node is gone"
+        yield from until_stopped(workers)
+
+    run = Supervised(tmp_path, [fails, trains(300, ends=None)], advice=[Advice(move="there is room for 2")])
+    assert run.run().attempts == 2
+    (workers, _) = run.workers
+    assert workers.newcomers.ended == [2]
+    assert run.recording.summaries[0]["why"] == "there is room for 2"
+    told = "worker 2 could not join: its node is gone; all workers are restarted from a checkpoint instead"
+    assert Warned(told) in run.recording.told
+
+
+def test_stragglers_are_in_the_account_and_a_person_hears_of_them_once(tmp_path: Path) -> None:
+    def script(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        for text in ("rank 1 is slow", "rank 1 is slow again"):
+            workers.tell(Straggling(text))
+            time.sleep(0.35)
+            yield
+        workers.finish(1)
+
+    run = Supervised(tmp_path, [script])
+    assert run.run().warnings == ["rank 1 is slow"]
+    assert run.told.lines == ["warning: rank 1 is slow"]
+    assert run.recording.summaries[0]["stragglers"] == ["rank 1 is slow", "rank 1 is slow again"]
+
+
+def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
+    Supervised(tmp_path, [trains(4, save=4, ends=None)]).run()
+    origin = claim(str(tmp_path), RUN_ID, None)
+    run = Supervised(tmp_path, [trains(5, ends=None)], origin=origin)
+    assert run.run().attempts == 2
+    (only,) = run.recording.summaries
+    assert (only["attempt"], only["from_step"], only["last_step"]) == (2, 4, 5)
+
+
+def test_workers_that_are_lost_before_there_is_a_run_are_replaced(tmp_path: Path) -> None:
+    """There is no id to claim an attempt of, and no checkpoint."""
+
+    def named(workers: Workers) -> Generator[None]:
+        run.recording.run_id = RUN_ID
+        yield from trains(1, ends=None)(workers)
+
+    run = Supervised(tmp_path, [trains(), named], run_id=None)
+    assert run.run().attempts == 2
+    assert [one.origin for one in run.workers] == [AttemptOrigin(), AttemptOrigin(attempt=2)]
+    assert run.told.shown == [("RUNNING", RUN_ID, 1), ("FINISHED", 1)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_attempt_that_is_silent_is_ended_with_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """No rank goes on without the others, which are being ended; the next attempt takes their steps."""
+    monkeypatch.setattr(supervisor, "end", lambda members: f"stacks of {len(members)}")
+
+    def silent(workers: Workers) -> Generator[None]:
+        if begun:
+            workers.step(1)
+        while True:
+            yield
+
+    faults = {"longest_silence_s": 0.4, "longest_start_s": 60.0} if begun else {"longest_start_s": 0.4}
+    run = Supervised(tmp_path, [silent, trains(1, ends=None)], {"faults": faults})
+    assert run.run().attempts == 2
+    assert run.workers[0].ended
+    assert run.recording.refused == ["it made no progress"]
+    assert Document("stacks-attempt-1.txt", "stacks of 1") in run.recording.told
+    why = run.recording.summaries[0]["why"]
+    assert why.startswith("no rank made progress for " if begun else "no first step within ")
+    assert "what each was doing is in stacks-attempt-1.txt" in why

@@ -126,6 +126,32 @@ def test_a_disk_that_refuses_while_the_journal_is_cut_costs_no_line(
     file.close()
 
 
+def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power would leave a run whose first rows were flushed into a file without a name."""
+    folder = tmp_path / "run"
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.append(str(Path(f"/proc/self/fd/{file}").readlink()))
+        real(file)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(os, "fsync", fsync)
+        opened(folder).close()
+    assert str(folder) in flushed
+    before = descriptors()
+    with monkeypatch.context() as refusing:
+        Refusing(refusing, "fsync", "run")
+        with pytest.raises(
+            RecordError, match=rf"^record\.folder: cannot write .*{NAME}.*No space left on device"
+        ):
+            JournalFile(folder)
+    assert descriptors() == before
+
+
 def test_a_cut_journal_stays_locked_and_its_lock_ends_with_it(tmp_path: Path) -> None:
     file = opened(tmp_path, b"one\n")
     file.cut(b"head\n", 4)
