@@ -1,4 +1,8 @@
-"""Small mistakes in a module's source, one at a time: what a test that covers it should notice."""
+"""Small mistakes in a module's source, one at a time: what a test that covers it should notice.
+
+A call, a keyword argument or an assignment that is left out is one of them: what is wired wrong looks so. The public tools do not fit: cosmic-ray 8 leaves out nothing, and changes the working tree itself; mutmut 3 leaves out arguments and no calls, and puts a
+switch into every function, which the processes that runs start would have to know of.
+"""
 
 from __future__ import annotations
 
