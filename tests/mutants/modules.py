@@ -26,6 +26,7 @@ COVERED = {
         "tests/distributed/test_stop.py",
         "tests/distributed/test_initial_weights.py",
         "tests/distributed/test_joining.py",
+        "tests/distributed/test_recheck.py",
         "tests/distributed/test_mistakes.py",
     ],
     "training/loop.py": [

@@ -27,7 +27,6 @@ from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
-from lockstep.attempts.standby import Standbys
 from lockstep.attempts.surroundings import ON_RAY, Surroundings
 from lockstep.attempts.watchdog import end
 from lockstep.attempts.worker_group import WorkerGroup
@@ -95,7 +94,7 @@ class Supervisor:
         """Workers of the attempt at hand, by their numbers, whose loss the others have outlived, and which are told."""
         self._change: PlannedChange | None = None
         """By which workers join or leave the attempt at hand, while it goes on."""
-        self._standbys = Standbys(self._warn_and_record)
+        self._standbys = around.standbys(self._warn_and_record)
         self._blame = Blame(spec.checkpoint.storage, self._warn_and_record, recording.tell)
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id

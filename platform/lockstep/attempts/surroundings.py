@@ -1,4 +1,4 @@
-"""What a supervisor meets on its cluster: room, the workers of an attempt, the nodes around them, and where others see the run.
+"""What a supervisor meets on its cluster: room, the workers of an attempt and those that stand by, the nodes around them, and where others see the run.
 
 They are handed to it, so that it can be driven without a cluster.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.standby import Standbys
 from lockstep.attempts.waiting import Say, first_place, next_place
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.clusters.noticeboard import Noticeboard
@@ -26,6 +27,7 @@ class Surroundings(NamedTuple):
     find_place: Callable[[Spec, frozenset[str]], WorkerPlacement] = find_place
     workers: Callable[..., WorkerGroup] = WorkerGroup
     watch: Callable[[Spec, WorkerPlacement, frozenset[str]], ClusterWatch] = ClusterWatch
+    standbys: Callable[[Callable[[str], None]], Standbys] = Standbys
     noticeboard: Callable[[str, str, float], Noticeboard] = Noticeboard
     gauges: Callable[[str], Gauges] = Gauges
 

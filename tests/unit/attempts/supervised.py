@@ -240,6 +240,25 @@ class Watch:
         self.asks_for_room = False
 
 
+class Standbys:
+    """Idle processes, of which an attempt takes what the one before had them started for."""
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[int, list[str]]] = []
+        """Each attempt for which they were started, with the nodes of its workers."""
+
+    def first(self, place: WorkerPlacement) -> WorkerPlacement:
+        return place
+
+    def fill(self, attempt: int, members: Sequence[Joined], each: dict[str, float]) -> None:
+        filled = (attempt, [member.node for member in members])
+        if filled not in self.filled:
+            self.filled.append(filled)
+
+    def took(self, members: Sequence[Joined], _asked_at: float) -> int:
+        return len(members) if self.filled else 0
+
+
 class Unhurried(StopSignal):
     """Notes the pauses before attempts, and makes none."""
 
@@ -268,6 +287,7 @@ class Supervised:
 
     def __post_init__(self) -> None:
         self.recording, self.told, self.stop = Recording(self.run_id), Told(), Unhurried()
+        self.standbys = Standbys()
         self.workers: list[Workers] = []
         self.watches: list[Watch] = []
         self.spec = load_spec(
@@ -298,6 +318,9 @@ class Supervised:
         def told(*_: Any) -> Any:
             return self.told
 
+        def standbys(*_: Any) -> Any:
+            return self.standbys
+
         recording: Any = self.recording
         self.supervisor = Supervisor(
             self.spec,
@@ -308,7 +331,9 @@ class Supervised:
             {},
             [],
             lambda _: None,
-            Surroundings(placed, placed, placed, workers, watch, told, told)._replace(**self.around),
+            Surroundings(placed, placed, placed, workers, watch, standbys, told, told)._replace(
+                **self.around
+            ),
         )
 
     def run(self) -> Result:

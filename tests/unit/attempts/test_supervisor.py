@@ -178,9 +178,18 @@ def until_stopped(workers: Workers) -> Generator[None]:
     workers.finish(step, stopped=True)
 
 
-def test_an_attempt_that_is_to_move_saves_and_the_next_goes_on_from_there(tmp_path: Path) -> None:
-    """No step is repeated, and the end of the first is none of the run's."""
-    advice = [Advice(move="node a is being drained", leaving=frozenset({"node-a"}))]
+@pytest.mark.parametrize(
+    "advised",
+    [
+        Advice(move="node a is being drained", leaving=frozenset({"node-a"})),
+        Advice(move="there is room for 2"),
+    ],
+    ids=["a drain", "room"],
+)
+def test_an_attempt_that_is_to_move_saves_and_the_next_goes_on_from_there(
+    tmp_path: Path, advised: Advice
+) -> None:
+    """No step is repeated, and the end of the first is none of the run's. Ray's own group lets nobody join, though the workers would."""
 
     def rest(workers: Workers) -> Generator[None]:
         (first,) = run.recording.summaries
@@ -189,11 +198,11 @@ def test_an_attempt_that_is_to_move_saves_and_the_next_goes_on_from_there(tmp_pa
         return
         yield
 
-    run = Supervised(tmp_path, [until_stopped, rest], advice=advice)
+    run = Supervised(tmp_path, [until_stopped, rest], advice=[advised])
     result = run.run()
     assert (result.status, result.attempts) == ("FINISHED", 2)
     first, second = run.recording.summaries
-    assert first["why"] == "node a is being drained"
+    assert first["why"] == advised.move
     assert (second["from_step"], second["repeated"]) == (first["last_step"], 0)
     assert sum(isinstance(event, Finished) for event in run.recording.told) == 1
 
@@ -461,10 +470,11 @@ def test_newcomers_that_fail_have_the_attempt_move(tmp_path: Path, monkeypatch: 
 def test_stragglers_are_in_the_account_and_a_person_hears_of_them_once(tmp_path: Path) -> None:
     def script(workers: Workers) -> Generator[None]:
         workers.step(1)
-        for text in ("rank 1 is slow", "rank 1 is slow again"):
+        for told, text in enumerate(("rank 1 is slow", "rank 1 is slow again")):
             workers.tell(Straggling(text))
-            time.sleep(0.35)
-            yield
+            account = run.recording
+            yield from workers.until(lambda n=told: sum(len(a["stragglers"]) for a in account.summaries) > n)
+            assert run.told.lines == ["warning: rank 1 is slow"]
         workers.finish(1)
 
     run = Supervised(tmp_path, [script])
@@ -517,3 +527,25 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(
     why = run.recording.summaries[0]["why"]
     assert why.startswith("no rank made progress for " if begun else "no first step within ")
     assert "what each was doing is in stacks-attempt-1.txt" in why
+
+
+@pytest.mark.parametrize("after_s", [0.0, 3600.0, None])
+def test_processes_stand_by_for_an_attempt_that_trains_for_a_while(
+    tmp_path: Path, after_s: float | None
+) -> None:
+    """Once it has, and not where nobody wants them: the next attempt is placed where they are, and its account says how many it took."""
+
+    def trains_on(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        if after_s == 0.0:
+            yield from workers.until(lambda: run.standbys.filled)
+        else:
+            yield from workers.until(lambda: run.recording.summaries)
+        workers.save(1)
+        workers.lose()
+
+    faults = {"faults": {"standby_after_s": after_s}}
+    run = Supervised(tmp_path, [trains_on, trains(2, ends=None)], faults, ranks=2)
+    run.run()
+    assert run.standbys.filled[:1] == ([(1, ["node-a", "node-b"])] if after_s == 0.0 else [])
+    assert [one["standbys"] for one in run.recording.summaries] == [0, 2 if after_s == 0.0 else 0]
