@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,9 @@ class Answers:
             file.write(json.dumps(answer) + "\n")
 
 
+@cache
 def tests_digest(module: str) -> str:
-    """Of the test files that cover a module."""
+    """Of the test files that cover a module, as they were when it was first asked for."""
     return _digest(b"".join((ROOT / name.partition("::")[0]).read_bytes() for name in COVERED[module]))
 
 
@@ -190,14 +192,15 @@ def tried(tree: Path, module: str, limit_s: float | None) -> tuple[int | None, s
 def report(chosen: dict[str, list[Mutant]], answers: Answers) -> int:
     """Print the score of each module, and the survivors. Returns the exit code."""
     survivors = []
-    print(f"\n{'module':32} {'asked':>6} {'killed':>7} {'equal':>6} {'score':>6}")
+    print(f"\n{'module':32} {'asked':>6} {'killed':>7} {'equal':>6} {'left':>5} {'score':>6}")
     for module, drawn in chosen.items():
         equal = [one for one in drawn if one.name in EQUIVALENT.get(module, {})]
         answered = [(one, known) for one in drawn if one not in equal and (known := answers.get(module, one))]
         killed = sum(known["killed"] for _, known in answered)
         survivors += [f"{module}:{one.line}: {one.name}" for one, known in answered if not known["killed"]]
+        left = len(drawn) - len(equal) - len(answered)
         score = f"{killed / len(answered):.0%}" if answered else "-"
-        print(f"{module:32} {len(answered):6} {killed:7} {len(equal):6} {score:>6}")
+        print(f"{module:32} {len(answered):6} {killed:7} {len(equal):6} {left:5} {score:>6}")
     print(*(["", "survivors:", *survivors] if survivors else []), sep="\n")
     return 1 if survivors else 0
 

@@ -27,11 +27,13 @@ COVERED = {
         "tests/distributed/test_initial_weights.py",
         "tests/distributed/test_joining.py",
         "tests/distributed/test_recheck.py",
+        "tests/distributed/test_without.py",
         "tests/distributed/test_mistakes.py",
     ],
     "training/loop.py": [
         "tests/distributed/test_stop.py",
         "tests/distributed/test_last_comparison.py",
+        "tests/distributed/test_evaluation.py",
         "tests/distributed/test_joining.py",
         "tests/distributed/test_resume.py",
     ],

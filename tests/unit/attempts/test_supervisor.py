@@ -468,12 +468,14 @@ def test_newcomers_that_fail_have_the_attempt_move(tmp_path: Path, monkeypatch: 
 
 
 def test_stragglers_are_in_the_account_and_a_person_hears_of_them_once(tmp_path: Path) -> None:
+    def in_account() -> int:
+        return sum(len(one["stragglers"]) for one in run.recording.summaries)
+
     def script(workers: Workers) -> Generator[None]:
         workers.step(1)
         for told, text in enumerate(("rank 1 is slow", "rank 1 is slow again")):
             workers.tell(Straggling(text))
-            account = run.recording
-            yield from workers.until(lambda n=told: sum(len(a["stragglers"]) for a in account.summaries) > n)
+            yield from workers.until(lambda n=told + 1: in_account() == n)
             assert run.told.lines == ["warning: rank 1 is slow"]
         workers.finish(1)
 
