@@ -285,6 +285,7 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
             for name, value in sorted(run.metrics.items())
             if name.startswith(("train/", "eval/"))
         ),
+        "resume proven": _proven(run.tags.get("lockstep.resumed_step", "")),
         "identity": run.tags.get("lockstep.identity", ""),
         "weights_digest": run.tags.get("lockstep.weights_digest", ""),
         "commit": run.tags.get("mlflow.source.git.commit") or run.tags.get("lockstep.git_commit", ""),
@@ -294,6 +295,10 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
     }
     width = max(map(len, shown)) + 2
     return "\n".join(f"{name.ljust(width)}{on_one_line(text)}" for name, text in shown.items() if text)
+
+
+def _proven(step: str) -> str:
+    return step and f"at step {step}: a spare process took up that checkpoint and computed the same next step"
 
 
 def _attempts(attempts: list[dict[str, Any]]) -> str:

@@ -317,6 +317,15 @@ class Corrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumeChecked:
+    """A process of its own has taken up the checkpoint of `step`, and the bits of its next step are the run's."""
+
+    step: int
+    cpu_s: float
+    """The processor time that it took, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """Everything told before this has reached the store."""
 
@@ -427,6 +436,7 @@ Recorded = (
     | SetAside
     | Mended
     | Corrupted
+    | ResumeChecked
     | Delivered
 )
 Passing = Restored | Alive | Printed | Joined | StageEnded | Broke

@@ -35,6 +35,7 @@ from lockstep.record.events import (
     Opened,
     PeakMemory,
     Recorded,
+    ResumeChecked,
     Sampled,
     SetAside,
     Started,
@@ -104,6 +105,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "mended", {"starts": list(event.starts), "how": event.how}
         case Corrupted():
             return "corrupted", asdict(event)
+        case ResumeChecked():
+            return "resume_checked", asdict(event)
         case Delivered():
             return "delivered", {}
         case _:
@@ -261,6 +264,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
                 Witness(*worker)._replace(digests=tuple(worker[-1])) for worker in value["workers"]
             )
             return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
+        case "resume_checked":
+            return ResumeChecked(**value)
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")

@@ -38,6 +38,7 @@ from lockstep.record.events import (
     Opened,
     PeakMemory,
     Recorded,
+    ResumeChecked,
     Sampled,
     SetAside,
     Started,
@@ -130,6 +131,11 @@ class Page:
             case Corrupted():
                 self.log(str(event))
                 self._tag({"corrupted": str(event)})
+            case ResumeChecked():
+                self.log(
+                    f"the checkpoint of step {event.step} was taken up by a process of its own: the next step has the same bits"
+                )
+                self._tag({"resumed_step": event.step})
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Observation() | Sampled():

@@ -49,7 +49,7 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return checkpoint_points(event)
         case events.Started() | events.PeakMemory() | events.AttemptsSummarised():
             return iter(())
-        case events.Document() | events.Diagnosed() | events.Corrupted():
+        case events.Document() | events.Diagnosed() | events.Corrupted() | events.ResumeChecked():
             return iter(())
         case events.Warned() | events.Straggling() | events.Finished() | events.Failed() | events.TakenOver():
             return iter(())

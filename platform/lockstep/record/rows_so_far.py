@@ -61,7 +61,7 @@ class RowsSoFar:
                 pass
             case events.PeakMemory() | events.AttemptsSummarised() | events.Document():
                 pass
-            case events.TakenOver() | events.Diagnosed() | events.Corrupted():
+            case events.TakenOver() | events.Diagnosed() | events.Corrupted() | events.ResumeChecked():
                 pass
             case events.Warned() | events.Straggling():
                 pass

@@ -62,6 +62,7 @@ from lockstep.training.requests import Requests
 from lockstep.training.schedule import RateSchedule, make_schedule
 from lockstep.training.settings import Settings
 from lockstep.training.sharding import check_threads
+from lockstep.training.spare.due import Due
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step import Stepper
@@ -85,6 +86,7 @@ class Run:
     history: History
     inputs: Inputs
     last_save: LastSave = field(default_factory=LastSave)
+    check_due: Due = field(default_factory=Due)
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
