@@ -44,7 +44,7 @@ LOST_S = 8.0
 ASK_S = 2.0
 """How long a process of a cluster that others have started may take to accept a connection."""
 
-QUIET_S = 5.0
+QUIET_S = 15.0
 """How long the end of a run whose cluster is gone is recorded before a word is said."""
 
 OBEY_S = 5.0
@@ -204,13 +204,14 @@ class _Guard:
         """What was said of the end, before it is recorded."""
         self._lives = True
         self._parts: dict[int, int] = {}
-        """Descriptors that tell of the ends of Ray's processes on which the driver depends, by process id."""
+        """Descriptors that tell of the ends of the driver and of Ray's processes on which it depends, by process id."""
         self._ended: set[int] = set()
-        """Those that have ended."""
+        """Those that have ended, before the driver did."""
         self._pipes = selectors.DefaultSelector()
         for pipe in (0, signs):
             os.set_blocking(pipe, False)
             self._pipes.register(pipe, selectors.EVENT_READ)
+        self._watch_process(driver)
 
     def run(self) -> None:
         """Until there is nothing more to guard."""
@@ -246,10 +247,13 @@ class _Guard:
     def _look(self) -> bool:
         """Take in what the pipes have. Whether the driver lives: a process that it forked may hold the pipes open."""
         began = time.monotonic()
-        for key, _ in self._pipes.select(LOOK_S):
+        for key, _ in self._pipes.select(LOOK_S):  # in the order in which the kernel had them
             if key.data is not None:  # what follows from it is judged once the pipes are read
                 self._forget(key.data)
-                self._ended.add(key.data)
+                if key.data == self._driver:
+                    self._lives = False
+                elif self._lives:  # what the driver has started ends with it, which says nothing
+                    self._ended.add(key.data)
                 continue
             data = os.read(key.fd, 1 << 16)
             if not data:
@@ -272,15 +276,20 @@ class _Guard:
     def _watch_parts(self) -> None:
         """Have the kernel tell of the end of those processes that the driver names now, and of no others."""
         named = {pid for pid, *_ in self._facts.get("parts", [])}
-        for pid in self._parts.keys() - named:
+        for pid in self._parts.keys() - named - {self._driver}:
             self._forget(pid)
-        for pid in named - self._parts.keys() - self._ended:
-            try:
-                self._parts[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._ended.add(pid)
-            else:
-                self._pipes.register(self._parts[pid], selectors.EVENT_READ, pid)
+        if self._lives:
+            gone = (pid for pid in named - self._parts.keys() if not self._watch_process(pid))
+            self._ended |= {*gone}
+
+    def _watch_process(self, pid: int) -> bool:
+        """Have the kernel tell of the end of a process. False if it has ended."""
+        try:
+            self._parts[pid] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        self._pipes.register(self._parts[pid], selectors.EVENT_READ, pid)
+        return True
 
     def _forget(self, pid: int) -> None:
         file = self._parts.pop(pid)
@@ -380,7 +389,8 @@ class _Guard:
 
         `say` is said meanwhile, as soon as the driver cannot say it any more, or it takes long.
         """
-        facts = {"run_id": None, "recorders": [], "documents": {}, **self._facts, **end, "new": new}
+        unknown: dict[str, Any] = {"run_id": None, "recorders": [], "documents": {}}
+        facts = {**unknown, "driver": self._driver, **self._facts, **end, "new": new}
         module = "lockstep.record.ending" if self._facts.get("sweep") is None else "lockstep.sweeps.ending"
         began = time.monotonic()
         with subprocess.Popen(
