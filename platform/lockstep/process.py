@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -24,6 +26,23 @@ def collect_seldom() -> None:
     Not for a process that trains, where such garbage may hold tensors.
     """
     gc.set_threshold(50_000, 20)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process, just forked by process `parent`, killed as soon as the thread that forked it ends, however that is."""
+    _libc.prctl(
+        ctypes.c_int(_PR_SET_PDEATHSIG),
+        ctypes.c_ulong(signal.SIGKILL),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def place() -> str:

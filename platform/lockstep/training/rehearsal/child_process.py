@@ -24,6 +24,7 @@ from lockstep.errors import LockstepError
 from lockstep.job.imports import Asked, note_imports
 from lockstep.job.interface import Job
 from lockstep.job.variables import Values, reads_of
+from lockstep.process import end_with_parent
 
 T = TypeVar("T")
 
@@ -65,8 +66,10 @@ def in_child(
     sys.stderr.flush()
     opened, began = inherited.opened(), time.monotonic()
     read, write = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        end_with_parent(parent)  # which waits for it in this thread
         os.close(read)
         _serve(partial(_noted, function, job), forked, opened, write)
     os.close(write)
