@@ -18,7 +18,6 @@ from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch
-from lockstep.attempts.core_watch import lost_core
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
@@ -32,6 +31,7 @@ from lockstep.attempts.watchdog import end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
+from lockstep.clusters.core_watch import lost_core
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of

@@ -30,7 +30,7 @@ from lockstep.job.identity import forked_step
 from lockstep.job.outside_facts import MOVED
 from lockstep.job.source import MAIN_MODULE
 from lockstep.parsing import MOST_BYTES, json_mapping
-from lockstep.paths import OutsideError, beneath, component, read_beneath
+from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
@@ -184,7 +184,7 @@ def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:
 def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
     """The folder of a run: below `storage`, else where its spec has it."""
     try:
-        here = beneath(storage, component(run_id))
+        here = moved(storage, run_id) or beneath(storage, component(run_id))
     except OutsideError as error:
         raise SpecError(f"run: {error}; give the id of a run") from error
     return here if here.is_dir() else spec.folder / run_id

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -351,8 +351,8 @@ def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> 
 
 
 @contextmanager
-def recorders_here(concurrency: int) -> Iterator[Any]:
-    """The actor, on this node, while the block runs; it takes no CPU from the trials."""
+def recorders_here(concurrency: int, begun: Callable[[int], object]) -> Iterator[Any]:
+    """The actor, on this node, while the block runs; it takes no CPU from the trials. `begun` is told its process id."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -363,6 +363,7 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
         .remote(str(Path.cwd()), list(sys.path))
     )
     pid = answer_of_recorders(actor.process.remote(), ANSWER_S, AGAIN)
+    begun(pid)
     try:
         yield actor
     finally:  # Tune keeps what it was given, and would keep this with it
