@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, get_type_hints
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
@@ -33,13 +33,15 @@ TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")
 DETERMINISTIC = tuple(name for name in StepRow._fields if name not in TIMING)
 """Columns that are the same bits in every execution of a run. `parts` stands for all the columns `part/<name>`."""
 
-_STEP_TYPES = {
-    **dict.fromkeys(("step", "epoch", "samples"), "int64"),
-    **dict.fromkeys(("loss", "weight", "lr", "grad_norm", "clipped_norm", "scale"), "double"),
-    "skipped": "bool",
-    **dict.fromkeys(("data_wait_s", "step_s", "wall_clock"), "double"),
-    "attempt": "int64",
-}
+_ARROW = {int: "int64", float: "double", bool: "bool"}
+
+
+def _types(row: type[StepRow | EvaluationRow | Observation]) -> dict[str, str]:
+    """The columns of a kind of row, by name: of its numbers. Its parts, metrics or values are columns of their own."""
+    return {name: _ARROW[kind] for name, kind in get_type_hints(row).items() if kind in _ARROW}
+
+
+_STEP_TYPES = _types(StepRow)
 _DIGEST_TYPES = {
     "weights_digest": "uint64",
     "optimizer_digest": "uint64",
@@ -47,8 +49,8 @@ _DIGEST_TYPES = {
     "ema_digest": "uint64",  # only with `ema` in the spec
 }
 """The columns of `StepRow.digests`: null in rows without digests."""
-_EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
-_OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
+_EVALUATION_TYPES = _types(EvaluationRow)
+_OBSERVATION_TYPES = _types(Observation)
 _PART = "part/"
 VERSION = 1
 """Of the format, in the metadata of each file."""
