@@ -15,7 +15,7 @@ BOUNDED = $(TESTS) -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=t
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu newest-ray lock sbom audit clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu mutants newest-ray lock sbom audit clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -62,6 +62,12 @@ chaos: ROUNDS = 200
 chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (hours)
 	$(BIN)/python -m tests.chaos.disturbed --faults $$(( $(ROUNDS) - $(ROUNDS) / 4 ))
 	$(BIN)/python -m tests.chaos.disturbed_sweep --faults $$(( $(ROUNDS) / 4 ))
+
+# In copies of the working tree. Answers are kept in .mutants: interrupted, it goes on where it was.
+SAMPLE ?= 20
+SEED ?= 0
+mutants: $(INSTALLED_TEST)  ## SAMPLE=20 small mistakes in each module that the promise rests on: a test has to fail for each (hours; MODULES=… for some)
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) $(MODULES)
 
 # How often a worker is killed, with each number of workers.
 ROUNDS ?= 10

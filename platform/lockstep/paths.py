@@ -3,7 +3,7 @@
 A name is relative, with `/` between its parts, and stays beneath its root. Two things can lead out: the text of the name, which
 `relative` and `component` refuse, and symbolic links on the way, which `open_beneath` does not follow out of the root. Linux
 resolves a path beneath a folder in one call (`openat2` with RESOLVE_BENEATH, since 5.6). Elsewhere the path is walked part by
-part, and no symbolic link is followed at all.
+part, and no symbolic link is followed at all. One link out is followed: that by which a user has moved a run's folder (`moved`).
 
 Only files and folders are opened: a pipe or a device in the place of a file would be waited for, or have no end.
 """
@@ -94,6 +94,24 @@ def beneath(root: Path, *names: object) -> Path:
     finally:
         os.close(folder)
     return root / name
+
+
+def moved(root: Path, name: object) -> Path | None:
+    """Where the folder `name` of a storage was moved to, if a link in its place says so; else None.
+
+    The link lies in `root` itself, and leads to a folder of the same name; both belong to the owner of `root`. So it was made by who could
+    as well have put the folder there, and it cannot give a run's name to another folder: not to that of a user's keys, even where
+    the storage is a copy that a stranger has made. What lies below is resolved beneath the folder to which it leads.
+    """
+    link = root / component(name)
+    try:
+        if not stat.S_ISLNK(link.lstat().st_mode):
+            return None
+        target = link.resolve(strict=True)
+        owners = {link.lstat().st_uid, root.stat().st_uid, target.stat().st_uid}
+    except (OSError, RuntimeError):  # it is not there, or links in a circle
+        return None
+    return target if target.is_dir() and target.name == name and len(owners) == 1 else None
 
 
 def _look(folder: int, name: str) -> None:

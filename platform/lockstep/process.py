@@ -8,9 +8,7 @@ import os
 import signal
 import socket
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,6 +29,24 @@ def collect_seldom() -> None:
     Not for a process that trains, where such garbage may hold tensors.
     """
     gc.set_threshold(50_000, 20)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process, just started by process `parent`, killed as soon as the thread that started it ends, however that is. On Linux alone."""
+    if sys.platform != "linux":
+        return
+    _libc.prctl(
+        ctypes.c_int(_PR_SET_PDEATHSIG),
+        ctypes.c_ulong(signal.SIGKILL),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+_libc = ctypes.CDLL(None)  # here and not in a child, in which the loader of libraries may be locked
 
 
 def place() -> str:
@@ -59,18 +75,3 @@ def started(pid: int) -> str:
         return ""
     state, *rest = stat.rpartition(")")[2].split()
     return "" if state in {"Z", "X"} else rest[18]
-
-
-@cache
-def prctl() -> Any:
-    """Linux's call of this name. A process that forks gets it before: in the child, the loader of libraries may be locked."""
-    return ctypes.CDLL(None).prctl
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, its parent, ends, however that ends. On Linux alone; elsewhere it does nothing."""
-    if sys.platform != "linux":
-        return
-    prctl()(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before this was set
-        os._exit(1)

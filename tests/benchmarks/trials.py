@@ -91,7 +91,7 @@ class Told:
 def measured(folder: Path, trials: int, each: int, uri: str) -> dict[str, Any]:
     sweep = sweep_of(folder, trials, uri)
     spent: list[tuple[float, float]] = []
-    with StopSignal() as stop, recorders_here(1) as recorders:
+    with StopSignal() as stop, recorders_here(1, lambda pid: None) as recorders:
         actor = psutil.Process(ray.get(recorders.process.remote()))
         _, _, place = ray.get(recorders.open_sweep.remote(sweep, None))
         told = Told(sweep, recorders, Path(place), stop)

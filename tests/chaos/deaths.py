@@ -45,6 +45,7 @@ class Part(NamedTuple):
     words: tuple[str, ...]
     goes_on: bool
     local: bool = False
+    sweep: bool = False
 
 
 PARTS: Mapping[str, Part] = {
@@ -59,6 +60,12 @@ PARTS: Mapping[str, Part] = {
     "local trainer": Part(("lockstep", "train"), False, local=True),
     "local recorder": Part(("writer_process",), False, local=True),
     "local guardian": Part(("driver.guardian",), True, local=True),
+    "sweep's raylet": Part(("raylet/raylet",), False, sweep=True),
+    "sweep's gcs_server": Part(("gcs/gcs_server",), False, sweep=True),
+    "sweep's driver": Part(("lockstep", "sweep"), False, sweep=True),
+    "sweep's recorders": Part(("ray::RecordersActor",), False, sweep=True),
+    "sweep's trial": Part(("ray::ResourceTrainable",), True, sweep=True),
+    "sweep's guardian": Part(("driver.guardian",), True, sweep=True),
 }
 
 
@@ -72,37 +79,41 @@ class Death(NamedTuple):
     told: str
 
 
-def command(folder: Path, *, local: bool) -> list[str]:
-    words = [
-        "jobs/digits/train.yaml",
-        "job.use=tests.cluster.broken_jobs:SlowDigits",
-        "job.params={width: 8, pause_s: 0.02}",
-    ]
-    settings = [
-        f"length={{steps: {STEPS}}}",
-        "checkpoint.every.steps=10",
-        "workers.max=2",
-        "workers.min=1",
-        f"checkpoint.storage={folder}/runs",
-    ]
-    where = ["--local"] if local else ["--address", "local"]
-    return [sys.executable, "-m", "lockstep", "train", *words, *settings, *where, "--uri", f"sqlite:///{folder}/mlflow.db"]  # fmt: skip
+def command(folder: Path, *, local: bool = False, sweep: bool = False, address: str = "local") -> list[str]:
+    settings = {
+        "job.use": "tests.cluster.broken_jobs:SlowDigits",
+        "job.params": "{width: 8, pause_s: 0.02}",
+        "length": f"{{steps: {STEPS}}}",
+        "checkpoint.every.steps": "10",
+        "checkpoint.storage": f"{folder}/runs",
+    }
+    if sweep:
+        words = ["sweep", "jobs/digits/sweep.yaml", "trials=2", "concurrency=1"]
+        words += [f"spec.{name}={value}" for name, value in settings.items()]
+    else:
+        words = ["train", "jobs/digits/train.yaml", *(f"{name}={value}" for name, value in settings.items())]
+        words += ["workers.max=2", "workers.min=1"]
+    where = ["--local"] if local else ["--address", address]
+    return [sys.executable, "-m", "lockstep", *words, *where, "--uri", f"sqlite:///{folder}/mlflow.db"]
 
 
 def reached(folder: Path, stage: str) -> bool:
-    """Whether a run has come to a stage."""
-    journals = list(folder.glob("runs/*/journal.jsonl"))
-    text = journals[0].read_text(errors="replace") if journals else ""
+    """Whether a run, or a trial of a sweep, has come to a stage."""
+    texts = [path.read_text(errors="replace") for path in folder.glob("runs/*/journal.jsonl")]
     match stage:
         case "starting":
             return True
         case "created":
-            return '{"started"' in text
+            words = '{"started"'
+            if list(folder.glob("runs/*/sweep.yaml")):
+                return True
         case "training":
-            return '{"step":[5,' in text
+            words = '{"step":[5,'
         case "saved":
             return bool(list(folder.glob("runs/*/step-*/manifest.json")))
-    return f'{{"step":[{STEPS},' in text
+        case _:
+            words = f'{{"step":[{STEPS},'
+    return any(words in text for text in texts)
 
 
 def targets(driver: psutil.Process, words: tuple[str, ...]) -> list[psutil.Process]:
@@ -140,7 +151,11 @@ def kill(folder: Path, part: str, stage: str, draw: random.Random) -> Death:
     }
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            command(folder, local=target.local), cwd=ROOT, env=environment, stdout=log, stderr=log
+            command(folder, local=target.local, sweep=target.sweep),
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
     driver = psutil.Process(process.pid)
     until = time.monotonic() + 240
@@ -161,43 +176,50 @@ def kill(folder: Path, part: str, stage: str, draw: random.Random) -> Death:
         process.kill()
         return Death(part, stage, "the command does not end", "")
     ended_s = time.monotonic() - killed_at
-    while "RUNNING" in statuses(folder) and time.monotonic() - killed_at < max(LIMIT_S, ended_s + 5.0):
+    until = max(killed_at + LIMIT_S, time.monotonic() + 5.0)
+    while wrong := list(problems(folder, part, stage, code, run_there=run_there)):
+        if time.monotonic() > until:
+            break
         time.sleep(0.2)
-    seconds, found = time.monotonic() - killed_at, statuses(folder)
-    log_text = (folder / "log").read_text(errors="replace")
-    told = f"exit code {code} after {ended_s:.0f} s, {','.join(found) or 'no run'} after {seconds:.0f} s"
-    return Death(
-        part, stage, "; ".join(problems(folder, part, code, found, log_text, run_there=run_there)), told
-    )
+    seconds, found = time.monotonic() - killed_at, ",".join(statuses(folder)) or "no run"
+    told = f"exit code {code} after {ended_s:.0f} s, {found} after {seconds:.0f} s"
+    return Death(part, stage, "; ".join(wrong), told)
 
 
-def problems(
-    folder: Path, part: str, code: int, found: list[str], log: str, *, run_there: bool
-) -> Iterator[str]:
+def problems(folder: Path, part: str, stage: str, code: int, *, run_there: bool) -> Iterator[str]:
     """What is wrong with how a run ended."""
+    found, log = statuses(folder), (folder / "log").read_text(errors="replace")
     if "RUNNING" in found:
         yield "MLflow has RUNNING"
-    finished = found == ["FINISHED"]
+    finished = set(found) == {"FINISHED"}
+    of_the_driver = part in ("driver", "local trainer", "sweep's driver")
     if finished:
         # The end was recorded before the kill; what is lost is the command's own answer, or the rest of the record.
         told = (
             "had ended before, as its record says" in log
             or "record: the process that writes it has ended" in log
         )
-        if code != 0 and part not in ("driver", "local trainer") and not told:
+        if code != 0 and not of_the_driver and not told:
             yield f"FINISHED, and exit code {code}"
         return
     if "Traceback (most recent call last)" in log:
         yield "a traceback"
     if PARTS[part].goes_on and run_there:
         yield "the run did not go on"
-    wanted = -signal.SIGKILL if part in ("driver", "local trainer") else 1
-    if code != wanted:
+    wanted = [-signal.SIGKILL] if of_the_driver else [1]
+    if part.removeprefix("sweep's ") in ("raylet", "gcs_server") and stage == "starting":
+        wanted.append(
+            -signal.SIGKILL
+        )  # while the driver connects, Ray may hold Python's lock: its guardian ends it
+    if code not in wanted:
         yield f"exit code {code}, wanted {wanted}"
-    if code == 1 and not re.search(r"^lockstep: .+", log, re.MULTILINE):
+    if not of_the_driver and not re.search(r"^lockstep: .+", log, re.MULTILINE):
         yield "no line"
-    if found and not list(folder.glob("runs/*/error.txt")):
+    ended = [path.parent for path in folder.glob("runs/*/error.txt")]
+    if found and not ended:
         yield "no error.txt"
+    if PARTS[part].sweep and found and not any((path / "sweep.yaml").exists() for path in ended):
+        yield "no error.txt of the sweep"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import paths
-from lockstep.paths import OutsideError, beneath, component, open_beneath, read_bounded, relative
+from lockstep.paths import OutsideError, beneath, component, moved, open_beneath, read_bounded, relative
 
 
 @pytest.fixture(params=["openat2", "walked"])
@@ -84,6 +84,36 @@ def test_a_link_within_the_root_is_followed_by_the_kernel(tmp_path: Path) -> Non
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     assert beneath(tmp_path, "link/new") == tmp_path / "link" / "new"
+
+
+def test_a_folder_that_its_owner_moved_is_known(tmp_path: Path) -> None:
+    """The controls: a link to a folder of another name, to a file, to nothing, to itself, one that lies deeper, and no link."""
+    root, elsewhere = tmp_path / "root", tmp_path / "disk"
+    for folder in (root / "deep", elsewhere / "run", elsewhere / "keys"):
+        folder.mkdir(parents=True)
+    (elsewhere / "file").touch()
+    (root / "run").symlink_to("../disk/run")
+    (root / "other").symlink_to(elsewhere / "keys")
+    for name in ("file", "nothing"):
+        (root / name).symlink_to(elsewhere / name)
+    (root / "circle").symlink_to("circle")
+    (root / "deep" / "run").symlink_to(elsewhere / "run")
+    assert moved(root, "run") == elsewhere / "run"
+    assert [moved(root, name) for name in ("other", "file", "nothing", "circle", "deep", "new")] == [None] * 6
+    with pytest.raises(OutsideError):
+        moved(root, "deep/run")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("given", ["link", "target", "root"])
+def test_a_folder_that_another_user_has_a_part_in_is_not_taken_for_moved(tmp_path: Path, given: str) -> None:
+    root, target = tmp_path / "root", tmp_path / "disk" / "run"
+    for folder in (root, target):
+        folder.mkdir(parents=True)
+    (root / "run").symlink_to(target)
+    assert moved(root, "run") == target
+    os.chown({"link": root / "run", "target": target, "root": root}[given], 1234, -1, follow_symlinks=False)
+    assert moved(root, "run") is None
 
 
 def test_a_component_is_one_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,15 +23,13 @@ from lockstep.attempts.placement import (
 from lockstep.attempts.room import RoomRequest
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources, largest_cluster
+from lockstep.clusters.reachability import reached
 from lockstep.errors import SpecError
 from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
 
 LOOK_S = 1.0
 """Seconds between two looks at the cluster."""
-
-CONNECT_S = 2.0
-"""How long a node may take to answer."""
 
 NEAR_S = 20.0
 """If nodes are about to go and nothing else has room: seconds before their deadline at which the last checkpoint is requested."""
@@ -113,11 +110,7 @@ def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
 
 def answers(node: Mapping[str, Any]) -> bool:
     """Whether the node's raylet can be reached: Ray takes up to half a minute to notice that a node is gone."""
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+    return reached(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def draining() -> dict[str, float]:

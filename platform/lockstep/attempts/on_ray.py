@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import check_job
 from lockstep.clusters.connection import connected
+from lockstep.clusters.core_watch import CoreWatch
 from lockstep.clusters.keeper import kept
 from lockstep.clusters.ray_internals import warnings_of_ray
-from lockstep.driver.guardian import Guardian, ending_line
+from lockstep.driver.guardian import Guardian
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
-from lockstep.driver.signals import StopSignal, end_command
-from lockstep.errors import ClusterError
+from lockstep.driver.signals import StopSignal
 from lockstep.spec.fields import Spec
 from lockstep.training.worker_environment import sent_environment
 
@@ -35,11 +34,17 @@ def train_on_ray(
     """
     say = options.progress.say
     with (
-        connected(options.address, verbose=options.verbose, preload=AHEAD, stop=stop, say=say) as own_cluster,
-        ExitStack() as stack,
+        Guardian(spec.document(), spec.folder) as guardian,
+        connected(
+            options.address,
+            verbose=options.verbose,
+            preload=AHEAD,
+            stop=stop,
+            say=say,
+            core=CoreWatch(guardian, spec.folder),
+        ) as own_cluster,
     ):
         from lockstep.attempts.chaos import Chaos, parse
-        from lockstep.attempts.core_watch import core_watched
         from lockstep.attempts.recording import Recording
         from lockstep.attempts.supervisor import Supervisor
 
@@ -49,27 +54,9 @@ def train_on_ray(
             say(f"run {run_id}")
             on_run_id(run_id)
 
-        guardian = stack.enter_context(Guardian(spec.document(), spec.folder))
-        guardian.tell(run_id=origin.run_id)
-
-        def lost(error: ClusterError, details: str) -> None:
-            """The main thread waits for Ray, which will end this process: the command ends here.
-
-            Ray may do so before the end is recorded. So the error comes first, in the form in which commands end; the guardian goes on by itself.
-            """
-            say(f"lockstep: {error}; the run's end is being recorded")
-            run_id, problem = guardian.record(str(error), details)
-            guardian.release()
-            line = ending_line(str(error), run_id, spec.folder, problem)
-            if run_id is None and not problem and recording.run_id is not None:
-                line = f"{error}; run {recording.run_id} had ended before, as its record says"
-            end_command(line, error.exit_code)
-
+        guardian.tell(run_id=origin.run_id, new=True)
         # Its processes start, and nothing is recorded yet, beside what is found out here.
-        with (
-            Recording(spec, environment, origin.run_id, say, guardian) as recording,
-            core_watched(lost, started_here=own_cluster),
-        ):
+        with Recording(spec, environment, origin.run_id, say, guardian) as recording:
             if not own_cluster:
                 check_job(spec, elsewhere=True)
             for text in (found := [*warnings_of_ray(), *check_shared(spec, stop, say)]):

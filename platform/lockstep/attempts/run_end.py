@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.attempts.core_watch import lost_core
 from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.recording import Recording
 from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.clusters.core_watch import lost_core
 from lockstep.clusters.noticeboard import Noticeboard
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, RecordError, first_line

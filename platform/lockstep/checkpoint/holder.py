@@ -213,9 +213,15 @@ def holding(
         hold.release()
 
 
-def refuse_held(storage: Storage, folder: str, what: str) -> None:
-    """SpecError where a process holds `folder`, this one included; found out within WATCH_S. Nothing is written."""
-    _refuse(storage, folder, what, _newest(storage, folder))
+def refuse_held(storage: Storage, folder: str, what: str, *, but: int | None = None) -> None:
+    """SpecError where a process holds `folder`, this one included; found out within WATCH_S. Nothing is written.
+
+    Process `but` of this machine may hold it.
+    """
+    newest = _newest(storage, folder)
+    holder = None if newest is None else _holder(newest[1])
+    if but is None or holder is None or (holder.place, holder.pid) != (place(), but):
+        _refuse(storage, folder, what, newest)
 
 
 def _refuse(storage: Storage, folder: str, what: str, newest: tuple[int, bytes] | None) -> None:

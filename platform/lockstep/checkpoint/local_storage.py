@@ -20,7 +20,7 @@ from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenE
 from lockstep.checkpoint.storage import LARGEST_READ, Item, Reading, Written, hashed
 from lockstep.errors import StorageError
 from lockstep.files import flush, make_folder
-from lockstep.paths import OutsideError, beneath, component, open_beneath
+from lockstep.paths import OutsideError, beneath, component, moved, open_beneath
 
 ENDED = "ended-"
 """Prefix of the name of a staging folder that has ended and is not deleted yet."""
@@ -40,10 +40,20 @@ class LocalStorage:
 
     def _at(self, path: str) -> Path:
         """The path of a name in the storage. BadCheckpointError where it leads out, by its text or through a symbolic link."""
+        root, name = self._moved(path)
         try:
-            return beneath(self.root, path) if path else self.root
+            return beneath(root, name) if name else root
         except OutsideError as error:
             raise _outside(error) from error
+
+    def _moved(self, path: str) -> tuple[Path, str]:
+        """The folder beneath which a name is resolved, and its path there: of a run whose folder was moved, that folder."""
+        first, _, rest = path.partition("/")
+        try:
+            folder = moved(self.root, first) if first else None
+        except OutsideError as error:
+            raise _outside(error) from error
+        return (self.root, path) if folder is None else (folder, rest)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         with _storage_errors("write", self.root / path):
@@ -98,7 +108,7 @@ class LocalStorage:
 
     def _opened(self, path: str) -> io.FileIO:
         try:
-            return io.FileIO(open_beneath(self.root, path), "rb")
+            return io.FileIO(open_beneath(*self._moved(path)), "rb")
         except OutsideError as error:
             raise _outside(error) from error
 
@@ -174,7 +184,7 @@ class LocalStorage:
 
 def _outside(error: OutsideError) -> BadCheckpointError:
     return BadCheckpointError(
-        f"checkpoint.storage: {error}; put the folder itself there, or name the one that it leads to as the storage"
+        f"checkpoint.storage: {error}; put the folder itself there, or a link of its owner's to a folder of the same name"
     )
 
 

@@ -312,8 +312,8 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
         if attempt["lost_s"] is not None:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
             how = f"{attempt['standbys']} standby workers"
-            if attempt.get("in_memory"):  # earlier versions knew none
-                how = f"in memory, {attempt['joined']} joined" if attempt.get("joined") else "in memory"
+            if attempt["in_memory"]:
+                how = f"in memory, {attempt['joined']} joined" if attempt["joined"] else "in memory"
             lines.append(
                 f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, {how}: {spent}"
             )

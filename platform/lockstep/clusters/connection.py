@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from lockstep.clusters.authentication import (
     rays_token,
 )
 from lockstep.clusters.background import disconnect, in_background
+from lockstep.clusters.core_watch import CoreWatch
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.address_file import default_folder
@@ -75,19 +76,23 @@ def connected(
     preload: Sequence[str] = (),
     stop: StopSignal | None = None,
     say: Callable[[str], None] = _unsaid,
+    core: CoreWatch | None = None,
 ) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run.
 
     `for_workers`: every process that it starts there trains. A cluster whose nodes are all on this machine has its workers
     forked from a process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
-    Interrupted. ClusterError within seconds where the cluster does not answer, SpecError where this process is connected to another one.
+    Interrupted. `core` watches the cluster's own processes. ClusterError within seconds where the cluster does not answer, SpecError where this process is connected to another one.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     loaded = sys.modules.get("ray")
     if loaded is not None and loaded.is_initialized():
         _refuse_another(address)
-        yield False
+        with core or nullcontext():
+            if core is not None:
+                core.joined()
+            yield False
         return
     address = cluster_address(address)
     if address == LOCAL:
@@ -101,26 +106,37 @@ def connected(
 
     in_background(importlib.import_module, "torch", name="lockstep-import")
     settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == LOCAL:
-        _start(settings, preload)
-    else:
-        variables = sent_environment() if for_workers else {}
-        # Nobody reaches a loopback address from another machine: all nodes of such a cluster are here.
-        shared = on_this_machine(preload) if is_loopback(host_of(address)) else {}
-        if variables or shared:
-            settings["runtime_env"] = {**shared, "env_vars": {**variables, **shared.get("env_vars", {})}}
-        _Joining(address, settings).wait(stop, say)
-    if stop is not None:
-        stop.listen()  # Ray takes SIGTERM for itself when it connects
-    try:
-        yield address == LOCAL
-    except KeyboardInterrupt:
-        raise  # at once: to part from Ray under an attempt that goes on would crash the process
-    except BaseException:
-        disconnect()
-        raise
-    else:
-        disconnect()
+    with ExitStack() as watched:
+        if core is not None:
+            watched.enter_context(core)
+        if address == LOCAL:
+            _start(settings, preload, core)
+        else:
+            variables = sent_environment() if for_workers else {}
+            # Nobody reaches a loopback address from another machine: all nodes of such a cluster are here.
+            shared = on_this_machine(preload) if is_loopback(host_of(address)) else {}
+            if variables or shared:
+                settings["runtime_env"] = {
+                    **shared,
+                    "env_vars": {**variables, **shared.get("env_vars", {})},
+                }
+            _Joining(address, settings).wait(stop, say)
+            if core is not None:
+                core.joined()
+        if stop is not None:
+            stop.listen()  # Ray takes SIGTERM for itself when it connects
+        try:
+            with (
+                watched.pop_all()
+            ):  # the cluster's processes end with the connection: they are not watched then
+                yield address == LOCAL
+        except KeyboardInterrupt:
+            raise  # at once: to part from Ray under an attempt that goes on would crash the process
+        except BaseException:
+            disconnect()
+            raise
+        else:
+            disconnect()
 
 
 def _refuse_another(named: str | None) -> None:
@@ -148,13 +164,13 @@ def _may_be_one(host: str, other: str) -> bool:
     return bool(first & second)
 
 
-def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
+def _start(settings: dict[str, Any], preload: Sequence[str], core: CoreWatch | None) -> None:
     """A new local cluster. In this thread: its processes end with the thread that started them."""
     import ray
 
     set_up_workers_quickly()
     try:
-        with _own_node(logs=settings.get("log_to_driver", True)):
+        with _own_node(_unwatched if core is None else core.begun, logs=settings.get("log_to_driver", True)):
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,
@@ -164,6 +180,8 @@ def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
             )
     except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
+    if core is not None:
+        core.started()
 
 
 def session_base() -> Path:
@@ -176,12 +194,15 @@ def session_base() -> Path:
     return next((folder for folder in folders if len(os.fsencode(folder)) <= LONGEST_FOLDER), folders[-1])
 
 
-def _own_node(*, logs: bool) -> AbstractContextManager[None]:
+def _unwatched(_command: Sequence[str], _pid: int) -> None: ...
+
+
+def _own_node(begun: Callable[[Sequence[str], int], None], *, logs: bool) -> AbstractContextManager[None]:
     if unavailable("own node"):
         return nullcontext()
     from lockstep.clusters.ray_internals.own_node import own_node
 
-    return own_node(logs=logs)
+    return own_node(logs=logs, begun=begun)
 
 
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:

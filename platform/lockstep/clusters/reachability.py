@@ -23,6 +23,9 @@ TCP_S = 3.0
 HEALTH_S = 4.0
 """How long a GCS may take to answer a health check."""
 
+CONNECT_S = 2.0
+"""How long a node may take to answer."""
+
 LOCAL = "local"
 """The address of a new cluster that belongs to the command and ends with it."""
 
@@ -70,6 +73,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     raise SpecError(
         f"address: got {address!r}, wanted the host:port of a Ray head node such as 10.0.0.5:6379"
     )
+
+
+def reached(host: str, port: int) -> bool:
+    """Whether a process at this address takes connections."""
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _nothing() -> None: ...

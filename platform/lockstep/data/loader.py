@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import os
 import pickle
 import time
 from collections import deque
@@ -36,6 +37,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, DeterminismError, LockstepError, SpecError
 from lockstep.job.variables import open_channel, report_reads
+from lockstep.process import end_with_parent
 from lockstep.threads import one_thread_here
 
 ALIGNMENT = 64
@@ -268,7 +270,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, begun, forked, inherited.opened()),
+            worker_init_fn=partial(_begin, os.getpid(), begun, forked, inherited.opened()),
             pin_memory=pinned,
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -299,12 +301,17 @@ def nothing_collected_in_children() -> Iterator[None]:
 
 
 def _begin(
-    begun: Semaphore, forked: Callable[[], None], opened: Sequence[inherited.Opened], _number: int
+    parent: int,
+    begun: Semaphore,
+    forked: Callable[[], None],
+    opened: Sequence[inherited.Opened],
+    _number: int,
 ) -> None:
     """The first thing that a loader process does. `opened` is what its parent had open before it made any for it.
 
     A dataset sees no worker info: what it gave by the number of its process would be another sample without processes.
     """
+    end_with_parent(parent)  # torch's own look at the parent comes only between two samples
     torch.utils.data._utils.worker._worker_info = None
     forked()
     report_reads()

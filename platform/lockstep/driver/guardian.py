@@ -1,9 +1,12 @@
-"""The guardian of a run: a small process beside the one that drives it, which has the run's end recorded if that one cannot.
+"""The guardian of a run or a sweep: a small process beside the one that drives it, which has its end recorded if that one cannot.
 
 A driver may be killed, crash, or be ended by Ray, which exits where its cluster dies; a process that trains alone may hang.
 None of them can then record how the run ended. The guardian hears what it needs for that while the run goes on, through a pipe
 that ends with the driver. It imports next to nothing until it has to record, ignores the signals that end the command, and
 takes a run that hangs by the same rule as on Ray (`driver.silence`).
+
+Where a process of Ray's that the driver depends on ends, the guardian says so, whatever becomes of the driver: nothing in the driver
+is certain to run once more.
 
 What the process that trains alone does is counted by the bytes of a second pipe. Time counts for its silence only while it
 may run: not while it is stopped, or a debugger holds it.
@@ -15,6 +18,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +38,15 @@ LOOK_S = 0.2
 RECORD_S = 50.0
 """How long a driver waits for its guardian to record an end. A store that is away is waited for; the journal has the end sooner."""
 
+LOST_S = 8.0
+"""How long a driver that can run may take to tell the end of a run whose cluster is gone, before it is ended: it waits in Ray for ever."""
+
+ASK_S = 2.0
+"""How long a process of a cluster that others have started may take to accept a connection."""
+
+QUIET_S = 15.0
+"""How long the end of a run whose cluster is gone is recorded before a word is said."""
+
 OBEY_S = 5.0
 """How long a process that hangs may take to say that it ends itself. It cannot where C code holds Python's lock."""
 
@@ -47,18 +60,28 @@ class Guardian:
     """The driver's side, for the length of a block. At its end the guardian leaves, unless the run's end is not `recorded`."""
 
     def __init__(
-        self, spec: Mapping[str, Any], folder: Path, *, watched: tuple[float, float] | None = None
+        self,
+        spec: Mapping[str, Any],
+        folder: Path,
+        *,
+        watched: tuple[float, float] | None = None,
+        sweep: Mapping[str, Any] | None = None,
     ) -> None:
         """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
 
-        A run that is not watched so has another watchdog.
+        A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials.
         """
         self._path = [path for path in sys.path if path]
+        self.what = "run" if sweep is None else "sweep"
+        self.run_id: str | None = None
+        """As far as it was told."""
         self._facts = {
             "spec": dict(spec),
+            "sweep": None if sweep is None else dict(sweep),
             "folder": str(folder),
             "path": self._path,
             "watched": watched,
+            "new": watched is not None,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
@@ -106,6 +129,7 @@ class Guardian:
     def tell(self, **facts: Any) -> None:
         """Have the guardian know this, for the case that it has to record the run's end."""
         assert self._process is not None and self._process.stdin is not None
+        self.run_id = facts.get("run_id") or self.run_id
         with self._writing, suppress(OSError, ValueError):  # it is gone: the run goes on without it
             self._process.stdin.write(json.dumps(facts, default=str).encode() + b"\n")
             self._process.stdin.flush()
@@ -176,10 +200,18 @@ class _Guard:
         self._alive = 0
         self._clock = 0.0
         """Seconds for which the driver could run."""
+        self._said = ""
+        """What was said of the end, before it is recorded."""
+        self._lives = True
+        self._parts: dict[int, int] = {}
+        """Descriptors that tell of the ends of the driver and of Ray's processes on which it depends, by process id."""
+        self._ended: set[int] = set()
+        """Those that have ended, before the driver did."""
         self._pipes = selectors.DefaultSelector()
         for pipe in (0, signs):
             os.set_blocking(pipe, False)
             self._pipes.register(pipe, selectors.EVENT_READ)
+        self._watch_process(driver)
 
     def run(self) -> None:
         """Until there is nothing more to guard."""
@@ -193,6 +225,9 @@ class _Guard:
                 continue
             if "end" in facts:
                 self._record_for_driver(facts["end"])
+                return
+            if (lost := self._lost_part()) is not None:
+                self._end_lost(*lost)
                 return
             if not lives:
                 self._record_alone()
@@ -212,23 +247,59 @@ class _Guard:
     def _look(self) -> bool:
         """Take in what the pipes have. Whether the driver lives: a process that it forked may hold the pipes open."""
         began = time.monotonic()
-        ended = False
-        for key, _ in self._pipes.select(LOOK_S):
+        for key, _ in self._pipes.select(LOOK_S):  # in the order in which the kernel had them
+            if key.data is not None:  # what follows from it is judged once the pipes are read
+                self._forget(key.data)
+                if key.data == self._driver:
+                    self._lives = False
+                elif self._lives:  # what the driver has started ends with it, which says nothing
+                    self._ended.add(key.data)
+                continue
             data = os.read(key.fd, 1 << 16)
             if not data:
                 self._pipes.unregister(key.fd)
-                ended = True
+                self._lives = False
             elif key.fd == self._signs:
                 self._alive += len(data)
             else:
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
                     self._facts.update(json.loads(line))
+        self._watch_parts()
         if not self._is_held():
             self._clock += min(
                 time.monotonic() - began, 1.0
             )  # if this process itself was stopped, so was the run
-        return not ended and os.getppid() == self._driver
+        self._lives = self._lives and os.getppid() == self._driver
+        return self._lives
+
+    def _watch_parts(self) -> None:
+        """Have the kernel tell of the end of those processes that the driver names now, and of no others."""
+        named = {pid for pid, *_ in self._facts.get("parts", [])}
+        for pid in self._parts.keys() - named - {self._driver}:
+            self._forget(pid)
+        if self._lives:
+            gone = (pid for pid in named - self._parts.keys() if not self._watch_process(pid))
+            self._ended |= {*gone}
+
+    def _watch_process(self, pid: int) -> bool:
+        """Have the kernel tell of the end of a process. False if it has ended."""
+        try:
+            self._parts[pid] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        self._pipes.register(self._parts[pid], selectors.EVENT_READ, pid)
+        return True
+
+    def _forget(self, pid: int) -> None:
+        file = self._parts.pop(pid)
+        self._pipes.unregister(file)
+        os.close(file)
+
+    def _lost_part(self) -> tuple[str, str] | None:
+        """Which process of Ray's has ended, as a message and its details, if one has."""
+        parts = self._facts.get("parts", [])
+        return next(((why, details) for pid, why, details in parts if pid in self._ended), None)
 
     def _is_held(self) -> bool:
         """Whether the driver is stopped, or traced by a debugger."""
@@ -276,9 +347,26 @@ class _Guard:
                 break
         return bool(self._facts.get(fact))
 
+    def _end_lost(self, why: str, details: str) -> None:
+        """A process of Ray's has ended. The driver tells how, and ends itself, unless Ray ends it first or it waits in Ray."""
+        until = self._clock + LOST_S
+        while self._lives and self._clock < until and not {"end", "over"} & self._facts.keys():
+            self._look()
+        if self._facts.get("over"):
+            return
+        if (
+            "end" not in self._facts and self._lives
+        ):  # Ray holds Python's lock where it waits for a GCS while it connects
+            self._say(why)
+            with suppress(ProcessLookupError):
+                os.kill(self._driver, signal.SIGKILL)
+        self._record_for_driver(
+            self._facts.get("end", {"message": why, "details": details, "status": "FAILED"})
+        )
+
     def _record_for_driver(self, end: Mapping[str, str]) -> None:
         """The driver has told why the run ends, and waits. If Ray ends it meanwhile, its last line is told here."""
-        answer = self._recorded(end, new=True)
+        answer = self._recorded(end, new=self._facts.get("new", False), say=end["message"])
         self._answer(answer)
         if not self._waits_for("over", RECORD_S):
             self._show(end["message"], answer)
@@ -287,19 +375,38 @@ class _Guard:
         number = self._facts.get("signal")
         message = _GONE.format(pid=self._driver) if number is None else "ended at once by a signal"
         end = {"message": message, "details": "", "status": "FAILED" if number is None else "KILLED"}
+        for host, port, why in self._facts.get("asked", []):
+            if not _answers(host, port):
+                end |= {"message": why, "status": "FAILED"}
+                self._record_for_driver(end)
+                return
         answer = self._recorded(end, new=False)
         if answer["run_id"] is not None:
             self._show(message, answer)
 
-    def _recorded(self, end: Mapping[str, str], *, new: bool) -> dict[str, Any]:
-        """Have a process of its own record the end, which needs all that a recorder imports."""
-        facts = {"run_id": None, "recorders": [], "documents": {}, **self._facts, **end, "new": new}
-        recorder = subprocess.run(
-            [sys.executable, "-c", "from lockstep.record.ending import main; main()"],
-            input=json.dumps(facts).encode(), stdout=subprocess.PIPE, check=False,
-        )  # fmt: skip
+    def _recorded(self, end: Mapping[str, str], *, new: bool, say: str = "") -> dict[str, Any]:
+        """Have a process of its own record the end, which needs all that a recorder imports.
+
+        `say` is said meanwhile, as soon as the driver cannot say it any more, or it takes long.
+        """
+        unknown: dict[str, Any] = {"run_id": None, "recorders": [], "documents": {}}
+        facts = {**unknown, "driver": self._driver, **self._facts, **end, "new": new}
+        module = "lockstep.record.ending" if self._facts.get("sweep") is None else "lockstep.sweeps.ending"
+        began = time.monotonic()
+        with subprocess.Popen(
+            [sys.executable, "-c", f"from {module} import main; main()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as recorder:  # fmt: skip
+            assert recorder.stdin is not None and recorder.stdout is not None
+            with suppress(BrokenPipeError), recorder.stdin as pipe:  # its exit code tells
+                pipe.write(json.dumps(facts).encode())
+            while recorder.poll() is None:
+                lives = self._look()
+                if say and not self._said and not (lives and time.monotonic() - began < QUIET_S):
+                    self._say(say)
+            answered = recorder.stdout.read()
         try:
-            answer: dict[str, Any] = json.loads(recorder.stdout)
+            answer: dict[str, Any] = json.loads(answered)
         except ValueError:
             return {
                 "run_id": None,
@@ -311,15 +418,34 @@ class _Guard:
         with suppress(OSError):  # the driver is gone
             os.write(self._out, json.dumps(answer).encode() + b"\n")
 
+    def _say(self, why: str) -> None:
+        """Say at once why the run ends: the command may be over before that is recorded."""
+        self._said = why
+        facts = self._facts
+        recorded = facts.get("new") or facts.get("run_id") or facts.get("recorders")
+        _write(f"{why}; the end is being recorded" if recorded else why)
+
     def _show(self, message: str, answer: Mapping[str, Any]) -> None:
-        folder = Path(self._facts["folder"])
-        with suppress(OSError):
-            os.write(
-                2, f"lockstep: {ending_line(message, answer['run_id'], folder, answer['problem'])}\n".encode()
-            )
+        if message == self._said and answer["run_id"] is None and not answer["problem"]:
+            return  # there is nothing to add
+        what = "run" if self._facts.get("sweep") is None else "sweep"
+        _write(ending_line(message, answer["run_id"], Path(self._facts["folder"]), answer["problem"], what))
 
 
-def ending_line(message: str, run_id: str | None, folder: Path, problem: str) -> str:
-    """The line that says why a run ended, which it is, and what of that is not recorded."""
-    where = "" if run_id is None else f"; run {run_id}, whose error.txt is in {str(folder / run_id)!r}"
+def _write(line: str) -> None:
+    with suppress(OSError):  # there is nobody to tell
+        os.write(2, f"lockstep: {line}\n".encode())
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), ASK_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def ending_line(message: str, run_id: str | None, folder: Path, problem: str, what: str = "run") -> str:
+    """The line that says why a run or a sweep ended, which it is, and what of that is not recorded."""
+    where = "" if run_id is None else f"; {what} {run_id}, whose error.txt is in {str(folder / run_id)!r}"
     return f"{message}{where}" + (f" ({problem})" if problem else "")

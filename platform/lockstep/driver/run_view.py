@@ -119,7 +119,6 @@ class RunView:
                 | events.Opened()
                 | events.SetAside()
                 | events.Mended()
-                | events.Sealed()
                 | events.Delivered()
             ):
                 pass

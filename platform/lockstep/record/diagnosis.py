@@ -151,7 +151,6 @@ class Diagnosis:
                 | events.Opened()
                 | events.SetAside()
                 | events.Mended()
-                | events.Sealed()
                 | events.Delivered()
             ):
                 return

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -93,12 +93,28 @@ def _journal(folder: Path, recorders: Sequence[str], release_s: float) -> Journa
 
 
 def _kill(recorders: Sequence[str]) -> None:
+    for pid in _alive(recorders):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(recorders: Sequence[str]) -> list[int]:
+    """Those processes of this machine that have not ended."""
+    found = []
     for process in recorders:
         where, _, rest = process.partition(" ")
         pid, _, began = rest.partition(" ")
         if where == place() and pid.isdigit() and started(int(pid)) == began:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+            found.append(int(pid))
+    return found
+
+
+def ended_by_now(recorders: Sequence[str], release_s: float) -> None:
+    """Wait until the recorders have ended; one that does not within `release_s` is killed."""
+    until = time.monotonic() + release_s
+    while _alive(recorders) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    _kill(recorders)
 
 
 def _begun_by(recorders: Sequence[str], folder: Path) -> Iterator[str]:
@@ -110,7 +126,11 @@ def _begun_by(recorders: Sequence[str], folder: Path) -> Iterator[str]:
                 yield path.parent.name
 
 
-def main() -> None:
+Recording = Callable[[Mapping[str, Any], Failed, Sequence[Document], float], str | None]
+"""Records what was told on standard input, within so many seconds of the recorders' release. Returns the id, if there was something to record."""
+
+
+def answered(record: Recording) -> None:
     """Record the end that standard input describes, and print what came of it as JSON: the run's id, and what went wrong."""
     told: Mapping[str, Any] = json.load(sys.stdin)
     out = os.dup(1)
@@ -118,17 +138,25 @@ def main() -> None:
     answer = {"run_id": None, "problem": ""}
     try:
         sys.path[:0] = [path for path in told["path"] if path not in sys.path]
-        answer["run_id"] = record_end(
-            load_spec(told["spec"]),
-            told["run_id"],
-            Failed(told["message"], told["details"], told["status"], at=time.time()),
-            [Document(name, text) for name, text in told["documents"].items()],
-            told["recorders"],
-            new=told["new"],
-            release_s=LOST_S if told["new"] else RELEASE_S,
-        )
+        failed = Failed(told["message"], told["details"], told["status"], at=time.time())
+        documents = [Document(name, text) for name, text in told["documents"].items()]
+        answer["run_id"] = record(told, failed, documents, LOST_S if told["new"] else RELEASE_S)
     except LockedError:  # another command has resumed the run
         pass
     except (LockstepError, OSError) as error:
         answer["problem"] = str(error if isinstance(error, RecordError) else f"record: {error}")
     os.write(out, json.dumps(answer).encode())
+
+
+def main() -> None:
+    """`answered` for a run."""
+
+    def recorded(
+        told: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float
+    ) -> str | None:
+        spec, recorders = load_spec(told["spec"]), told["recorders"]
+        return record_end(
+            spec, told["run_id"], failed, documents, recorders, new=told["new"], release_s=release_s
+        )
+
+    answered(recorded)

@@ -184,7 +184,7 @@ class Finished:
     summary: Mapping[str, Any]
     files: Sequence[Path] = ()
     at: float | None = field(default=None, compare=False)
-    """When the run ended (Unix seconds), as its recorder heard it; None in a journal of an older version."""
+    """When the run ended (Unix seconds), as its recorder heard it; None where nobody heard it."""
 
     @property
     def error(self) -> str:
@@ -257,13 +257,6 @@ class Mended:
 
     starts: Sequence[int]
     how: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """The first line of a journal that was cut: the segments, in its folder, with the steps that it no longer has."""
-
-    segments: Sequence[Segment]
 
 
 class Witness(NamedTuple):
@@ -444,7 +437,6 @@ Recorded = (
     | Mended
     | Corrupted
     | ResumeChecked
-    | Sealed
     | Delivered
 )
 Passing = Restored | Alive | Printed | Joined | StageEnded | Broke

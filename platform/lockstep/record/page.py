@@ -40,7 +40,6 @@ from lockstep.record.events import (
     Recorded,
     ResumeChecked,
     Sampled,
-    Sealed,
     SetAside,
     Started,
     StepRow,
@@ -141,7 +140,7 @@ class Page:
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Observation() | Sampled():
                 pass  # they become points; the ledger is written when the run ends
-            case Opened() | Sealed() | Delivered() | SetAside():
+            case Opened() | Delivered() | SetAside():
                 pass
             case _:
                 assert_never(event)
@@ -402,7 +401,7 @@ class Page:
         """Write and send the final tables and the figures, which the run's note names."""
         for path in final_tables.write(self._journal, self._folder):
             self._keep(path)
-        self.figures.draw()
+        self.figures.draw(written=True)
         for path in self.figures.drawn:
             self._keep(path)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -19,11 +20,12 @@ from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.going_on import look_at, resume_command
+from lockstep.driver.guardian import Guardian, ending_line
 from lockstep.driver.notebook import as_table, default_progress
 from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
-from lockstep.driver.signals import StopSignal
+from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
@@ -47,6 +49,8 @@ TUNE_SETTINGS = {
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
+
+_AT_ONCE = "ended at once by a second signal"
 
 PRELOADED = ("lockstep.sweeps.trial", "torch._dynamo", "ray.tune", "pyarrow.parquet")
 """What a trial's worker imports by its first step."""
@@ -151,17 +155,27 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     check_storage(base)
     check_uri(base.record.uri or RECORD_OFF)
     from lockstep.clusters.connection import connected, importing_ahead
+    from lockstep.clusters.core_watch import CoreWatch
     from lockstep.clusters.keeper import kept
 
     verbose, say = options.verbose, options.progress.say
     notifications = Notifications(options.notify, base.folder, say, sweep_id)
-    with StopSignal() as stop:
-        driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications)
+    with (
+        StopSignal() as stop,
+        Guardian(base.document(), base.folder, sweep=spec.document()) as guardian,
+    ):
+        driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications, guardian)
         try:
             with (
                 importing_ahead(options.address),
                 connected(
-                    options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say
+                    options.address,
+                    verbose=verbose,
+                    for_workers=True,
+                    preload=PRELOADED,
+                    stop=stop,
+                    say=say,
+                    core=CoreWatch(guardian, base.folder),
                 ),
                 kept(options.retries, say),
             ):
@@ -199,15 +213,41 @@ class _Driver:
         warnings: list[str],
         hold: Hold | None,
         notifications: Notifications,
+        guardian: Guardian,
     ) -> None:
         self.spec, self.options, self.stop, self.warnings = spec, options, stop, warnings
         self.progress = options.progress
         self.steps = 0
         """Those of all trials, known when the search has ended."""
         self._sweep_id, self._hold, self._notifications = sweep_id, hold, notifications
+        self._guardian = guardian
+        self._ended = False
+        """Whether the recorders have recorded the end."""
 
     def run(self) -> SweepResult:
         """Search until the trials, the budget or a signal end it."""
+        from lockstep.clusters.core_watch import lost_core
+
+        try:
+            return self._run()
+        except (KeyboardInterrupt, LockstepError) as error:
+            if (
+                self._ended or lost_core() is not None
+            ):  # the recorders have recorded it, or the watch has it recorded
+                raise
+            raise self._recorded_by_guardian(error) from error
+
+    def _recorded_by_guardian(self, error: KeyboardInterrupt | LockstepError) -> BaseException:
+        """Have the guardian record the end of a sweep whose recorders cannot, as where they are lost. The error that says so."""
+        if self._guardian.run_id is None:
+            return error  # there is no sweep yet
+        status, text = ("KILLED", _AT_ONCE) if was_signalled(error) else ("FAILED", str(error))
+        sweep_id, problem = self._guardian.record(text, traceback.format_exc(), status)
+        if isinstance(error, KeyboardInterrupt) or sweep_id is None:
+            return error
+        return error.with_message(ending_line(str(error), sweep_id, self.spec.base.folder, problem, "sweep"))
+
+    def _run(self) -> SweepResult:
         from lockstep.attempts.shared_files import check_shared
         from lockstep.sweeps.recorders import recorders_here
 
@@ -215,7 +255,8 @@ class _Driver:
         for text in (found := check_shared(self.spec.base, self.stop, self.progress.say)):
             self.progress.say(f"warning: {text}")
         self.warnings += found
-        with ExitStack() as stack, recorders_here(concurrency) as recorders:
+        self._guardian.tell(new=True)
+        with ExitStack() as stack, recorders_here(concurrency, self._guardian.recorded_by) as recorders:
             facts = self._prepare(recorders, gpu="GPU" in bundles[0])
             opened = self._open(recorders, stack)
             self.progress.say(f"sweep {opened.sweep_id}: {self.spec.total} trials, {concurrency} at a time")
@@ -243,6 +284,7 @@ class _Driver:
 
         opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
         sweep_id, url, folder = answer_of_recorders(opened, ANSWER_S, AGAIN)
+        self._guardian.tell(run_id=sweep_id)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
         self._notifications.began(sweep_id, 0)
@@ -264,7 +306,14 @@ class _Driver:
         from lockstep.sweeps.trial import was_begun
 
         decisions = Decisions(opened.folder, self.stop.wait, self.progress.say)
-        table = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)
+        table = SweepTable(
+            self.spec,
+            decisions,
+            recorders,
+            self.progress,
+            self.stop,
+            lambda number: self._guardian.tell(signal=number),
+        )
         error: LockstepError | None = None
         try:
             rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
@@ -288,7 +337,7 @@ class _Driver:
         from lockstep.sweeps.recorders import ANSWER_S, answer_of_recorders
 
         status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
-        if isinstance(error, SilentError):  # nothing can be written any more; the sweep can be resumed
+        if isinstance(error, SilentError):  # they can write nothing any more
             raise error
         closed = recorders.close.remote(table.over or "the sweep is over")
         failures = answer_of_recorders(closed, CLOSING_S + ANSWER_S)
@@ -296,6 +345,7 @@ class _Driver:
         trials = table.trials
         ended = recorders.end_sweep.remote(trials, status, verdict)
         unsaid = answer_of_recorders(ended, ANSWER_S)
+        self._ended = True
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
         if status == "KILLED":
@@ -346,7 +396,9 @@ class _Driver:
         from ray import tune
 
         if not self.options.verbose:
-            logging.getLogger("ray.tune").setLevel(logging.ERROR)
+            logging.getLogger("ray.tune").setLevel(
+                logging.CRITICAL
+            )  # how each attempt of a trial ended is said here
 
         from lockstep.sweeps.trial import Trial
 

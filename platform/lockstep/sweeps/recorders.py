@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -139,6 +139,7 @@ class TrialRecorder:
                 self.spec.folder,
                 started.facts.get("plan") or {},
                 early_stop=self.spec.early_stop is not None,
+                environment=started.facts.get("environment") or {},
             )
         recorder = self._recorder
         if self.found is None and recorder is not None:
@@ -350,8 +351,8 @@ def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> 
 
 
 @contextmanager
-def recorders_here(concurrency: int) -> Iterator[Any]:
-    """The actor, on this node, while the block runs; it takes no CPU from the trials."""
+def recorders_here(concurrency: int, begun: Callable[[int], object]) -> Iterator[Any]:
+    """The actor, on this node, while the block runs; it takes no CPU from the trials. `begun` is told its process id."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -362,6 +363,7 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
         .remote(str(Path.cwd()), list(sys.path))
     )
     pid = answer_of_recorders(actor.process.remote(), ANSWER_S, AGAIN)
+    begun(pid)
     try:
         yield actor
     finally:  # Tune keeps what it was given, and would keep this with it

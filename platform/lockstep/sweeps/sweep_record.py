@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.files import encoded, write_bytes
 from lockstep.record import documents
+from lockstep.record.events import Failed
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
 from lockstep.record.redaction import redacted_document
@@ -190,6 +191,26 @@ class SweepRecord:
             raise self._unwritten(error) from error
         below = str(PurePosixPath(name).parent)
         self._store.log_file(self.folder / name, "" if below == "." else below)
+
+
+def end_abandoned(sweep: SweepSpec, sweep_id: str, failed: Failed) -> bool:
+    """Say of a sweep that nobody records any more how it ended: its status, its note and error.txt. False where its store has an end of it.
+
+    Its table stays as it was told last. RecordError where the store refuses.
+    """
+    base = sweep.base
+    found = reader(base.record.uri or "", base.folder).run(sweep_id)
+    if found.status != "RUNNING" and not found.tags.get("lockstep.vanished"):  # a mark that a reader has made
+        return False
+    store = store_for(base.model_copy(update={"name": sweep.name}), time.time())
+    store.open(sweep_id)
+    path = base.folder / sweep_id / "error.txt"
+    write_bytes(path, encoded(f"{failed.message}\n\n{failed.details}".rstrip() + "\n"))
+    store.log_file(path, "")
+    text = documents.note(documents.Verdict(failed.status, f" · {failed.message}"), {})
+    store.set_tags({"lockstep.error": failed.message, "lockstep.note": text, "lockstep.vanished": ""})
+    store.set_status(failed.status, failed.at)
+    return True
 
 
 def table(trials: Trials, fields: Sequence[str]) -> tuple[list[str], list[list[Any]]]:

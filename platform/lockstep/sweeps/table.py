@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -26,7 +26,7 @@ LAST_SHOWN = 12
 
 
 class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[misc]
-    """Tune tells it of every trial, and asks it whether the sweep is over."""
+    """Tune tells it of every trial, and asks it whether the sweep is over. `when_stopped` is told of the signal that ends it."""
 
     def __init__(
         self,
@@ -35,12 +35,13 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         recorders: Any,
         progress: Progress,
         stop: StopSignal,
+        when_stopped: Callable[[int], object] = lambda number: None,
     ) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
         self.over: str | None = None
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
-        self._progress, self._stop = progress, stop
+        self._progress, self._stop, self._when_stopped = progress, stop, when_stopped
         self._watchdog = SweepWatchdog(recorders, sweep.base.faults)
         self._began = self._placed_at = time.monotonic()
         self._recorded_at = time.monotonic()
@@ -129,6 +130,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         if reason is not None:
             self.over = reason
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
+            if self._stop.number is not None:
+                self._when_stopped(self._stop.number)
             stopping = self._recorders.stop_all.remote(self._stop.number)
             answer_of_recorders(stopping, NEWS_S)
         if self.over is None or not (running := self._running()):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,45 @@ def test_what_a_store_needs_is_imported_ahead() -> None:
         for uri in ("sqlite:///never-opened.db", "off")
     ]
     assert found == ["3\n", "0\n"]
+
+
+class _SaysNothing(BaseHTTPRequestHandler):
+    """Answers `{}` to everything, as some proxies and many programs do."""
+
+    denies = False
+
+    def do_GET(self) -> None:
+        denied = self.denies and self.path.startswith("/api/2.0/mlflow/experiments/get")
+        self.send_response(403 if denied else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"error_code": "PERMISSION_DENIED", "message": "no"}' if denied else b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class _ShowsNothing(_SaysNothing):
+    """As an MLflow server answers a user who may see no experiment."""
+
+    denies = True
+
+
+@pytest.mark.parametrize("handler", [_SaysNothing, _ShowsNothing])
+def test_a_server_that_answers_with_nothing_is_no_mlflow_server_without_runs(
+    handler: type[_SaysNothing],
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = reader(f"http://127.0.0.1:{server.server_address[1]}", Path("runs"))
+        try:
+            if handler is _ShowsNothing:
+                assert store.runs(None, 10) == []
+                return
+            with pytest.raises(RecordError, match="answers, and not as an MLflow server does"):
+                store.runs(None, 10)
+        finally:
+            server.shutdown()

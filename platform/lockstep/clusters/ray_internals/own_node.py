@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -20,6 +21,9 @@ _AT_MOST_S, _EVERY_S = 30.0, 0.02
 
 _Popen = services.ConsolePopen
 
+Begun = Callable[[Sequence[str], int], None]
+"""What is told of each process of the cluster as it is started: its command and its id."""
+
 
 class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
     """A process of the cluster: in a session of its own, and deaf to SIGTERM, as Ray makes them all to SIGINT. What it starts is told so."""
@@ -30,6 +34,7 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
         *,
         env: Mapping[str, str],
         preexec_fn: Callable[[], object],
+        begun: Begun,
         **settings: Any,
     ) -> None:
         def begin() -> None:
@@ -38,6 +43,7 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
 
         environment = {**env, OUTLIVES_SIGTERM: "1"}
         super().__init__(command, env=environment, preexec_fn=begin, start_new_session=True, **settings)
+        begun(command, self.pid)
 
     def terminate(self) -> None:
         """How Ray ends it with the cluster: there is nothing to save, and what a raylet has started would look for it for a second."""
@@ -50,7 +56,7 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
 
 
 @contextmanager
-def own_node(*, logs: bool) -> Iterator[None]:
+def own_node(*, logs: bool, begun: Begun) -> Iterator[None]:
     """In this block `ray.init` starts a cluster without an autoscaler and a dashboard. With `logs` false also without the process that sends
     the workers' output to the driver.
 
@@ -62,7 +68,10 @@ def own_node(*, logs: bool) -> Iterator[None]:
     own, get_node = {name: vars(Node)[name] for name in left_out}, services.get_node
     for name in left_out:
         setattr(Node, name, lambda *_, **__: None)
-    services.get_node, services.ConsolePopen = _once_it_is_there(get_node), _OutlivesSigterm
+    services.get_node, services.ConsolePopen = (
+        _once_it_is_there(get_node),
+        partial(_OutlivesSigterm, begun=begun),
+    )
     try:
         yield
     finally:

@@ -172,6 +172,7 @@ class MlflowReader:
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         chosen = [key for key, name in self._experiments.items() if experiment in (None, name)]
         if experiment is None and not chosen:
+            self._check_is_mlflow()
             return []  # of a user who may see none
         if not chosen:
             known = ", ".join(sorted(self._experiments.values()))
@@ -181,6 +182,19 @@ class MlflowReader:
                 chosen, filter_string=_OURS, max_results=limit, order_by=["attributes.start_time DESC"]
             )
         return [self._info(run) for run in found]
+
+    def _check_is_mlflow(self) -> None:
+        """RecordError for whoever answers `{}` to everything, which is no list of experiments but an empty one."""
+        from mlflow.exceptions import MlflowException
+
+        with translated(self._uri):
+            try:
+                first = self._client.get_experiment("0")
+            except MlflowException as error:
+                if error.error_code not in {"PERMISSION_DENIED", "RESOURCE_DOES_NOT_EXIST"}:
+                    raise
+                return
+            identified(self._uri, first.experiment_id)
 
     def run(self, run_id: str) -> RunInfo:
         with translated(self._uri):

@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.job.imports import Asked, note_imports
 from lockstep.job.interface import Job
 from lockstep.job.variables import Values, reads_of
-from lockstep.process import end_with_parent, prctl
+from lockstep.process import end_with_parent
 
 T = TypeVar("T")
 
@@ -67,8 +67,6 @@ def in_child(
     sys.stdout.flush()
     sys.stderr.flush()
     opened, began, parent = inherited.opened(), time.monotonic(), os.getpid()
-    if sys.platform == "linux":
-        prctl()
     read, write = os.pipe()
     with _no_collection():
         pid = os.fork()
@@ -126,7 +124,7 @@ def _serve(
     """In the child: compute, hand over, and end without anything that the parent registered for its own end, whatever is raised."""
     code = 1
     try:
-        end_with_parent(parent)
+        end_with_parent(parent)  # which waits for it in this thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)
