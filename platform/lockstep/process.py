@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import socket
+import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 def launched_by_torchrun() -> bool:
@@ -52,3 +59,18 @@ def started(pid: int) -> str:
         return ""
     state, *rest = stat.rpartition(")")[2].split()
     return "" if state in {"Z", "X"} else rest[18]
+
+
+@cache
+def prctl() -> Any:
+    """Linux's call of this name. A process that forks gets it before: in the child, the loader of libraries may be locked."""
+    return ctypes.CDLL(None).prctl
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, its parent, ends, however that ends. On Linux alone; elsewhere it does nothing."""
+    if sys.platform != "linux":
+        return
+    prctl()(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before this was set
+        os._exit(1)

@@ -26,6 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.job.imports import Asked, note_imports
 from lockstep.job.interface import Job
 from lockstep.job.variables import Values, reads_of
+from lockstep.process import end_with_parent, prctl
 
 T = TypeVar("T")
 
@@ -65,7 +66,9 @@ def in_child(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    opened, began = inherited.opened(), time.monotonic()
+    opened, began, parent = inherited.opened(), time.monotonic(), os.getpid()
+    if sys.platform == "linux":
+        prctl()
     read, write = os.pipe()
     with _no_collection():
         pid = os.fork()
@@ -73,7 +76,7 @@ def in_child(
             gc.freeze()
     if pid == 0:
         os.close(read)
-        _serve(partial(_noted, function, job), forked, opened, write)
+        _serve(partial(_noted, function, job), forked, opened, write, parent)
     os.close(write)
     try:
         answer = _answer(read, limit_s)
@@ -114,11 +117,16 @@ def _no_collection() -> Iterator[None]:
 
 
 def _serve(
-    function: Callable[[], Any], forked: Callable[[], None], opened: list[inherited.Opened], write: int
+    function: Callable[[], Any],
+    forked: Callable[[], None],
+    opened: list[inherited.Opened],
+    write: int,
+    parent: int,
 ) -> None:
     """In the child: compute, hand over, and end without anything that the parent registered for its own end, whatever is raised."""
     code = 1
     try:
+        end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)
