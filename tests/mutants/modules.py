@@ -14,7 +14,7 @@ COVERED = {
         "tests/unit/record/test_journal_file.py",
         "tests/unit/record/test_journal.py",
         "tests/unit/record/test_full_disk.py",
-        "tests/unit/record/test_sealing.py",
+        "tests/unit/record/test_going_on.py",
     ],
     "record/delivery.py": ["tests/unit/record/test_outage.py", "tests/unit/record/test_partial_store.py"],
     "training/recovery.py": [
