@@ -102,7 +102,7 @@ class Columns(Plain):
 
 
 class InMemory(Trusting):
-    """The rate of each parameter by what its gradient is in the order in which it lies in memory."""
+    """The rate of each parameter by what its gradient is in the order in which it lies in memory, and by its strides."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -110,15 +110,16 @@ class InMemory(Trusting):
             for parameter in group["params"]:
                 lies = parameter.grad.as_strided((parameter.numel(),), (1,))
                 slope = (lies * torch.linspace(0.5, 1.0, len(lies))).sum().abs()
-                parameter.sub_(group["lr"] * parameter.grad / (slope + 1.0))
+                parameter.sub_(group["lr"] * parameter.grad / (slope + 1.0 + sum(parameter.grad.stride())))
 
 
 class ChannelsLast(Plain):
-    """Small images, and a convolution whose weights lie with their channels last."""
+    """Small images, and convolutions whose weights lie with their channels last; those of one pixel could have other strides as well."""
 
     def model(self) -> nn.Module:
+        convolutions = nn.Conv2d(2, 6, 1), nn.Conv2d(6, 4, 2)
         model = nn.Sequential(
-            nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 6, 2), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3)
+            nn.Unflatten(1, (2, 2, 2)), *convolutions, nn.Flatten(), nn.Tanh(), nn.Linear(4, 3)
         )
         return model.to(memory_format=torch.channels_last)
 

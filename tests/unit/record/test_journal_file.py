@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME, NEXT, JournalFile, LockedError
+from lockstep.record.journal_file import NAME, JournalFile, LockedError
 from tests.unit.record.rows import step_row
 
 
@@ -72,60 +72,6 @@ def test_half_a_line_that_could_not_be_cut_off_is_cut_off_before_the_next(
     file.close()
 
 
-def test_half_a_line_is_cut_off_where_the_file_was_cut_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its offsets are then not those of the file on the disk."""
-    file = opened(tmp_path, b"a long first line\n", b"two\n")
-    file.cut(b"head\n", 18)
-    for refused in ([("write", NAME)], [("write", NAME), ("ftruncate", NAME)]):
-        with monkeypatch.context() as refusing:
-            for call in refused:
-                Refusing(refusing, *call)
-            with pytest.raises(RecordError):
-                file.append(b"three\n")
-    file.append(b"four\n")
-    assert (tmp_path / NAME).read_bytes() == b"head\ntwo\nfour\n"
-    assert lines(file) == [b"head", b"two", b"four"]
-    file.close()
-
-
-@pytest.mark.parametrize(
-    ("call", "name", "nth"),
-    [
-        ("open", NEXT, 1),
-        ("write", NEXT, 1),
-        ("write", NEXT, 2),
-        ("fsync", NEXT, 1),
-        ("fsync", "run", 1),
-        ("replace", NEXT, 1),
-    ],
-)
-def test_a_disk_that_refuses_while_the_journal_is_cut_costs_no_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str, nth: int
-) -> None:
-    """Whichever call it is, the journal is as before, is added to as before, and is cut as soon as the disk allows it."""
-    folder = tmp_path / "run"
-    file = opened(folder, b"one\n", b"two\n")
-    before = descriptors()
-    with monkeypatch.context() as refusing:
-        Refusing(refusing, call, name, nth)
-        with pytest.raises(RecordError, match=rf"^record\.folder: cannot write .*{NEXT}.*No space left"):
-            file.cut(b"h\n", 4)
-    assert descriptors() == before
-    assert (file.base, lines(file)) == (0, [b"one", b"two"])
-    file.append(b"three\n")
-    assert (folder / NAME).read_bytes() == b"one\ntwo\nthree\n"
-    file.cut(b"h\n", 4)
-    assert (folder / NAME).read_bytes() == b"h\ntwo\nthree\n"
-    assert file.base == 2
-    file.append(b"four\n")
-    assert lines(file) == [b"h", b"two", b"three", b"four"]
-    assert lines(file, 4) == [b"two", b"three", b"four"]
-    assert descriptors() == before
-    file.close()
-
-
 def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,48 +98,16 @@ def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
     assert descriptors() == before
 
 
-def test_a_cut_journal_stays_locked_and_its_lock_ends_with_it(tmp_path: Path) -> None:
-    file = opened(tmp_path, b"one\n")
-    file.cut(b"head\n", 4)
-    with pytest.raises(LockedError, match="another process records it now"):
-        JournalFile(tmp_path)
-    file.close()
-    again = JournalFile(tmp_path)
-    assert [line for line, _, _ in again.take_up()] == [b"head"]
-    again.close()
-
-
-def test_who_opened_the_file_that_a_cut_replaced_is_no_second_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first writer cuts between the other's opening and its lock, which is then free: what it added would be lost with the old file."""
-    first = opened(tmp_path, b"one\n")
-    real = os.open
-
-    def open_and_wait(path: Any, *given: Any, **more: Any) -> int:
-        found = real(path, *given, **more)
-        monkeypatch.setattr(os, "open", real)
-        first.cut(b"head\n", 4)
-        return found
-
-    monkeypatch.setattr(os, "open", open_and_wait)
-    before = descriptors()
-    with pytest.raises(LockedError, match="another process records it now"):
-        JournalFile(tmp_path)
-    assert descriptors() == before
-    first.append(b"two\n")
-    assert (tmp_path / NAME).read_bytes() == b"head\ntwo\n"
-    first.close()
-
-
 def test_a_journal_whose_file_was_deleted_knows_it(tmp_path: Path) -> None:
     file = opened(tmp_path, b"one\n")
     assert not file.is_deleted
     (tmp_path / NAME).unlink()
     assert file.is_deleted
-    other = JournalFile(tmp_path)  # another run of this name
+    other = JournalFile(tmp_path)  # a second writer, of another file
     assert file.is_deleted
     assert not other.is_deleted
+    with pytest.raises(LockedError, match="another process records it now"):
+        JournalFile(tmp_path)
     file.close()
     other.close()
 
