@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import psutil
 
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from tests.ports import free_port
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,8 @@ class Part(NamedTuple):
     goes_on: bool
     local: bool = False
     sweep: bool = False
+    joined: bool = False
+    """On a cluster that another command has started."""
 
 
 PARTS: Mapping[str, Part] = {
@@ -66,7 +69,36 @@ PARTS: Mapping[str, Part] = {
     "sweep's recorders": Part(("ray::RecordersActor",), False, sweep=True),
     "sweep's trial": Part(("ray::ResourceTrainable",), True, sweep=True),
     "sweep's guardian": Part(("driver.guardian",), True, sweep=True),
+    "joined raylet": Part(("raylet/raylet",), False, joined=True),
+    "joined gcs_server": Part(("gcs/gcs_server",), False, joined=True),
+    "joined driver": Part(("lockstep", "train"), False, joined=True),
+    "sweep's joined raylet": Part(("raylet/raylet",), False, sweep=True, joined=True),
+    "sweep's joined gcs_server": Part(("gcs/gcs_server",), False, sweep=True, joined=True),
 }
+
+
+@contextmanager
+def cluster(environment: Mapping[str, str]) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """A cluster as `ray start` makes one, on loopback and in a folder of its own: its address and its processes."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        address = f"127.0.0.1:{free_port()}"
+        words = [
+            "--head",
+            "--node-ip-address=127.0.0.1",
+            f"--port={address.partition(':')[2]}",
+            "--num-cpus=2",
+        ]
+        words += ["--include-dashboard=false", "--dashboard-agent-listen-port=0", f"--temp-dir={folder}"]
+        subprocess.run(
+            [str(Path(sys.executable).parent / "ray"), "start", *words],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        try:
+            yield address, named(folder, among=psutil.process_iter())
+        finally:
+            for process in named(folder, among=psutil.process_iter()):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 class Death(NamedTuple):
@@ -116,11 +148,13 @@ def reached(folder: Path, stage: str) -> bool:
     return any(words in text for text in texts)
 
 
-def targets(driver: psutil.Process, words: tuple[str, ...]) -> list[psutil.Process]:
+def targets(
+    driver: psutil.Process, words: tuple[str, ...], elsewhere: list[psutil.Process]
+) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         if words[0] == "lockstep":
             return [driver]
-        return named(*words, among=driver.children(recursive=True))
+        return named(*words, among=[*driver.children(recursive=True), *elsewhere])
     return []
 
 
@@ -142,28 +176,39 @@ def statuses(folder: Path) -> list[str]:
 
 def kill(folder: Path, part: str, stage: str, draw: random.Random) -> Death:
     """Kill a part at a stage of a run of its own."""
-    target = PARTS[part]
     folder.mkdir()
     environment = {
         **os.environ,
         **WORKER_ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)]),
     }
+    if not PARTS[part].joined:
+        return _kill(folder, part, stage, draw, environment, "local", [])
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    with cluster(environment) as (address, processes):
+        return _kill(folder, part, stage, draw, environment, address, processes)
+
+
+def _kill(
+    folder: Path,
+    part: str,
+    stage: str,
+    draw: random.Random,
+    environment: Mapping[str, str],
+    address: str,
+    elsewhere: list[psutil.Process],
+) -> Death:
+    target = PARTS[part]
+    words = command(folder, local=target.local, sweep=target.sweep, address=address)
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command(folder, local=target.local, sweep=target.sweep),
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
     driver = psutil.Process(process.pid)
     until = time.monotonic() + 240
     while not reached(folder, stage) and process.poll() is None:
         assert time.monotonic() < until, (folder / "log").read_text()[-2000:]
         time.sleep(0.02)
     time.sleep(draw.uniform(0.5, 6.0) if stage == "starting" else draw.uniform(0.0, 0.4))
-    while not (victims := targets(driver, target.words)) and process.poll() is None:
+    while not (victims := targets(driver, target.words, elsewhere)) and process.poll() is None:
         time.sleep(0.02)
     if process.poll() is not None:
         return Death(part, stage, "", "the run had ended before the kill")
@@ -192,7 +237,7 @@ def problems(folder: Path, part: str, stage: str, code: int, *, run_there: bool)
     if "RUNNING" in found:
         yield "MLflow has RUNNING"
     finished = set(found) == {"FINISHED"}
-    of_the_driver = part in ("driver", "local trainer", "sweep's driver")
+    of_the_driver = part in ("driver", "local trainer", "sweep's driver", "joined driver")
     if finished:
         # The end was recorded before the kill; what is lost is the command's own answer, or the rest of the record.
         told = (
@@ -207,7 +252,7 @@ def problems(folder: Path, part: str, stage: str, code: int, *, run_there: bool)
     if PARTS[part].goes_on and run_there:
         yield "the run did not go on"
     wanted = [-signal.SIGKILL] if of_the_driver else [1]
-    if part.removeprefix("sweep's ") in ("raylet", "gcs_server") and stage == "starting":
+    if part.split()[-1] in ("raylet", "gcs_server") and stage == "starting":
         wanted.append(
             -signal.SIGKILL
         )  # while the driver connects, Ray may hold Python's lock: its guardian ends it

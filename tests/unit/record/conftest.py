@@ -34,6 +34,7 @@ MLFLOW = {
     "test_ui.py",
     "test_liveness.py",
     "test_troubles_at_once.py",
+    "test_locked_database.py",
 }
 
 
