@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
-from lockstep.errors import JobError
+from lockstep.errors import JobError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
@@ -152,10 +152,11 @@ def test_an_optimizer_with_its_parameters_in_another_order_takes_no_state() -> N
     assert tree_digest(other.sections()) == before
 
 
-def test_a_state_of_an_older_version_has_no_order() -> None:
+def test_a_state_without_the_order_of_its_optimizers_is_refused() -> None:
     saved = state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).sections()
     del saved["model"]["order"]
-    state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
+    with pytest.raises(StorageError, match="its state does not fit this run: 'order'"):
+        state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
 
 
 def test_state_of_an_optimizer_within_lists_and_mappings_is_restored_as_it_was() -> None:
