@@ -138,9 +138,9 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
 def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
     """StorageError where a value of `now` differs from the one that was saved under the same name."""
     for name in now:
-        if now[name] != saved[name]:
+        if now[name] != saved.get(name):
             raise StorageError(
-                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
+                f"checkpoint {shown}: {name} was {saved.get(name)!r} when it was saved and is now {now[name]!r}; "
                 "this Lockstep would go on with other bits"
             )
 

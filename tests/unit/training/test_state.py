@@ -187,10 +187,11 @@ def test_a_state_that_does_not_fit_is_one_line_of_the_checkpoint(
     assert "\n" not in str(info.value)
 
 
-def test_a_state_of_an_older_version_has_no_order() -> None:
+def test_a_state_without_the_order_of_its_optimizers_is_refused() -> None:
     saved = state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).sections()
     del saved["model"]["order"]
-    state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
+    with pytest.raises(StorageError, match="its state does not fit this run: 'order'"):
+        state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
 
 
 def test_state_of_an_optimizer_within_lists_and_mappings_is_restored_as_it_was() -> None:
