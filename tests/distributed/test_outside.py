@@ -48,7 +48,7 @@ def document(project: Path, **data: Any) -> Document:
         "length": {"steps": 4},
         "optimizer": {"name": "sgd", "lr": 0.1},
         "rehearsal": "off",
-        "checkpoint": {"storage": str(project / "runs"), "every": {"steps": 1}},
+        "checkpoint": {"storage": str(project / "runs"), "every": {"steps": 4}},
     }
 
 
