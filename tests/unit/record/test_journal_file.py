@@ -112,6 +112,35 @@ def test_a_journal_whose_file_was_deleted_knows_it(tmp_path: Path) -> None:
     other.close()
 
 
+def test_a_journal_that_cannot_be_read_is_refused_and_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with a bad sector: a journal of which a part is not known would be taken for one without those rows."""
+    journal = Journal(tmp_path)
+    journal.add([step_row(1)])
+    journal.close()
+    before = descriptors()
+    for refusal in (OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()):
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "pread", raising(refusal))
+            with pytest.raises(RecordError if isinstance(refusal, OSError) else KeyboardInterrupt):
+                Journal(tmp_path)
+        assert descriptors() == before
+    again = Journal(tmp_path)
+    assert list(again.steps()) == [step_row(1)]
+    assert not again.is_deleted
+    (tmp_path / NAME).unlink()
+    assert again.is_deleted
+    again.close()
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
 def test_a_line_that_is_damaged_while_the_run_goes_on_does_not_pass(tmp_path: Path) -> None:
     """Any bit of it, once it was added: the ledger is not written from what is left, and no other value comes back."""
     journal = Journal(tmp_path)
