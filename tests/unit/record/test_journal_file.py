@@ -75,7 +75,7 @@ def test_half_a_line_that_could_not_be_cut_off_is_cut_off_before_the_next(
 def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a loss of power would leave a run whose first rows were flushed into a file without a name."""
+    """Else a loss of power would leave a run whose first rows were flushed into a file without a name. What was added last is flushed as it closes."""
     folder = tmp_path / "run"
     flushed: list[str] = []
     real = os.fsync
@@ -86,8 +86,10 @@ def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
 
     with monkeypatch.context() as watched:
         watched.setattr(os, "fsync", fsync)
-        opened(folder).close()
-    assert str(folder) in flushed
+        file = opened(folder, b"one\n")
+        assert flushed[-1] == str(folder)
+        file.close()
+    assert flushed[-2:] == [str(folder), str(folder / NAME)]
     before = descriptors()
     with monkeypatch.context() as refusing:
         Refusing(refusing, "fsync", "run")
@@ -128,7 +130,7 @@ def test_a_journal_that_cannot_be_read_is_refused_and_let_go(
         assert descriptors() == before
     again = Journal(tmp_path)
     assert list(again.steps()) == [step_row(1)]
-    assert not again.is_deleted
+    assert not again.delivered and not again.is_deleted
     (tmp_path / NAME).unlink()
     assert again.is_deleted
     again.close()
