@@ -89,6 +89,7 @@ def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
         file = opened(folder, b"one\n")
         assert flushed[-1] == str(folder)
         file.close()
+    assert not (folder / NAME).stat().st_mode & 0o111
     assert flushed[-2:] == [str(folder), str(folder / NAME)]
     before = descriptors()
     with monkeypatch.context() as refusing:
@@ -146,6 +147,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_a_line_that_is_damaged_while_the_run_goes_on_does_not_pass(tmp_path: Path) -> None:
     """Any bit of it, once it was added: the ledger is not written from what is left, and no other value comes back."""
     journal = Journal(tmp_path)
+    assert not journal.delivered
     journal.add([step_row(1), step_row(2), step_row(3)])
     whole = (tmp_path / NAME).read_bytes()
     begin = whole.index(b"\n") + 1
