@@ -51,6 +51,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "record/journal.py": {
         "newest_step: statement deleted: file.seek(max(0, size - length)) -> pass": "all of the file is read, and not its end alone: slower",
+        "Journal._first_step: constant changed: 0 -> (-1)": "it is asked for only where there are steps",
     },
 }
 """By module, the name of each such mutant and why no test can notice it."""

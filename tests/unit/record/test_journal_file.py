@@ -75,7 +75,7 @@ def test_half_a_line_that_could_not_be_cut_off_is_cut_off_before_the_next(
 def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a loss of power would leave a run whose first rows were flushed into a file without a name."""
+    """Else a loss of power would leave a run whose first rows were flushed into a file without a name. What was added last is flushed as it closes."""
     folder = tmp_path / "run"
     flushed: list[str] = []
     real = os.fsync
@@ -86,8 +86,11 @@ def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
 
     with monkeypatch.context() as watched:
         watched.setattr(os, "fsync", fsync)
-        opened(folder).close()
-    assert str(folder) in flushed
+        file = opened(folder, b"one\n")
+        assert flushed[-1] == str(folder)
+        file.close()
+    assert not (folder / NAME).stat().st_mode & 0o111
+    assert flushed[-2:] == [str(folder), str(folder / NAME)]
     before = descriptors()
     with monkeypatch.context() as refusing:
         Refusing(refusing, "fsync", "run")
@@ -112,9 +115,39 @@ def test_a_journal_whose_file_was_deleted_knows_it(tmp_path: Path) -> None:
     other.close()
 
 
+def test_a_journal_that_cannot_be_read_is_refused_and_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with a bad sector: a journal of which a part is not known would be taken for one without those rows."""
+    journal = Journal(tmp_path)
+    journal.add([step_row(1)])
+    journal.close()
+    before = descriptors()
+    for refusal in (OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()):
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "pread", raising(refusal))
+            with pytest.raises(RecordError if isinstance(refusal, OSError) else KeyboardInterrupt):
+                Journal(tmp_path)
+        assert descriptors() == before
+    again = Journal(tmp_path)
+    assert list(again.steps()) == [step_row(1)]
+    assert not again.delivered and not again.is_deleted
+    (tmp_path / NAME).unlink()
+    assert again.is_deleted
+    again.close()
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
 def test_a_line_that_is_damaged_while_the_run_goes_on_does_not_pass(tmp_path: Path) -> None:
     """Any bit of it, once it was added: the ledger is not written from what is left, and no other value comes back."""
     journal = Journal(tmp_path)
+    assert not journal.delivered
     journal.add([step_row(1), step_row(2), step_row(3)])
     whole = (tmp_path / NAME).read_bytes()
     begin = whole.index(b"\n") + 1
