@@ -9,11 +9,13 @@ INSTALLED_TEST := $(VENV)/.installed-test
 # One process runs the tests that start Ray, the others all the rest: it waits now and then.
 TEST_PROCESSES ?= 3
 TESTS = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+# A test that hangs ends its process with the stacks of all threads, and fails.
+BOUNDED = $(TESTS) -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu newest-ray lock sbom audit clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu mutants newest-ray lock sbom audit clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -33,10 +35,10 @@ imports: $(INSTALLED_TEST)
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED_TEST)
-	$(TESTS)
+	$(BOUNDED)
 
 scenarios: $(INSTALLED_TEST)  ## whole commands and clusters, killed, stopped and resumed, which a change has to pass before it lands
-	$(TESTS) -m "scenario and not exact"
+	$(BOUNDED) -m "scenario and not exact"
 
 # A commit that changes bits on purpose says "changes bits" in its message.
 guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit before the newest
@@ -61,6 +63,12 @@ chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills am
 	$(BIN)/python -m tests.chaos.disturbed --faults $$(( $(ROUNDS) - $(ROUNDS) / 4 ))
 	$(BIN)/python -m tests.chaos.disturbed_sweep --faults $$(( $(ROUNDS) / 4 ))
 
+# In copies of the working tree. Answers are kept in .mutants: interrupted, it goes on where it was.
+SAMPLE ?= 20
+SEED ?= 0
+mutants: $(INSTALLED_TEST)  ## SAMPLE=20 small mistakes in each module that the promise rests on: a test has to fail for each (hours; MODULES=… for some)
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) $(MODULES)
+
 # How often a worker is killed, with each number of workers.
 ROUNDS ?= 10
 
@@ -71,6 +79,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.first_step --warm
 	$(BIN)/python -m tests.benchmarks.watching
 	$(BIN)/python -m tests.benchmarks.agreement
+	$(BIN)/python -m tests.benchmarks.self_check
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.slow_network
 	$(BIN)/python -m tests.benchmarks.checkpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -22,6 +23,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Tests start hundreds of processes, each of which would compile the same files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell that starts the tests in the background has them ignore SIGINT, and so the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A crowded machine is no counterexample.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.job.system_calls import watch_calls
 from lockstep.job.variables import watch
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ _HOME = {
 
 
 watch()  # before the modules are imported that a job is made of
+watch_calls()
 
 
 def __getattr__(name: str) -> Any:

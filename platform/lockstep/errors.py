@@ -4,6 +4,7 @@
     ├── SpecError            exit code 2: the spec, an override or the usage is wrong
     │   └── JobImportError   exit code 2: `job.use` does not lead to a Job
     ├── JobError             the job's own code broke, or broke a rule of training
+    │   └── ResumeError      a resume of the run goes on with other bits, or cannot go on
     ├── DataError            the data cannot be read, or are not what the job wants
     ├── DeterminismError     `determinism: strict` cannot be kept here
     ├── NumericsError        a loss or a gradient is not finite
@@ -70,6 +71,10 @@ class JobImportError(SpecError):
 
 class JobError(LockstepError):
     """The job broke a rule of training. Example: a parameter that gets no gradient."""
+
+
+class ResumeError(JobError):
+    """A process that took up a checkpoint computed the next step otherwise than the run. Example: state in a global that no checkpoint keeps."""
 
 
 class DataError(LockstepError):

@@ -184,6 +184,18 @@ def flat_record(kind: type[T], value: object) -> T:
 # --- documents that contain their own hash ---------------------------------------------------------------------------
 
 
+class OtherVersionError(ValueError):
+    """The format of a document has another version than the one that this Lockstep writes and reads."""
+
+
+def check_version(got: Any, wanted: int) -> None:
+    """OtherVersionError unless the format version of a document is `wanted`."""
+    if type(got) is not int or got != wanted:
+        raise OtherVersionError(
+            f"it has format version {str(got)[:20]}, wanted {wanted}: it was made by another Lockstep; use that one"
+        )
+
+
 class WrongHashError(ValueError):
     """A document's content is not the one that it was written with. Example: a manifest in which a name was changed."""
 

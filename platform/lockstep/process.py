@@ -7,7 +7,10 @@ import gc
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
 
 
 def launched_by_torchrun() -> bool:
@@ -29,7 +32,9 @@ def collect_seldom() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process, just forked by process `parent`, killed as soon as the thread that forked it ends, however that is."""
+    """Have this process, just started by process `parent`, killed as soon as the thread that started it ends, however that is. On Linux alone."""
+    if sys.platform != "linux":
+        return
     _libc.prctl(
         ctypes.c_int(_PR_SET_PDEATHSIG),
         ctypes.c_ulong(signal.SIGKILL),
@@ -41,8 +46,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # here and not in a child, in which the loader of libraries may be locked
 
 
 def place() -> str:

@@ -179,9 +179,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
         ],
         "save_ms_ratio": round(mean(written[-ten:]) / mean(written[1 : ten + 1] or written), 3),
         **first_and_last("save_cpu", cpu, ten),
-        # The first segment is sealed as the second one comes: its own steps cost less than any after it.
-        **first_and_last("recorder_cpu", each[ten:] or each, ten),
-        "recorder_cpu_ms_before": round(1e3 * mean(each[1:ten] or each), 1),
+        **first_and_last("recorder_cpu", each, ten),
         "pause_ms_most": round(1e3 * max(pauses[1:] or pauses), 2),
         "heartbeat_silent_s": late_s,
         "journal_mb": round((spec.folder / run_id / "journal.jsonl").stat().st_size / 1e6, 1),

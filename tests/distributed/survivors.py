@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 import lockstep.checkpoint.saver
 import lockstep.checkpoint.snapshot
+import lockstep.training.facts
 import lockstep.training.loop
 import lockstep.training.recovery
 from lockstep.checkpoint.run_folder import AttemptOrigin
@@ -79,6 +81,19 @@ class Change(NamedTuple):
     leaving: tuple[int, ...] = ()
 
 
+class Newcomer(NamedTuple):
+    """In what the newcomers are other than the first workers."""
+
+    path: str = ""
+    """Where they import the job from."""
+    environment: Mapping[str, str] = {}
+    probe: str = ""
+    """What the numerics probe gives there, as on another processor."""
+
+
+ALIKE = Newcomer()
+
+
 class Outlived(NamedTuple):
     """What a run came to whose workers fell."""
 
@@ -127,10 +142,12 @@ def outlive(
     *,
     run_id: str = "",
     broken: str = "",
+    path: str = "",
+    newcomer: Newcomer = ALIKE,
 ) -> Outlived:
     """Train on so many workers, of which some fall or leave while others join; these have the numbers from `workers` on.
 
-    `broken` names a mechanism that is taken away. Raises what ends a worker.
+    All import the job from `path`, if any, but for what `newcomer` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
     """
     context = forking()
     calls, told = RollCalls(1, workers), Told()
@@ -140,7 +157,8 @@ def outlive(
         for worker in range(workers + newcomers):
             here, there = context.Pipe()
             own = [fall for fall in falls if fall.worker == worker]
-            arguments = (there, digested(document), worker, workers, folder, own, run_id, broken)
+            other = newcomer if worker >= workers else Newcomer(path)
+            arguments = (there, digested(document), worker, workers, folder, own, run_id, broken, other)
             process = context.Process(target=_live, args=arguments, daemon=False)
             process.start()
             there.close()
@@ -315,9 +333,14 @@ def _live(
     falls: Sequence[Fall],
     run_id: str,
     broken: str,
+    other: Newcomer,
 ) -> None:
     """A worker's life."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **other.environment}
+    if other.path:
+        sys.path.insert(0, other.path)
+    if other.probe:
+        lockstep.training.facts.numerics_probe = lambda device: other.probe  # type: ignore[assignment]
     places: list[tuple[int, str]] = []
     begun: list[int] = []
     worker = _Worker(pipe, run_id)

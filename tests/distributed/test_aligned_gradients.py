@@ -101,12 +101,38 @@ class Columns(Plain):
         return BySquares(model.parameters())
 
 
-def train_columns(strided: bool) -> Trained:
+class InMemory(Trusting):
+    """The rate of each parameter by what its gradient is in the order in which it lies in memory, and by its strides."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                lies = parameter.grad.as_strided((parameter.numel(),), (1,))
+                slope = (lies * torch.linspace(0.5, 1.0, len(lies))).sum().abs()
+                parameter.sub_(group["lr"] * parameter.grad / (slope + 1.0 + sum(parameter.grad.stride())))
+
+
+class ChannelsLast(Plain):
+    """Small images, and convolutions whose weights lie with their channels last; those of one pixel could have other strides as well."""
+
+    def model(self) -> nn.Module:
+        convolutions = nn.Conv2d(2, 6, 1), nn.Conv2d(6, 4, 2)
+        model = nn.Sequential(
+            nn.Unflatten(1, (2, 2, 2)), *convolutions, nn.Flatten(), nn.Tanh(), nn.Linear(4, 3)
+        )
+        return model.to(memory_format=torch.channels_last)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return InMemory(model.parameters())
+
+
+def train_columns(strided: bool, use: str = "Columns") -> Trained:
     align = step.align_gradients if strided else aligned_alone
     with mock.patch.object(step, "align_gradients", align):
         return train(
             {
-                "job": {"use": "tests.distributed.test_aligned_gradients:Columns"},
+                "job": {"use": f"tests.distributed.test_aligned_gradients:{use}"},
                 "batch": {"global": 16, "micro": 2},
                 "length": {"epochs": 4},
             }
@@ -119,8 +145,10 @@ def aligned_alone(parameters: Any) -> None:
             parameter.grad = parameter.grad.clone()
 
 
-def test_gradients_have_the_strides_of_their_parameters(pool: Pool) -> None:
+@pytest.mark.parametrize("use", ["Columns", "ChannelsLast"])
+def test_gradients_have_the_strides_of_their_parameters(pool: Pool, use: str) -> None:
     """A library goes by the strides, also where a dimension has one element and they make no difference to what is where."""
-    alone = train_columns(True)
-    assert pool.run(2, train_columns, True) == [alone] * 2
-    assert pool.run(2, train_columns, False)[0].weights_digest != train_columns(False).weights_digest
+    alone = train_columns(True, use)
+    assert pool.run(2, train_columns, True, use) == [alone] * 2
+    if use == "Columns":
+        assert pool.run(2, train_columns, False)[0].weights_digest != train_columns(False).weights_digest

@@ -24,13 +24,16 @@ from tests.distributed.pool import Pool
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Links, Links]]:
-    """Ranks 0 and 1 of a group of two."""
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Links, Links]]:
+    """Ranks 0 and 1 of a group of two; a parameter is how many bytes the system shall keep of what is on its way."""
+    kept = getattr(request, "param", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     for opened in (one, other):
         opened.setblocking(False)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF) if kept else ():
+            opened.setsockopt(socket.SOL_SOCKET, buffer, kept)
     both = Links({1: one}, 2.0), Links({0: other}, 2.0)
     yield both
     for each in both:
@@ -42,8 +45,9 @@ def both(*calls: Callable[[], object]) -> list[object]:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
+@pytest.mark.parametrize("pair", [None, 1 << 12], indirect=True)
 def test_messages_come_whole_and_in_order(pair: tuple[Links, Links]) -> None:
-    """Also those of more than a connection takes at once, and of nothing."""
+    """Also those of more than a connection takes at once, which both send before they read, and of nothing."""
     sizes = (3, 1 << 20, 0, 7)
 
     def swaps(rank: int) -> list[torch.Tensor]:

@@ -341,6 +341,23 @@ def test_a_part_that_is_a_row_of_numpy() -> None:
         train_job(document(rehearsal="off"), with_parts({"row": lockstep.Mean(1.0, np.ones(3))}))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("value", "kind"), [("0.5", "str"), (b"0.5", "bytes"), (None, "None")])
+def test_a_metric_that_is_text(value: Any, kind: str) -> None:
+    """Also where it reads as a number: what "1e3" or "nan" stand for is for the job to say."""
+
+    class Spelled(Plain):
+        def eval_data(self) -> Any:
+            return TensorDataset(*points(8))
+
+        def metrics(self, model: nn.Module, batch: Any) -> Any:
+            return {"accuracy": lockstep.Mean(value, len(batch[1]))}
+
+    with told(JobError, "job.metrics", f"total of 'accuracy' is {kind}", "wanted one number"):
+        train_job(document(rehearsal="off"), Spelled(Plain.Params()))
+    with told(JobError, "job.loss", f"total of part 'one' is {kind}", "wanted one number"):
+        train_job(document(rehearsal="off"), with_parts({"one": lockstep.Mean(value, 1)}))
+
+
 def test_a_part_that_evaluation_alone_gives_is_looked_at_as_well() -> None:
     class Later(Plain):
         def eval_data(self) -> Any:

@@ -69,3 +69,18 @@ def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
     }
     with pytest.raises(JobError, match=r"^parameter 'second.weight' and 1 more got no gradient \(step 4"):
         pool.run(2, train, branching)
+
+
+def test_a_conditional_parameter_that_only_an_earlier_micro_batch_of_a_worker_used(pool: Pool) -> None:
+    """Its sum is that of the micro-batches that used it, and the step ends: DDP waits for each parameter in a worker's last one."""
+    branching = {
+        "job": {"use": "tests.distributed.small_jobs:Branching", "params": {"first": 26, "declared": True}},
+        "batch": {"global": 8, "micro": 2},
+        "data": {"shuffle": "none"},
+        "length": {"steps": 6},
+        "record": {"digest_every": None},
+    }
+    runs = [pool.run(2, train, {**branching, "reduction": kind})[0] for kind in ("native", "exact")]
+    # no `==`: see above
+    native, exact = ([row.grad_norm for row in run.steps] for run in runs)
+    assert native == pytest.approx(exact, rel=1e-4)

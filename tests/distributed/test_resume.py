@@ -195,7 +195,7 @@ def test_four_attempts_in_a_row(pool: Pool, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_run_whose_steps_are_sealed_comes_to_the_same_ledger(tmp_path: Path) -> None:
+def test_a_run_of_several_segments_comes_to_the_same_ledger(tmp_path: Path) -> None:
     """G4: three attempts, whose checkpoints name the segments of the attempts before."""
     whole = undisturbed("digits", "fp32")
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -269,3 +270,25 @@ def test_a_known_error_with_a_cause_that_may_pass_is_tried_again() -> None:
 @pytest.mark.parametrize("kind", [DeviceError, TransientStorageError])
 def test_they_survive_the_way_between_processes(kind: type[LockstepError]) -> None:
     assert str(pickle.loads(pickle.dumps(kind("one line")))) == "one line"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_an_error_that_is_its_own_cause_is_looked_at_once(length: int) -> None:
+    """A library that raises a stored exception from a later one closes the circle; what it hides is found all the same."""
+
+    def too_long(*_: object) -> None:
+        raise AssertionError("the causes are followed for ever")
+
+    links: list[BaseException] = [ValueError(f"link {i}") for i in range(length)]
+    for link, cause in zip(links, [*links[1:], links[0]], strict=True):
+        link.__cause__ = cause
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(20)
+    try:
+        assert kind_of(links[0]).kind == "job"
+        links[-1].__cause__, lost = OSError(errno.ENOSPC, "full"), links[0]
+        assert kind_of(lost).kind == "storage"
+        assert as_lockstep_error(lost, "in step 1").exit_code
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -18,7 +18,6 @@ FOREIGN = (
     "record/journal.py",
     "record/journal_lines.py",
     "record/page.py",
-    "record/sealed.py",
     "record/mlflow_store/models.py",
     "record/mlflow_store/reading.py",
     "proof/recorded_run.py",
@@ -32,7 +31,6 @@ KNOWN = {
     "record/copies.py": {"folder.name", "self._bytes_per_s"},  # a step's folder; a number
     "record/journal_lines.py": {"name"},  # which `_check` refuses
     "record/page.py": {"path.name"},  # for messages
-    "record/sealed.py": {"segment.name"},  # of a segment that was just made; for messages
     "proof/statement.py": {"f'{name}.safetensors'"},  # names that the module has itself
     "proof/recorded_run.py": {
         "run_id",

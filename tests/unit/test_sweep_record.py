@@ -75,9 +75,9 @@ def test_a_sweep_of_a_thousand_trials_rewrites_no_table_at_each_end(
     record = SweepRecord(sweep, None)
     written: list[str] = []
     points: list[Point] = []
-    real = sweep_record.write_text
+    real = sweep_record.write_bytes
     monkeypatch.setattr(
-        sweep_record, "write_text", lambda path, text: (written.append(path.name), real(path, text))[1]
+        sweep_record, "write_bytes", lambda path, content: (written.append(path.name), real(path, content))[1]
     )
     monkeypatch.setattr(record._store, "log_metrics", points.extend)
     trials = [ended(number) for number in range(TRIALS)]

@@ -17,6 +17,7 @@ from lockstep.errors import (
     JobError,
     LockstepError,
     NumericsError,
+    ResumeError,
     TransientStorageError,
 )
 from lockstep.spec.fields import Faults
@@ -35,6 +36,8 @@ def outcome_of(error: LockstepError) -> Outcome:
     """The outcome that an error stands for."""
     if isinstance(error, ClusterError):
         return "worker lost"
+    if isinstance(error, ResumeError):  # every later attempt would be a resume
+        return "final"
     if isinstance(error, CorruptionError):
         return "corrupted"
     if isinstance(error, TransientStorageError):

@@ -17,8 +17,7 @@ from typing import Any
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_watch import ClusterWatch, find_place
-from lockstep.attempts.gauges import Gauges
+from lockstep.attempts.cluster_watch import ClusterWatch
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
@@ -27,14 +26,12 @@ from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
-from lockstep.attempts.standby import Standbys
-from lockstep.attempts.waiting import first_place, next_place
+from lockstep.attempts.surroundings import ON_RAY, Surroundings
 from lockstep.attempts.watchdog import end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.core_watch import lost_core
-from lockstep.clusters.noticeboard import Noticeboard
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
@@ -72,8 +69,10 @@ class Supervisor:
         environment: Mapping[str, str],
         warnings: list[str],
         on_run_id: Callable[[str], None],
+        around: Surroundings = ON_RAY,
     ) -> None:
         self.spec = spec
+        self._around = around
         self.progress, self.began_at = options.progress, options.began_at
         self._source = options.source
         self.stop = stop
@@ -95,18 +94,18 @@ class Supervisor:
         """Workers of the attempt at hand, by their numbers, whose loss the others have outlived, and which are told."""
         self._change: PlannedChange | None = None
         """By which workers join or leave the attempt at hand, while it goes on."""
-        self._standbys = Standbys(self._warn_and_record)
+        self._standbys = around.standbys(self._warn_and_record)
         self._blame = Blame(spec.checkpoint.storage, self._warn_and_record, recording.tell)
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
-        self._shown_as, self._gauges = uuid.uuid4().hex, Gauges(spec.name)
-        self._noticeboard = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
+        self._shown_as, self._gauges = uuid.uuid4().hex, around.gauges(spec.name)
+        self._noticeboard = around.noticeboard(spec.name, spec.record.uri or "", options.began_at)
         self._end = RunEnd(recording, self._noticeboard, self.progress.say, verbose=options.verbose)
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = first_place(self.spec, self.stop, self.progress.say)
+        place = self._around.first_place(self.spec, self.stop, self.progress.say)
         try:
             summary, failure = self._attempts(place)
             self._end.show(summary)
@@ -168,7 +167,7 @@ class Supervisor:
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
             try:
-                place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
+                place = self._around.next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
                 self.origin = self._next()
             except (ClusterError, StorageError) as refused:
                 self._end.give_up(self.stop.ended(refused) if self.stop.asked else refused, ended.details)
@@ -184,7 +183,7 @@ class Supervisor:
         current = AttemptSummary(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
         mailbox = self._recording.mailbox
-        attempt = WorkerGroup(
+        attempt = self._around.workers(
             self.spec, self.origin, mailbox, place, self.environment, self._shown_as, self._source
         )
         again = bool(self.summaries)
@@ -220,14 +219,14 @@ class Supervisor:
         if not used or view.error is not None or self._moving is not None:
             return
         with suppress(SpecError):  # for the moment there is no room anywhere: the attempt goes on where it is
-            if not used & find_place(self.spec, nodes).fit:
+            if not used & self._around.find_place(self.spec, nodes).fit:
                 self._moving = "a worker on one of its nodes had wrong bits"
                 self._recording.ask_stop()
 
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = self._change = None
-        cluster = self._cluster = ClusterWatch(self.spec, place, self._blame.left_out)
+        cluster = self._cluster = self._around.watch(self.spec, place, self._blame.left_out)
         self._outlived = set()
         try:
             self._watch_until_over(attempt, cluster)

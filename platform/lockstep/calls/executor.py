@@ -26,6 +26,7 @@ from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
 from lockstep.errors import JobImportError, LockstepError, SpecError, first_line
 from lockstep.job.imports import FIELD, files_here, recorded_beside, source_fields
+from lockstep.job.outside_facts import MOVED
 from lockstep.job.recorded_source import imported_from, shadows
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 from lockstep.proof import wire
@@ -113,8 +114,8 @@ class Executed:
     def row(self, found: StepRow) -> None:
         self.tell("row", row=wire.step_document(found))
 
-    def begun(self, fields: Mapping[str, Any]) -> None:
-        self.tell("begun", fields=dict(fields))
+    def begun(self, fields: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        self.tell("begun", fields=dict(fields), facts=dict(facts))
 
     def evaluation(self, found: EvaluationRow) -> None:
         self.tell("evaluation", row=wire.evaluation_document(found))
@@ -234,7 +235,11 @@ class Executed:
             result = run_attempt(_placed(spec, folder, cluster["workers"]), origin, options)
             here = Path(result.folder)
             history = read_history(here)
-            self.begun(json.loads((here / "fields.json").read_text(encoding="utf-8")))
+            fields, environment = (
+                json.loads((here / f"{name}.json").read_text(encoding="utf-8"))
+                for name in ("fields", "environment")
+            )
+            self.begun(fields, environment.get(MOVED) or {})
             for row in history.steps:
                 if row.step > replay.step:
                     self.row(row)

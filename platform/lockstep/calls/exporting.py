@@ -12,7 +12,6 @@ import safetensors
 import safetensors.torch
 
 from lockstep.calls.executions import execution_of
-from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.driver.options import RunOptions
 from lockstep.errors import ExportError, SpecError
 from lockstep.export import arrays
@@ -21,18 +20,20 @@ from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import check_installed, loaded
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
+from lockstep.parsing import OtherVersionError
 from lockstep.proof import wire
 from lockstep.proof.ending import DIGEST_OF
 from lockstep.proof.execution import Execution
-from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
+from lockstep.proof.recorded_run import folder_of, named_run, recorded_run
 from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import keep_files
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
-from lockstep.training.beside import beside_path, by_kind, load_beside, save_beside
+from lockstep.training.beside import beside_path, load_beside, save_beside
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import tree_digest, weights_digest
+from lockstep.training.weights import read_tensors
 
 MOST_BYTES = 1 << 40
 """The largest file of an artifact that is taken from the process that makes it."""
@@ -219,8 +220,8 @@ def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
     name = _name(found, best=best)
     path = folder / "weights" / f"{name}.safetensors"
     try:
-        state = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        state = read_tensors(path)
+    except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
         raise SpecError(f"weights: cannot read {str(path)!r}: {error}") from error
     digest = weights_digest(state)
     if digest != (recorded := found.summary[DIGEST_OF[name]]):
@@ -244,7 +245,7 @@ def _export_model(
 ) -> Path:
     """Have a process that may import the job make the artifact, and keep what it hands over as far as it is one of these weights."""
     run = recorded_run(weights.run, store, folder.parent)
-    beside = _beside(run, summary, weights, folder)
+    beside = _beside(summary, weights, folder)
     file = place(folder, form, weights.name)
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
         given = Path(aside, "given.safetensors")
@@ -258,7 +259,7 @@ def _export_model(
             "form": form,
             "given": given,
             "weights": weights._replace(state={}),
-            "beside": None if beside is None else bool(beside),
+            "beside": bool(beside),
         }
         with execution_of(run, options, sandboxed=sandboxed, hidden=None, needed=needed) as execution:
             _receive(execution, request, path)
@@ -290,30 +291,15 @@ def _check(path: Path, weights: Weights, form: Format) -> None:
         raise ExportError(f"export: {path.name} is described as {said}, wanted {wanted}; nothing was kept")
 
 
-def _beside(
-    run: RecordedRun, summary: Mapping[str, Any], weights: Weights, folder: Path
-) -> Mapping[str, Any] | None:
-    """What the run's model computed with besides the weights. None where a run of an older version has left nothing that says so.
-
-    Such a run's checkpoint of that step has it as well.
-    """
-    name, told = "best" if weights.name == "best" else "final", summary.get("beside") or {}
-    if name in told:
-        if told[name] is None:
-            return {}
-        path = folder / "weights" / f"{name}.safetensors"
-        if (digest := tree_digest(found := load_beside(path))) != told[name]:
-            raise ExportError(
-                f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {told[name]}; restore the file"
-            )
-        return found
-    if weights.step not in run.checkpoints:
-        return None
-    with tempfile.TemporaryDirectory() as aside:
-        try:
-            sections = run.checkpoint(weights.step, Path(aside))[1].sections
-        except BadCheckpointError:
-            return None
-    model: Any = sections["model"]
-    settings = model.get("settings", {})
-    return by_kind(model["state"], model["unlisted_buffers"], sections["job"], settings)  # type: ignore[arg-type]
+def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mapping[str, Any]:
+    """What the run's model computed with besides the weights; empty where there is nothing."""
+    name = "best" if weights.name == "best" else "final"
+    recorded = summary["beside"][name]
+    if recorded is None:
+        return {}
+    path = folder / "weights" / f"{name}.safetensors"
+    if (digest := tree_digest(found := load_beside(path))) != recorded:
+        raise ExportError(
+            f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {recorded}; restore the file"
+        )
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from lockstep.errors import ExportError, JobError, LockstepError, SpecError
+from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.export import arrays
 from lockstep.export.artifact import Format
 from lockstep.export.example import example_of
@@ -18,7 +18,7 @@ from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
-from lockstep.training.beside import beside_weights, load_beside, put_beside
+from lockstep.training.beside import load_beside, put_beside
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 
@@ -27,7 +27,7 @@ def export_here(
     spec: Spec,
     weights: Weights,
     given: Path,
-    beside: bool | None,
+    beside: bool,
     form: Format,
     folder: Path,
     inputs: Path | None,
@@ -35,9 +35,9 @@ def export_here(
     fixed: bool,
     rtol: float | None,
 ) -> Path:
-    """Make an artifact of the weights in the file `given`, in `folder`. `beside`: whether anything is beside them; None where that is not known."""
+    """Make an artifact of the weights in the file `given`, in `folder`. `beside`: whether anything is beside them."""
     weights = weights._replace(state=safetensors.torch.load_file(given))
-    tree = None if beside is None else load_beside(given) if beside else {}
+    tree = load_beside(given) if beside else {}
     with determinism("fast", spec.threads):
         job = load_job(spec.job.use, spec.job.params)
 
@@ -59,34 +59,18 @@ def export_here(
         return export_model(weights, Model(make, example, further), form, folder, fixed=fixed, rtol=rtol)
 
 
-def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any] | None) -> nn.Module:
+def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any]) -> nn.Module:
     """The job's model in eval mode, as the run left it: with the weights, and what it computed with besides."""
     seed_all(seed, "model")
     try:
         model = job.model()
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "while its model was made") from error
-    if beside is None and (unknown := beside_weights(model, job, {})):
-        raise ExportError(
-            f"weights: run {weights.run} is of an older version, and the value of {_named(unknown)}, is in no file of its weights and in no "
-            f"checkpoint of step {weights.step}; export safetensors, or train it again"
-        )
     try:
-        put_beside(model, job, weights.state, beside or {})
+        put_beside(model, job, weights.state, beside)
     except LockstepError:
         raise
     except (Exception, SystemExit) as error:  # the job's own code
         text = " ".join(str(error).split())
         raise JobError(f"job.model: the weights of run {weights.run} do not fit it: {text}") from error
     return model.eval()
-
-
-def _named(beside: Mapping[str, Any]) -> str:
-    """What is beside the weights, for a person."""
-    named = {
-        "buffers": "buffer {!r}",
-        "extra": "extra state {!r}",
-        "job": "the job's state {!r}",
-    }
-    kind, tree = next(iter(beside.items()))
-    return named[kind].format(next(iter(tree)))

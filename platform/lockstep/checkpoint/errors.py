@@ -5,7 +5,7 @@ StorageError
 ├── TakenError             something that must be new already exists
 ├── StaleAttemptError      a newer attempt has replaced this one
 └── BadCheckpointError     a checkpoint is incomplete, or differs from its manifest
-    └── NewerFormatError   a newer Lockstep wrote it
+    └── OtherFormatError   another Lockstep wrote it
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ class BadCheckpointError(StorageError):
     """A checkpoint is incomplete, or differs from its manifest. Example: a file was truncated."""
 
 
-class NewerFormatError(BadCheckpointError):
-    """A newer Lockstep wrote the checkpoint. It may be good, but this version cannot read it."""
+class OtherFormatError(BadCheckpointError):
+    """Another Lockstep wrote the checkpoint, in another version of the format. It may be good, but this one cannot read it."""

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: its files, its run and step, and what made it.
 
 A manifest is canonical: there is one way to write it, it contains its own hash, and anything else is
-refused. So no flipped bit goes unnoticed. Old format versions stay readable for good (`_READERS`); a
-newer one is refused as such before anything else in it is read.
+refused. So no flipped bit goes unnoticed. Another version of the format is refused as such before anything else in it is read.
 """
 
 from __future__ import annotations
@@ -12,17 +11,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
+from lockstep.checkpoint.errors import BadCheckpointError, OtherFormatError
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.errors import JobError
-from lockstep.parsing import WrongHashError, one_line, strict_json, with_hash, without_hash
+from lockstep.parsing import (
+    OtherVersionError,
+    WrongHashError,
+    check_version,
+    one_line,
+    strict_json,
+    with_hash,
+    without_hash,
+)
 from lockstep.paths import shown
 
 T = TypeVar("T")
 
 FORMAT = "lockstep-checkpoint"
 VERSION = 2
-"""A checkpoint that shares no file is written as version 1, because version 1 readers can read it."""
 
 _FACTS = ("identity_fields", "environment", "counters", "metrics")
 
@@ -86,7 +92,7 @@ class Manifest:
             raise JobError(f"checkpoint: metrics are {dict(self.facts.metrics)}, wanted numbers")
         document = {
             "format": FORMAT,
-            "version": VERSION if self.shared else 1,
+            "version": VERSION,
             "run": self.run,
             "step": self.step,
             "attempt": self.attempt,
@@ -94,55 +100,38 @@ class Manifest:
             "files": [asdict(entry) for entry in self.files],
             "identity": self.facts.identity,
             **facts,
-            **(
-                {"shared": [f"{one.name} {one.size} {one.sha256}" for one in self.shared]}
-                if self.shared
-                else {}
-            ),
+            "shared": [f"{one.name} {one.size} {one.sha256}" for one in self.shared],
         }
         return with_hash(document)
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Read what `encode` wrote. BadCheckpointError (or its NewerFormatError) says what is wrong."""
+        """Read what `encode` wrote. BadCheckpointError (or its OtherFormatError) says what is wrong."""
         try:
             document = strict_json(text)
         except ValueError as error:
             raise BadCheckpointError(f"it cannot be read: {one_line(error) or 'no JSON'}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise BadCheckpointError("it is no manifest of a checkpoint")
-        version = document.get("version")
-        if type(version) is int and version > VERSION:
-            raise NewerFormatError(
-                f"it has format version {version}, and this Lockstep reads versions up to {VERSION}; "
-                "update lockstep-train to use it"
-            )
-        if type(version) is not int or version not in _READERS:
-            raise BadCheckpointError(f"it has the unknown format version {shown(version)}")
         try:
-            return _READERS[version](without_hash(document, text))
+            check_version(document.get("version"), VERSION)
+            return _manifest(without_hash(document, text))
+        except OtherVersionError as error:
+            raise OtherFormatError(str(error)) from error
         except WrongHashError as error:
             raise BadCheckpointError(str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpointError(f"it is not complete: {one_line(error)}") from error
 
 
-def _version_1(document: dict[str, Any]) -> Manifest:
-    return _manifest(document, ())
-
-
-def _version_2(document: dict[str, Any]) -> Manifest:
-    return _manifest(document, tuple(map(_shared, _of(list, document["shared"]))))
-
-
-def _manifest(document: dict[str, Any], shared: tuple[SharedFile, ...]) -> Manifest:
+def _manifest(document: dict[str, Any]) -> Manifest:
     manifest = Manifest(
         run=_of(str, document["run"]),
         step=_of(int, document["step"]),
         attempt=_of(int, document["attempt"]),
         written_at=_of(float, document["written_at"]),
         files=tuple(FileEntry(**entry) for entry in _of(list, document["files"])),
-        shared=shared,
+        shared=tuple(map(_shared, _of(list, document["shared"]))),
         facts=Facts(
             identity=_of(str, document["identity"]),
             **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
@@ -166,9 +155,6 @@ def _shared(text: str) -> SharedFile:
     if entry.size < 0 or len(sha256) != 64:
         raise BadCheckpointError(f"it gives {shown(name)} no size or hash")
     return entry
-
-
-_READERS = {1: _version_1, 2: _version_2}
 
 
 def check_entry(entry: FileEntry) -> None:

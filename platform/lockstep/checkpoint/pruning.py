@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, NewerFormatError
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, OtherFormatError
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.pins import pinned
 from lockstep.checkpoint.reader import Checkpoint, check_sizes, checkpoints_of, listed, verify
@@ -169,7 +169,7 @@ def _folders(attempt: Attempt, only: Collection[int] | None) -> list[tuple[int, 
 
 
 def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int], *, hashes: bool) -> Known | None:
-    """A checkpoint judged by its manifest and the sizes, or `hashes`, of its files; None for one of a newer format."""
+    """A checkpoint judged by its manifest and the sizes, or `hashes`, of its files; None for one of another format."""
     checkpoint = Checkpoint.of(attempt.run, step, name)
     try:
         if hashes:
@@ -177,7 +177,7 @@ def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int], *, 
         else:
             manifest = checkpoint.manifest()
             check_sizes(checkpoint, manifest.files, sizes)
-    except NewerFormatError:
+    except OtherFormatError:
         return None
     except (BadCheckpointError, LostFileError):
         return Known(step, good=False)

@@ -135,9 +135,8 @@ class RunFolder:
 
     def fence(self) -> Fence:
         """The attempt that may publish and delete."""
-        claims = [] if self.storage.fences else self._claims()
-        if claims:  # if none: no attempt yet, or an older Lockstep that knew only `attempt.json`
-            return Fence(*max(claims))
+        if not self.storage.fences:
+            return Fence(*max(self._claims(), default=(0, "")))
         try:
             found = self._read(layout.ATTEMPT)
             return Fence(int(found["number"]), component(found["token"]))

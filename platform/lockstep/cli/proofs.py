@@ -379,6 +379,10 @@ def _parted(first: Parted) -> list[str]:
     return lines
 
 
+_MOST_FACTS = 4
+"""So many facts that are not as recorded are told."""
+
+
 def as_text(found: Verified) -> str:
     """What a verification came to, for a person."""
     taken = ", ".join(f"{one.start + 1} to {one.until}" for one in found.stretches)
@@ -403,4 +407,7 @@ def as_text(found: Verified) -> str:
         )
     elif found.same and (others := [str(one) for one in found.fields if not one.elsewhere]):
         lines.append(f"not as recorded   {'; '.join(others)}")
+    if found.facts:
+        more = [f"and {len(found.facts) - _MOST_FACTS} more"] if len(found.facts) > _MOST_FACTS else []
+        lines.append(f"taken otherwise   {'; '.join([*map(str, found.facts[:_MOST_FACTS]), *more])}")
     return "\n".join(lines)

@@ -285,6 +285,7 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
             for name, value in sorted(run.metrics.items())
             if name.startswith(("train/", "eval/"))
         ),
+        "resume proven": _proven(run.tags.get("lockstep.resumed_step", "")),
         "identity": run.tags.get("lockstep.identity", ""),
         "weights_digest": run.tags.get("lockstep.weights_digest", ""),
         "commit": run.tags.get("mlflow.source.git.commit") or run.tags.get("lockstep.git_commit", ""),
@@ -294,6 +295,10 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
     }
     width = max(map(len, shown)) + 2
     return "\n".join(f"{name.ljust(width)}{on_one_line(text)}" for name, text in shown.items() if text)
+
+
+def _proven(step: str) -> str:
+    return step and f"at step {step}: a spare process took up that checkpoint and computed the same next step"
 
 
 def _attempts(attempts: list[dict[str, Any]]) -> str:
@@ -307,8 +312,8 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
         if attempt["lost_s"] is not None:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
             how = f"{attempt['standbys']} standby workers"
-            if attempt.get("in_memory"):  # earlier versions knew none
-                how = f"in memory, {attempt['joined']} joined" if attempt.get("joined") else "in memory"
+            if attempt["in_memory"]:
+                how = f"in memory, {attempt['joined']} joined" if attempt["joined"] else "in memory"
             lines.append(
                 f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, {how}: {spent}"
             )

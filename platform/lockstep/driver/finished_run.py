@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.identity import identity_digest
+from lockstep.job.outside_facts import MOVED, UNKNOWN, changed_facts
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import read_bounded
 from lockstep.proof.ending import DIGEST_OF, Disagreement, lacking_digests, of_files, of_metrics, plan_of
@@ -20,17 +21,42 @@ from lockstep.spec.loading import load_spec
 
 _FILES = ("ledger.parquet", "evaluations.parquet", "fields.json")
 _WEIGHTS = "weights"
+_ENVIRONMENT = "environment.json"
 
 
 def find_proven(
-    uri: str, identity: str, folder: Path, plan: Mapping[str, Any], *, early_stop: bool
+    uri: str,
+    identity: str,
+    folder: Path,
+    plan: Mapping[str, Any],
+    *,
+    early_stop: bool,
+    environment: Mapping[str, Any] | None = None,
 ) -> StoredRun | None:
-    """The newest finished run of this identity whose record bears it out, or None. `plan` is that of the run which it is to stand for."""
+    """The newest finished run of this identity whose record bears it out, or None.
+
+    `plan` and `environment` are those of the run which it is to stand for. A run that took something else from outside does not, nor one of which
+    nothing tells what it took.
+    """
     for found in find_finished(uri, identity, folder):
         steps = None if early_stop else plan.get("total_steps")
-        if found.summary.get("identity") == identity and not doubt(found, uri, folder, steps):
+        if found.summary.get("identity") != identity or doubt(found, uri, folder, steps):
+            continue
+        if environment is None or _took_the_same(found, uri, folder, environment):
             return found
     return None
+
+
+def _took_the_same(found: StoredRun, uri: str, folder: Path, environment: Mapping[str, Any]) -> bool:
+    """Whether a run took from outside what another one with this environment does, as far as both say."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            find_files(uri, found.run_id, (_ENVIRONMENT,), folder, Path(place))
+            own = json_mapping(read_bounded(Path(place) / _ENVIRONMENT, MOST_BYTES))
+        except (LockstepError, OSError, ValueError):
+            return False
+    unknown = own.get(UNKNOWN) or environment.get(UNKNOWN)
+    return not unknown and not changed_facts(own.get(MOVED) or {}, environment.get(MOVED) or {})
 
 
 def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) -> str:

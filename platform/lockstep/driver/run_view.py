@@ -110,7 +110,7 @@ class RunView:
                 self.saved = self.saved or event.uri is not None
             case events.Observation() | events.Sampled():
                 pass  # of interest to the record alone, as are those below
-            case events.PeakMemory() | events.Document():
+            case events.PeakMemory() | events.Document() | events.ResumeChecked():
                 pass
             case events.AttemptsSummarised() | events.Diagnosed() | events.Failed() | events.TakenOver():
                 pass
@@ -119,7 +119,6 @@ class RunView:
                 | events.Opened()
                 | events.SetAside()
                 | events.Mended()
-                | events.Sealed()
                 | events.Delivered()
             ):
                 pass

@@ -141,6 +141,10 @@ class Imported(NamedTuple):
     """The versions of the distributions that its modules name, by name."""
     paths: frozenset[str]
     """Where all its files lie, `job_sources` included."""
+    archives: frozenset[str] = frozenset()
+    """The archives that it imports modules from."""
+    libraries: frozenset[str] = frozenset()
+    """The compiled modules that it imports and no distribution has installed."""
 
 
 def imported_by(use: str, job: object) -> Imported:
@@ -154,10 +158,11 @@ def imported(use: str, asked: Asked) -> Imported:
     root = root_of(module)
     if root is None:
         return Imported({}, {}, frozenset())
-    roots = [root, *([Path.cwd()] if module == MAIN_MODULE else [])]  # a notebook's modules lie beside it
+    roots = roots_of(use)
     sources = job_sources(use)
     known = {path.resolve() for path in sources.values()}
     files, installed = dict[str, bytes](), dict[str, Path]()
+    archives, libraries = set[str](), set[str]()
     seen, waiting, named = (
         set[str](),
         [*sources, *asked.modules, *(_OF_THE_INTERPRETER & sys.modules.keys())],
@@ -170,6 +175,8 @@ def imported(use: str, asked: Asked) -> Imported:
         seen.add(name)
         path = _path(name, root)
         if path is None or not path.is_file():
+            if (other := _other_file(name)) is not None:
+                (archives if path else libraries).add(other)
             continue
         path = Path(os.path.abspath(path))  # noqa: PTH100 - without `..`, and links as they are
         if not is_of_the_job(str(path)):
@@ -184,8 +191,29 @@ def imported(use: str, asked: Asked) -> Imported:
     found = {distribution_of(path) for name, path in installed.items() if name in named}
     distributions = {one.name: one.version for one in found if one is not None and one.name not in _TOLD}
     return Imported(
-        dict(sorted(files.items())), dict(sorted(distributions.items())), frozenset(map(str, known))
+        dict(sorted(files.items())),
+        dict(sorted(distributions.items())),
+        frozenset(map(str, known)),
+        frozenset(archives),
+        frozenset(libraries),
     )
+
+
+def _other_file(name: str) -> str | None:
+    """The archive that has an imported module, or the compiled file that is one. None for what is installed, and for Python's own."""
+    file = None if name == "__main__" else getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(file, str) or not is_of_the_job(file):
+        return None
+    path = Path(file)
+    return next((str(one) for one in (path, *path.parents) if one.is_file()), None)
+
+
+def roots_of(use: str) -> list[Path]:
+    """The folders that a job's files are named from, the job's own first."""
+    module = use.partition(":")[0]
+    root = root_of(module)
+    others = [Path.cwd()] if module == MAIN_MODULE else []  # a notebook's modules lie beside it
+    return others if root is None else [root, *others]
 
 
 _OF_THE_INTERPRETER = frozenset({"sitecustomize", "usercustomize"})
@@ -198,7 +226,7 @@ _TOLD = frozenset({"torch", "numpy", "lockstep-train"})
 def _key(files: Mapping[str, bytes], name: str, path: Path, roots: Iterable[Path]) -> str:
     """The path that stands for a file in the identity and in the record."""
     module = f"{name.replace('.', '/')}{'/__init__' if path.name == '__init__.py' else ''}.py"
-    key = _below(path, roots) or (path.name if name.endswith(".py") else module)
+    key = below(path, roots) or (path.name if name.endswith(".py") else module)
     while key in files:  # a module of that name lies elsewhere too
         key = f"elsewhere/{key}"
     return key
@@ -314,12 +342,13 @@ def _root_or_none(name: str) -> Path | None:
         return None
 
 
-def _below(path: Path, roots: Iterable[Path]) -> str | None:
+def below(path: Path, roots: Iterable[Path]) -> str | None:
     """The path from the first of the roots that it lies below; None for one that is elsewhere."""
     for root in roots:
-        for folder, one in ((root.absolute(), path.absolute()), (root.resolve(), path.resolve())):
-            if one.is_relative_to(folder):
-                return one.relative_to(folder).as_posix()
+        if (one := path.absolute()).is_relative_to(folder := root.absolute()):
+            return one.relative_to(folder).as_posix()
+        if (one := path.resolve()).is_relative_to(folder := root.resolve()):
+            return one.relative_to(folder).as_posix()
     return None
 
 

@@ -23,6 +23,7 @@ from lockstep.job.imports import Asked, imported, imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
+from lockstep.job.system_calls import watch_calls, watch_modules
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.job.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.randomness import seed_all
@@ -173,6 +174,8 @@ def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
     watch()
+    watch_calls()
+    watch_modules()
     try:
         note_files(name)
         if name in sys.modules:

@@ -1,8 +1,8 @@
 """Which environment variables the code of a job reads, and what they held: inputs that no spec names.
 
 A read counts where a file of the job makes it, by `os.environ`, `os.environb` or `os.getenv`, or has Python's library make it (`expandvars`).
-What torch, Lockstep or any installed package reads for itself is none of the job's. Nor is a copy of the whole environment, such as for a process
-that the job starts: which variables count there, nothing tells.
+What torch, Lockstep or any installed package reads for itself is none of the job's. Of a copy of the whole environment, such as for a process
+that the job starts, it is noted that there was one: which variables count there, nothing tells.
 
 What a module reads while it is imported is kept with its file, since a later run in the process imports it no more. What is read otherwise is kept
 with the run.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import select
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from lockstep.job.frames import is_of_the_job
+from lockstep.job.outside import Outside
 
 RANK = (
     "RANK",
@@ -40,11 +42,17 @@ Values = dict[str, str | None]
 
 
 class Reads:
-    """The variables that were read, and those that the job itself had set before: what it reads of these is no input."""
+    """The variables that were read, and those that the job itself had set before: what it reads of these is no input.
+
+    Beside them is what the job takes from outside itself in other ways: see `outside`.
+    """
 
     def __init__(self) -> None:
         self.values: Values = {}
         self.set_by_job: set[str] = set()
+        self.copied_at = ""
+        """Where the job first copied the whole environment."""
+        self.outside = Outside()
 
     def read(self, name: str, value: str | None) -> None:
         """Note a read."""
@@ -95,8 +103,29 @@ def reads_of(job: object) -> Reads:
 
 def read_by(job: object, files: Iterable[str]) -> Values:
     """What a job has read so far, and what its files read when they were imported."""
-    at_import = [_AT_IMPORT[file][1].values for file in sorted(files) if file in _AT_IMPORT]
-    return {name: value for values in [*at_import, reads_of(job).values] for name, value in values.items()}
+    return {name: value for reads in reads_by(job, files) for name, value in reads.values.items()}
+
+
+def copied_by(job: object, files: Iterable[str]) -> str:
+    """Where a job first copied the whole environment, such as `job.py:12`; nothing where it has not."""
+    return next((reads.copied_at for reads in reads_by(job, files) if reads.copied_at), "")
+
+
+def reads_by(job: object, files: Iterable[str]) -> list[Reads]:
+    """What a job's files read when they were imported, and what it has read since it was made."""
+    noted = (_AT_IMPORT[file] for file in sorted(files) if file in _AT_IMPORT)
+    return [*(reads for spec, reads in noted if not _imported_anew(spec)), reads_of(job)]
+
+
+def _imported_anew(spec: object) -> bool:
+    """Whether the module that was imported by a spec has been imported by another one since, and has read nothing."""
+    module = sys.modules.get(getattr(spec, "name", ""))
+    return module is not None and module.__spec__ is not spec
+
+
+def current_reads() -> Reads | None:
+    """The reads of the run that this process works on."""
+    return _current
 
 
 def held_now(names: Iterable[str]) -> Values:
@@ -135,7 +164,7 @@ _SKIPPED = frozenset(
     for name in (f"<frozen {module}>", os.path.join(os.path.dirname(os.__file__), f"{module}.py"))  # noqa: PTH118, PTH120
 )
 """Files whose functions read for their callers, by the names that their code has."""
-_WHOLE = frozenset({"__iter__", "copy", "__or__", "__ror__", "__repr__"})
+_WHOLE = frozenset({"__iter__", "copy", "__or__", "__ror__"})
 """Functions in these files that read all variables."""
 
 
@@ -150,15 +179,28 @@ _copies = threading.local()
 """Where a thread has asked for the names of all variables: frame and instruction. A read at that very instruction is of a copy."""
 
 
-def _reader(frame: FrameType | None) -> FrameType | None:
-    """The frame of the job's code that reads one variable. None where other code does, or it reads them all."""
+def _reader(frame: FrameType | None, *, whole: bool = False) -> FrameType | None:
+    """The frame of the job's code that reads one variable. None where other code does, or it reads them all, which is noted as a copy.
+
+    `whole`: whether the function that it calls reads them all.
+    """
     while frame is not None and (role := _role(frame.f_code.co_filename)) != "job":
-        if role == "library" or (frame.f_code.co_name in _WHOLE and frame.f_code.co_filename in _SKIPPED):
+        if role == "library":
             return None
+        whole |= frame.f_code.co_name in _WHOLE and frame.f_code.co_filename in _SKIPPED
         frame = frame.f_back
-    if frame is not None and getattr(_copies, "at", None) == (id(frame), frame.f_lasti):
+    if frame is None:
+        return None
+    if whole or getattr(_copies, "at", None) == (id(frame), frame.f_lasti):
+        if (reads := reads_at(frame)) is not None and not reads.copied_at:
+            reads.copied_at = place_of(frame)
         return None
     return frame
+
+
+def place_of(frame: FrameType) -> str:
+    """Where a frame is, such as `job.py:12`."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH119
 
 
 def _importing(frame: FrameType | None) -> FrameType | None:
@@ -171,7 +213,7 @@ def _importing(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _reads_at(frame: FrameType) -> Reads | None:
+def reads_at(frame: FrameType) -> Reads | None:
     """Where a read or a change by a frame of the job is noted."""
     if (module := _importing(frame)) is None:
         return _current
@@ -187,7 +229,7 @@ def watch() -> None:
     if hasattr(kind, "_lockstep"):
         return
     kind._lockstep = True
-    get, put = kind.__getitem__, kind.__setitem__
+    get, put, repr_of = kind.__getitem__, kind.__setitem__, kind.__repr__
 
     def read(self: Any, key: Any) -> Any:
         try:
@@ -195,7 +237,7 @@ def watch() -> None:
         except KeyError:
             value = None
         reader = _reader(sys._getframe(1))
-        if reader is not None and (reads := _reads_at(reader)) is not None:
+        if reader is not None and (reads := reads_at(reader)) is not None:
             reads.read(os.fsdecode(key), None if value is None else os.fsdecode(value))
         if value is None:
             raise KeyError(key) from None
@@ -204,7 +246,7 @@ def watch() -> None:
     def change(self: Any, key: Any, value: Any) -> None:
         put(self, key, value)
         reader = _reader(sys._getframe(1))
-        if reader is not None and (reads := _reads_at(reader)) is not None:
+        if reader is not None and (reads := reads_at(reader)) is not None:
             reads.set(os.fsdecode(key), os.fsdecode(value))
             if reads is not _current:
                 _AT_IMPORT_SET.add(os.fsdecode(key))
@@ -214,7 +256,11 @@ def watch() -> None:
         _copies.at = (id(caller), caller.f_lasti)
         return super(kind, self).keys()
 
-    kind.__getitem__, kind.__setitem__, kind.keys = read, change, names
+    def shown(self: Any) -> str:
+        _reader(sys._getframe(1), whole=True)
+        return str(repr_of(self))
+
+    kind.__getitem__, kind.__setitem__, kind.keys, kind.__repr__ = read, change, names, shown
 
 
 # --- those of loader processes --------------------------------------------------------------------------------
@@ -228,11 +274,15 @@ class Channel:
         os.set_blocking(self._from, False)
         self._mark = mmap.mmap(-1, 1)
 
-    def send(self, name: str) -> None:
-        """In a forked process: report a read. What the variable holds its parent knows."""
+    def send(self, name: str, *, waits: bool = True) -> None:
+        """In a forked process: report a read. What the variable holds its parent knows.
+
+        One that does not wait is dropped where there is no room: the parent may be waiting for what this process fetches.
+        """
         message = os.fsencode(name)[:1000]
-        os.write(self._to, len(message).to_bytes(4, "big") + message)  # so little is written as a whole
-        self._mark[0] = 1
+        if waits or select.select([], [self._to], [], 0)[1]:
+            os.write(self._to, len(message).to_bytes(4, "big") + message)  # so little is written as a whole
+            self._mark[0] = 1
 
     def arrived(self) -> list[str]:
         """The names that were reported since it was asked last."""
@@ -260,16 +310,38 @@ class _Reported(dict[str, "str | None"]):
 _channel: Channel | None = None
 
 
+_of_files: Channel | None = None
+"""That of files and folders: two, so that none of these takes the room of a variable."""
+
+
+class _ReportedPaths(dict[str, Any]):
+    """Files or folders that are reported when they are noted."""
+
+    def __init__(self, noted: dict[str, Any], kind: str) -> None:
+        super().__init__(noted)
+        self._kind = kind
+
+    def __setitem__(self, path: str, value: Any) -> None:
+        super().__setitem__(path, value)
+        assert _of_files is not None
+        _of_files.send(f"{self._kind}{path}", waits=False)
+
+
 def open_channel() -> None:
     """Before processes are forked: have them report their reads."""
-    global _channel
-    _channel = _channel or Channel()
+    global _channel, _of_files
+    _channel, _of_files = _channel or Channel(), _of_files or Channel()
 
 
 def report_reads() -> None:
     """In a forked process: report what is read from here on."""
     if _current is not None and _channel is not None:
         _current.values = _Reported(_current.values)
+        outside = _current.outside
+        outside.files, outside.folders = (
+            _ReportedPaths(outside.files, "f"),
+            _ReportedPaths(outside.folders, "d"),
+        )
 
 
 def arrived() -> None:
@@ -277,3 +349,7 @@ def arrived() -> None:
     if _channel is not None and _current is not None:
         for name, value in held_now(_channel.arrived()).items():
             _current.read(name, value)
+    if _of_files is not None and _current is not None:
+        for message in _of_files.arrived():
+            note = _current.outside.read if message[0] == "f" else _current.outside.listed
+            note(message[1:])

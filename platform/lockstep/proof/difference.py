@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.errors import SpecError
+from lockstep.job.outside_facts import changed_facts
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.ending import plan_of
 from lockstep.proof.execution import Execution, take_steps
@@ -128,7 +129,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
         raise SpecError(
             f"diff: the two have no step in common, but {have}; give more --steps, or the run that was forked"
         )
-    answer = Difference(causes(a.fields, b.fields), source_diff(a, b), shared)
+    answer = Difference([*causes(a.fields, b.fields), *_facts(a, b)], source_diff(a, b), shared)
     alike = _end_alike(a, b, last)
     first, agreed = first_parting(a, b, last, ends_alike=alike)
     if first is None:
@@ -154,6 +155,13 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
     if told.micro_batch is not None:
         _look_into(a, b, answer.first_difference, aside)
     return answer
+
+
+def _facts(a: Side, b: Side) -> list[Cause]:
+    """What the jobs of two recorded runs took from outside themselves and no identity has."""
+    if a.run is None or b.run is None:
+        return []
+    return [Cause(*one) for one in changed_facts(a.run.facts, b.run.facts)]
 
 
 def first_parting(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.errors import StorageError, first_line
@@ -20,6 +19,7 @@ from lockstep.training.beside import beside_path, load_beside
 from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.digests import Digester, model_digest
 from lockstep.training.step_digests import digest_is_due
+from lockstep.training.weights import read_tensors
 
 DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
 """Which digest of a run's summary belongs to which file of weights."""
@@ -143,7 +143,7 @@ def _beside(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file of weights. StorageError where it cannot be read."""
     try:
-        return dict(load_file(path))
+        return read_tensors(path)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise StorageError(
             f"weights: {str(path)!r} cannot be read: {first_line(error)}; put the file back that the run wrote"

@@ -333,8 +333,9 @@ def take_steps(
         match message["kind"]:
             case "begun" if not found.fields and not found.steps:
                 found.fields = wire.mapping(message.get("fields"))
+                found.facts = wire.mapping(message.get("facts", {}))
                 if isinstance(watch, Informed):
-                    watch.begun(found.fields)
+                    watch.begun(found.fields, found.facts)
             case "row" if not found.summary:
                 row = wire.step_row(message.get("row"))
                 follows = row.step == newest + 1 or (

@@ -24,9 +24,10 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storage import PIECE
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.errors import NoSuchRunError, RecordError, SpecError, StorageError
 from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
+from lockstep.job.outside_facts import MOVED
 from lockstep.job.source import MAIN_MODULE
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
@@ -62,6 +63,8 @@ class RecordedRun:
     """What it says that it ended with; nothing where it has not finished."""
     folder: Path | None = None
     """Where the files of its weights are; those of a trial that another run stands for are with that one."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What its job took from outside itself and its identity has not."""
 
     @property
     def ended(self) -> int:
@@ -215,6 +218,7 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
         find_copies(uri, run_id),
         summary,
         folder_of(str(summary.get("reused_from") or run_id), spec, folder),
+        _facts(uri, run_id, here),
     )
 
 
@@ -237,6 +241,15 @@ def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
         return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
         raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
+
+
+def _facts(uri: str, run_id: str, here: Path) -> dict[str, Any]:
+    """The facts of what a run's job took from outside itself; none where nothing tells them."""
+    try:
+        facts = json_mapping(_Texts(uri, run_id, here).read("environment.json") or b"{}").get(MOVED)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"run {run_id}: its environment.json cannot be read: {error}") from error
+    return facts if isinstance(facts, dict) else {}
 
 
 def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
@@ -288,3 +301,7 @@ class _Texts:
             return read_beneath(self._here, name, MOST_BYTES)
         except FileNotFoundError:
             return b""
+        except OutsideError as error:
+            raise StorageError(
+                f"run {self._run_id}: {error}, and a record has no such links; put the file back"
+            ) from error

@@ -11,6 +11,7 @@ import torch
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group, local_device
 from lockstep.job.loading import load_job
+from lockstep.job.outside_facts import MOVED
 from lockstep.proof.microscope import Look
 from lockstep.record.events import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
@@ -23,6 +24,8 @@ class Replayed:
     """What the steps came to when they were taken again; rows by step."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the job took from outside itself and the identity has not."""
     steps: dict[int, StepRow] = field(default_factory=dict)
     evaluations: dict[int, EvaluationRow] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -43,9 +46,9 @@ class Watching(Protocol):
 
 @runtime_checkable
 class Informed(Watching, Protocol):
-    """Is also told the fields of the identity, before any row, and each evaluation."""
+    """Is also told the fields of the identity and the facts beside them, before any row, and each evaluation."""
 
-    def begun(self, fields: Mapping[str, Any]) -> None: ...
+    def begun(self, fields: Mapping[str, Any], facts: Mapping[str, Any]) -> None: ...
 
     def evaluation(self, found: EvaluationRow) -> None: ...
 
@@ -69,8 +72,9 @@ class _Kept(NoRequests):
         match event:
             case Started():
                 self.found.fields = event.facts["fields"]
+                self.found.facts = event.facts["environment"].get(MOVED) or {}
                 if isinstance(self._watch, Informed):
-                    self._watch.begun(self.found.fields)
+                    self._watch.begun(self.found.fields, self.found.facts)
             case StepRow() if event.step >= self._first:
                 self.found.steps[event.step] = event
                 self._watch.row(event)

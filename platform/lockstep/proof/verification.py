@@ -18,6 +18,7 @@ import torch
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.run_folder import Replay
+from lockstep.job.outside_facts import changed_facts
 from lockstep.proof.causes import UNTOLD, Cause, causes
 from lockstep.proof.ending import DIGEST_OF, lacking_digests, of_files, plan_of, read_weights, same_in_json
 from lockstep.proof.recorded_run import RecordedRun
@@ -69,6 +70,8 @@ class Verified:
     cause: str | None = None
     fields: list[Cause] | None = field(default_factory=list)
     """Those of the identity that are not as recorded, whether or not any bit is another for it; None where none are recorded."""
+    facts: list[Cause] = field(default_factory=list)
+    """What the job took from outside itself that is not as recorded, and is no part of the identity."""
     elsewhere: list[str] = field(default_factory=list)
     tolerance: float | None = None
     same_bits: bool = True
@@ -88,6 +91,7 @@ class Verified:
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "cause": self.cause,
             "fields": None if self.fields is None else [one._asdict() for one in self.fields],
+            "facts": [one._asdict() for one in self.facts],
             "same_bits": self.same_bits,
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
@@ -131,7 +135,7 @@ class Watch:
         self._run, self._differing = run, 0
         self._judge: Judge | None = None
 
-    def begun(self, fields: Mapping[str, Any]) -> None:
+    def begun(self, fields: Mapping[str, Any], _facts: Mapping[str, Any]) -> None:
         self._judge = Judge(self._run, fields)
 
     def row(self, found: StepRow) -> None:
@@ -209,6 +213,7 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
 def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path, answer: Verified) -> None:
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
+    answer.facts = [Cause(*one) for one in changed_facts(run.facts, replayed.facts)]
     answer.elsewhere = judge.elsewhere
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
     wanted = range(max(stretch.start, run.forked_at) + 1, stretch.until + 1)
@@ -224,7 +229,7 @@ def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path
     answer.tolerance = judge.tolerance
     if beyond := [one for one in found if judge.counts(one)]:
         answer.first_difference = beyond[0]
-        answer.cause = _told(judge.causes) or _alone(beyond) or UNTOLD
+        answer.cause = _told(judge.causes) or _told(answer.facts) or _alone(beyond) or UNTOLD
 
 
 def _differences(

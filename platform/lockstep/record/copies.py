@@ -239,6 +239,6 @@ def named_by(text: bytes) -> Named:
     manifest = without_hash(strict_json(text), text)
     try:
         files = tuple(component(entry["name"]) for entry in manifest["files"])
-        return Named(files, tuple(component(entry.split(" ")[0]) for entry in manifest.get("shared", ())))
+        return Named(files, tuple(component(entry.split(" ")[0]) for entry in manifest["shared"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is no manifest of a checkpoint: {error!r}") from error

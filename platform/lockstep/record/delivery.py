@@ -1,8 +1,8 @@
 """Delivers the points of a journal to a store: each once, in order, in batches, from a cursor.
 
-The cursor moves when the store has confirmed a batch. Points that the store had when the run was opened are skipped: by the highest
-step that it has of each key, and where points may be missing below that, by all of its steps. If the store refuses a point,
-no other is lost.
+The cursor moves when the store has confirmed a batch. In a run that goes on it begins at the last step that the store has: what is
+before that was sent. Points that the store had when the run was opened are skipped: by the highest step that it has of each key, and where
+points may be missing below that, by all of its steps. If the store refuses a point, no other is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.errors import RecordError
 from lockstep.record.events import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Outbox
-from lockstep.record.points import Point, points_of
+from lockstep.record.points import EVERY_STEP, Point, is_of_step, points_of
 from lockstep.record.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
 
 MOST_ASIDE = 1000
@@ -27,8 +27,6 @@ class _Cursor(NamedTuple):
     offset: int
     before: StepRow | None
     """The step before the offset."""
-    sealed: int = 0
-    """The last sealed step that was sent."""
 
 
 class Delivery:
@@ -54,10 +52,10 @@ class Delivery:
         self._outbox = outbox
         self._sending = self._again = False
         self._scaled = scaled
-        self._cursor = _Cursor(0, None)
-        self._sealed = journal.segments if thorough else []
-        """The segments whose points the store may lack; what is sealed from now on has been sent."""
-        self._passed: dict[str, int] = {}
+        reached = min(high_water.get(key, 0) for key in EVERY_STEP)
+        start = 0 if thorough else journal.start_up_to(reached)
+        self._cursor = _Cursor(start, None)
+        self._passed = {key: step for key, step in high_water.items() if start and not is_of_step(key)}
         """The highest step of each key up to the cursor. A row that was written late comes after later ones."""
         self._known: dict[str, Collection[int]] = {}
         self._replaced_after: int | None = None
@@ -69,11 +67,6 @@ class Delivery:
     def left(self) -> bool:
         """Whether there are refused points that may be sent once more."""
         return bool(self._left)
-
-    @property
-    def offset(self) -> int:
-        """The cursor's offset: the store has everything before it."""
-        return self._cursor.offset
 
     def flush(self, *, again: bool = False) -> None:
         """Request that the journal's points are sent; `again` also repeats the refused ones. Called by one thread; never waits.
@@ -152,7 +145,7 @@ class Delivery:
                 least = event.since if self._replaced_after is None else self._replaced_after
                 self._replaced_after = min(event.since, least)
             if before is None and isinstance(event, StepRow) and event.step > 1:
-                before = self._journal.sealed_step(event.step - 1)
+                before = self._journal.step(event.step - 1)
             made = points_of(event, before, scaled=self._scaled, started_at=self._started_at)
             new = [point for point in made if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:
@@ -167,17 +160,11 @@ class Delivery:
 
     def _events(self, cursor: _Cursor) -> Iterator[tuple[Recorded, _Cursor]]:
         """The events after the cursor, each with the cursor after it."""
-        before, sealed = cursor.before, cursor.sealed
-        for segment in self._sealed:
-            if segment.last > sealed and cursor.offset == 0:
-                for row in self._journal.steps_of(segment):
-                    if row.step > sealed:
-                        before, sealed = row, row.step
-                        yield row, _Cursor(0, before, sealed)
+        before = cursor.before
         for entry in self._journal.read(cursor.offset):
             if entry.event is not None:  # else damaged: its content comes again, or the run is not whole
                 before = entry.event if isinstance(entry.event, StepRow) else before
-                yield entry.event, _Cursor(entry.end, before, sealed)
+                yield entry.event, _Cursor(entry.end, before)
 
     def _is_new(self, point: Point) -> bool:
         key, step = point.key, point.step
@@ -188,7 +175,7 @@ class Delivery:
             self._passed[key] = step
         if step > self._high_water.get(key, -1):
             return True
-        if not (late or self._thorough):
+        if step == self._high_water.get(key) or not (late or self._thorough):
             return False
         if key not in self._known:
             self._known[key] = self._store.recorded_steps(key)

@@ -144,14 +144,13 @@ class Diagnosis:
                 return
             case events.Finished() | events.Failed() | events.TakenOver():
                 return
-            case events.Corrupted() | events.Warned() | events.Straggling():
+            case events.Corrupted() | events.ResumeChecked() | events.Warned() | events.Straggling():
                 return
             case (
                 events.InputsFound()
                 | events.Opened()
                 | events.SetAside()
                 | events.Mended()
-                | events.Sealed()
                 | events.Delivered()
             ):
                 return

@@ -184,7 +184,7 @@ class Finished:
     summary: Mapping[str, Any]
     files: Sequence[Path] = ()
     at: float | None = field(default=None, compare=False)
-    """When the run ended (Unix seconds), as its recorder heard it; None in a journal of an older version."""
+    """When the run ended (Unix seconds), as its recorder heard it; None where nobody heard it."""
 
     @property
     def error(self) -> str:
@@ -259,13 +259,6 @@ class Mended:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """The first line of a journal that was cut: the segments, in its folder, with the steps that it no longer has."""
-
-    segments: Sequence[Segment]
-
-
 class Witness(NamedTuple):
     """Identifies a worker that saw or computed wrong bits, with its digests of what was compared."""
 
@@ -321,6 +314,15 @@ class Corrupted:
             "recomputation": "than when these steps were taken again",
         }[self.how]
         return f"{where} {named} had other {self.quantity} {how}{first}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeChecked:
+    """A process of its own has taken up the checkpoint of `step`, and the bits of its next step are the run's."""
+
+    step: int
+    cpu_s: float
+    """The processor time that it took, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +436,7 @@ Recorded = (
     | SetAside
     | Mended
     | Corrupted
-    | Sealed
+    | ResumeChecked
     | Delivered
 )
 Passing = Restored | Alive | Printed | Joined | StageEnded | Broke

@@ -23,12 +23,16 @@ _BUCKETS = 1500
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#d9680c", "#2a8a4a", "#888888"
 
 
-Column = Callable[[str], "np.ndarray[Any, Any]"]
-"""Returns a column of the ledger by its name, as float64: one column is held at a time, not the rows."""
+COLUMNS = (
+    "step", "samples", "loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped", "step_s", "data_wait_s",
+)  # fmt: skip
+"""The columns of the ledger that are drawn."""
+Steps = Mapping[str, "np.ndarray[Any, Any]"]
+"""Those columns by name, as float64."""
 
 
 def draw(
-    steps: Column,
+    steps: Steps,
     evaluations: Sequence[EvaluationRow],
     folder: Path,
     *,
@@ -36,7 +40,7 @@ def draw(
     log: Callable[[str], None],
 ) -> list[Path]:
     """Draw the figures of at least two steps into `<folder>/figures`, as `save_drawn` does. Returns the files."""
-    x = steps("step")
+    x = steps["step"]
     if len(x) < 2:
         return []
     figures = {
@@ -66,9 +70,9 @@ def save_drawn(
     return saved
 
 
-def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
+def _loss(x: Any, steps: Steps, evaluations: Sequence[EvaluationRow]) -> Any:
     figure, (above, below) = panels("Loss and learning rate", ("loss", "learning rate"))
-    _line(above, x, steps("loss"), _BLUE, "train/loss")
+    _line(above, x, steps["loss"], _BLUE, "train/loss")
     evaluated = [row for row in evaluations if "eval/loss" in row.metrics]
     if evaluated:
         losses = [row.metrics["eval/loss"] for row in evaluated]
@@ -76,14 +80,14 @@ def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
             [row.step for row in evaluated], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss"
         )
     above.legend(frameon=False)
-    _line(below, x, steps("lr"), _GREY, "train/lr")
+    _line(below, x, steps["lr"], _GREY, "train/lr")
     below.set_ylim(bottom=0)
     return figure
 
 
-def _gradient_norm(x: Any, steps: Column) -> Any:
+def _gradient_norm(x: Any, steps: Steps) -> Any:
     figure, (above,) = panels("Gradient norm", ("global norm",))
-    before, after = steps("grad_norm"), steps("clipped_norm")
+    before, after = steps["grad_norm"], steps["clipped_norm"]
     _line(above, x, before, _ORANGE, "before clipping")
     _line(above, x, after, _BLUE, "after")
     if (before > 0).any():
@@ -92,11 +96,11 @@ def _gradient_norm(x: Any, steps: Column) -> Any:
     return figure
 
 
-def _time(x: Any, steps: Column) -> Any:
+def _time(x: Any, steps: Steps) -> Any:
     figure, (above, below) = panels("Throughput and where the time goes", ("samples a second", "ms a step"))
-    whole = 1e3 * steps("step_s")
-    waiting = 1e3 * steps("data_wait_s")
-    samples = steps("samples")
+    whole = 1e3 * steps["step_s"]
+    waiting = 1e3 * steps["data_wait_s"]
+    samples = steps["samples"]
     _line(
         above, x[1:], (samples[1:] - samples[:-1]) / (whole[1:] / 1e3).clip(1e-9), _GREEN, "samples a second"
     )
@@ -108,11 +112,11 @@ def _time(x: Any, steps: Column) -> Any:
     return figure
 
 
-def _scale(x: Any, steps: Column) -> Any:
+def _scale(x: Any, steps: Steps) -> Any:
     figure, (above, below) = panels("Loss scale and skipped steps", ("scale", "skipped so far"))
-    _line(above, x, steps("scale"), _BLUE, "train/scale")
+    _line(above, x, steps["scale"], _BLUE, "train/scale")
     _logarithmic(above, base=2)
-    _line(below, x, steps("skipped").cumsum(), _ORANGE, "skipped")
+    _line(below, x, steps["skipped"].cumsum(), _ORANGE, "skipped")
     return figure
 
 

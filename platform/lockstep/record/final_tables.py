@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.record import figures, ledger, observation_figures
 from lockstep.record.journal import Journal
 
+LEDGER = "ledger.parquet"
 _DRAWING = threading.Lock()
 """Only one run of a process draws at a time: hundreds of trials may end together, and matplotlib holds Python's global lock."""
 
@@ -16,8 +17,8 @@ _DRAWING = threading.Lock()
 def write(journal: Journal, folder: Path) -> Iterator[Path]:
     """Write the tables that the journal has rows for, and yield each when it is written. Raises OSError."""
     if journal.last_step:
-        steps = folder / "ledger.parquet"
-        ledger.write_tables(journal.tables, steps)
+        steps = folder / LEDGER
+        ledger.write_parquet(journal.steps(), steps)
         yield steps
     if evaluated := journal.evaluations():
         evaluations = folder / "evaluations.parquet"
@@ -39,8 +40,11 @@ class Figures:
         """The last step, and how many evaluations and observations, of what is drawn."""
         self.drawn: list[Path] = []
 
-    def draw(self) -> None:
-        """Draw what the journal has, unless that is drawn. It takes a second, and may be called before the run's end is known. Raises OSError."""
+    def draw(self, *, written: bool = False) -> None:
+        """Draw what the journal has, unless that is drawn. It takes a second, and may be called before the run's end is known. Raises OSError.
+
+        With `written` the tables are there, from which the steps are read faster.
+        """
         journal, folder = self._journal, self._folder
         evaluated, observed = journal.evaluations(), journal.observations()
         rows = (journal.last_step, len(evaluated), len(observed))
@@ -49,8 +53,13 @@ class Figures:
         drawn = []
         with _DRAWING:
             if journal.last_step:
+                steps = (
+                    ledger.columns_in(folder / LEDGER, figures.COLUMNS)
+                    if written
+                    else ledger.columns(journal.steps(), figures.COLUMNS)
+                )
                 drawn += figures.draw(
-                    lambda name: ledger.column(journal.tables, name),
+                    steps,
                     evaluated,
                     folder,
                     scaled=self._scaled,

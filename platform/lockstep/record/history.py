@@ -180,14 +180,11 @@ class History:
         for content in contents:
             before += evaluations_in(content)
         newest = steps or (steps_in(content)[-1:] if content else [])
-        if "observations" in blocks:  # checkpoints of older versions have none
+        if "observations" in blocks:
             history.observations.extend(ledger.decode_observations(blocks["observations"]))
         observed = tuple(history.observations)
         history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments), observed)
         for row in steps:
-            if history.steps and row.step > end_of(history.steps[-1].step):  # an older format: all rows
-                history.evaluations = [one for one in evaluations if one.step < row.step]
-                evaluations = evaluations[len(history.evaluations) :]
             history.add(row)
         for one in history._past.evaluations:
             history._note_best(one)

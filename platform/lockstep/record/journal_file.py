@@ -1,14 +1,11 @@
-"""The file of a journal: lines are added under a lock, and a cut replaces it by another file.
+"""The file of a journal: one process adds lines to it, under a lock that ends with that process.
 
-* One process adds to it, under a lock that ends with that process. A torn last line, left by a machine that went down, is cut off.
-* Offsets are those of a file that was never cut: the current file begins at offset `base`.
+A torn last line, left by a machine that went down, is cut off.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +14,7 @@ from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
 from lockstep.paths import plain_file
 
-NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
+NAME = "journal.jsonl"
 READ_BYTES = 1 << 20
 
 
@@ -34,24 +31,22 @@ class JournalFile:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._folder, self.path = folder, folder / NAME
         self._read_only = read_only
-        self.base = 0
-        """The offset at which the file begins, once it has replaced a longer one."""
         self.size = 0
         """The offset at which the last whole line ends, as far as it was read or added."""
         self.torn = False
         """Whether a failed write may have left half a line after the last whole one."""
-        self._reading = threading.Lock()
-        """Held while a part of the file is read, and while another file takes its place."""
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
         try:
             if not read_only:
                 make_folder(folder)
-            flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a link would be cut, a pipe waited for
+            flags |= (
+                os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            )  # a link would be written to, a pipe waited for
             self._file = plain_file(os.open(self.path, flags, 0o644), self.path)
         except OSError as error:
             raise broken(self.path, error) from error
         try:
-            self._lock(self._file)
+            self._lock()
             if not read_only:
                 flush(folder)  # a journal that was just made
         except BaseException as error:
@@ -70,11 +65,9 @@ class JournalFile:
         except OSError:  # nothing can be said for now
             return False
 
-    def _lock(self, file: int) -> None:
+    def _lock(self) -> None:
         try:
-            lock(file, shared=self._read_only)
-            if os.fstat(file).st_ino != self.path.stat().st_ino and file == self._file:
-                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by the holder of the lock
+            lock(self._file, shared=self._read_only)
         except BlockingIOError as error:
             raise LockedError(
                 f"run {self._folder.name}: another process records it now; wait for it, or end it"
@@ -98,12 +91,12 @@ class JournalFile:
         """Add lines, all or none of them. RecordError where the disk refuses."""
         try:
             if self.torn:
-                os.ftruncate(self._file, self.size - self.base)
+                os.ftruncate(self._file, self.size)
             self.torn = True
             _write(self._file, data)
         except OSError as error:
             with suppress(OSError):  # else before the next write
-                os.ftruncate(self._file, self.size - self.base)
+                os.ftruncate(self._file, self.size)
                 self.torn = False
             raise broken(self.path, error) from error
         self.torn = False
@@ -111,7 +104,7 @@ class JournalFile:
 
     def lines(self, start: int) -> Iterator[tuple[bytes, int, int]]:
         """The whole lines from the offset `start` on, without line ends, and the offsets where each begins and ends."""
-        return self._lines(max(start, self.base), self.size)
+        return self._lines(start, self.size)
 
     def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
         rest, end = b"", start
@@ -124,42 +117,7 @@ class JournalFile:
 
     def read(self, length: int, start: int) -> bytes:
         """`length` bytes from the offset `start` on."""
-        with self._reading:
-            return os.pread(self._file, length, start - self.base)
-
-    def cut(self, before: bytes, at: int) -> None:
-        """Replace the file by one with `before` and then what follows the offset `at`. RecordError where the disk refuses."""
-        file = self._written_anew(before, at)
-        with self._reading:
-            old, self._file, self.base = self._file, file, at - len(before)
-        os.close(old)
-        self.torn = False
-
-    def _written_anew(self, before: bytes, at: int) -> int:
-        following = self.path.with_name(NEXT)
-        file = -1
-        try:
-            file = os.open(
-                following,
-                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o644,
-            )
-            self._lock(file)
-            _write(file, before)
-            while at < self.size and (data := self.read(min(READ_BYTES, self.size - at), at)):
-                _write(file, data)
-                at += len(data)
-            os.fsync(file)
-            flush(self._folder)
-            following.replace(self.path)
-        except OSError as error:
-            if file >= 0:
-                os.close(file)
-            raise broken(following, error) from error
-        # Both files are complete, so it does not matter if a loss of power undoes the rename.
-        with suppress(OSError):
-            flush(self._folder)
-        return file
+        return os.pread(self._file, length, start)
 
     def flush(self) -> None:
         """Make the additions survive a loss of power. RecordError where the disk refuses."""

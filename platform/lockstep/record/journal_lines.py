@@ -1,4 +1,4 @@
-"""The lines of a journal: an event as JSON under its name, followed by its CRC-32.
+"""The lines of a journal: an event as JSON under its name, followed by its CRC-32. The one with which a recorder begins has the format's version.
 
 A float is kept bit for bit, NaN with its payload. File paths are relative to the run's folder.
 """
@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, assert_never
 
-from lockstep.errors import StorageError
-from lockstep.parsing import conforms, json_mapping
+from lockstep.errors import RecordError, StorageError
+from lockstep.parsing import OtherVersionError, check_version, conforms, json_mapping
 from lockstep.paths import component, relative
 from lockstep.record.events import (
     SOURCE,
@@ -35,9 +35,8 @@ from lockstep.record.events import (
     Opened,
     PeakMemory,
     Recorded,
+    ResumeChecked,
     Sampled,
-    Sealed,
-    Segment,
     SetAside,
     Started,
     StepRow,
@@ -46,6 +45,9 @@ from lockstep.record.events import (
     Warned,
     Witness,
 )
+
+VERSION = 1
+"""Of the format, in each `opened` line."""
 
 
 def to_line(event: Recorded, folder: Path) -> bytes:
@@ -67,7 +69,7 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
         case CheckpointRow():
             return "checkpoint", event._asdict()
         case Opened():
-            return "opened", {"at": event.at, **event.process}
+            return "opened", {"version": VERSION, "at": event.at, **event.process}
         case Started():
             return "started", dict(event.facts)
         case InputsFound():
@@ -103,8 +105,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "mended", {"starts": list(event.starts), "how": event.how}
         case Corrupted():
             return "corrupted", asdict(event)
-        case Sealed():
-            return "sealed", [list(segment) for segment in event.segments]
+        case ResumeChecked():
+            return "resume_checked", asdict(event)
         case Delivered():
             return "delivered", {}
         case _:
@@ -116,16 +118,27 @@ _MAPPINGS = ("fields", "plan", "git", "environment", SOURCE)
 _CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
 
 
+_NUMBERED = re.compile(rb'\{"step":\[(\d{1,18}),')
+
+
+def step_number(line: bytes) -> int | None:
+    """The number of a step by its line, if the checksum is right; None for any other line. Its values are not looked at: that is the faster by far."""
+    found = _NUMBERED.match(line)
+    return int(found[1]) if found and line[-9:] == b" %08x" % zlib.crc32(line[:-9]) else None
+
+
 def from_line(line: bytes, folder: Path) -> Recorded | None:
-    """The event of a line, or None if the line is damaged. Lines of older versions have no checksum."""
+    """The event of a line, or None if the line is damaged. RecordError for a line of another version of the format."""
     found = _CHECKED.fullmatch(line)
-    if found and zlib.crc32(found[1]) != int(found[2], 16):
+    if not found or zlib.crc32(found[1]) != int(found[2], 16):
         return None
     try:
-        ((kind, value),) = json_mapping(found[1] if found else line).items()
+        ((kind, value),) = json_mapping(found[1]).items()
         event = _from_plain(kind, value, folder)
         _check(event, folder)
         return event
+    except OtherVersionError as error:
+        raise RecordError(f"run {folder.name}: its journal cannot be read: {error}") from error
     except (ValueError, TypeError, AttributeError, KeyError, LookupError, struct.error, StorageError):
         return None
 
@@ -163,9 +176,6 @@ def _check(event: Recorded, folder: Path) -> None:
         case Finished():
             for path in event.files:
                 relative(path.relative_to(folder).as_posix())
-        case Sealed():
-            for segment in event.segments:
-                component(segment.name)
         case CheckpointRow():
             if any("\0" in uri for uri in (event.uri or "", *(uri for _, uri in event.essential))):
                 raise ValueError("a place has a null character")
@@ -216,10 +226,10 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
         case "observation":
             return Observation._make(_floats(value, Observation))
         case "checkpoint":
-            essential = tuple((step, uri) for step, uri in value.get("essential", ()))
-            deleted = tuple(value.get("deleted", ()))
-            return CheckpointRow(**{**value, "deleted": deleted, "essential": essential})
+            essential = tuple((step, uri) for step, uri in value["essential"])
+            return CheckpointRow(**{**value, "deleted": tuple(value["deleted"]), "essential": essential})
         case "opened":
+            check_version(value.pop("version", None), VERSION)
             return Opened(value.pop("at"), value)
         case "started":
             return Started(value)
@@ -234,7 +244,7 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
         case "document":
             return Document(**value)
         case "finished":
-            return Finished(value["summary"], [folder / name for name in value["files"]], value.get("at"))
+            return Finished(value["summary"], [folder / name for name in value["files"]], value["at"])
         case "failed":
             return Failed(**value)
         case "taken_over":
@@ -254,8 +264,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
                 Witness(*worker)._replace(digests=tuple(worker[-1])) for worker in value["workers"]
             )
             return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
-        case "sealed":
-            return Sealed([Segment(*segment) for segment in value])
+        case "resume_checked":
+            return ResumeChecked(**value)
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")
@@ -271,14 +281,13 @@ def _plain(value: Any) -> Any:
 
 
 def _step(values: list[Any]) -> StepRow:
-    if len(values) == len(StepRow._fields) - 1:  # from a version without digests
-        values = [*values, None]
     row = StepRow._make(_floats(values, StepRow))
     if row.digests is None:
         return row
-    weights, optimizer, gradients, *average = row.digests  # older versions had no digest of an average
-    gradients = None if gradients is None else tuple(gradients)
-    return row._replace(digests=Digests(weights, optimizer, gradients, *average))
+    digests = Digests(*row.digests)
+    return row._replace(
+        digests=digests._replace(gradients=None if digests.gradients is None else tuple(digests.gradients))
+    )
 
 
 def _floats(values: list[Any], row: type[StepRow | EvaluationRow | Observation]) -> list[Any]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, get_type_hints
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
-from lockstep.parsing import one_line
+from lockstep.parsing import check_version, one_line
 from lockstep.paths import OutsideError, open_beneath
 from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
@@ -30,23 +33,29 @@ TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")
 DETERMINISTIC = tuple(name for name in StepRow._fields if name not in TIMING)
 """Columns that are the same bits in every execution of a run. `parts` stands for all the columns `part/<name>`."""
 
-_STEP_TYPES = {
-    **dict.fromkeys(("step", "epoch", "samples"), "int64"),
-    **dict.fromkeys(("loss", "weight", "lr", "grad_norm", "clipped_norm", "scale"), "double"),
-    "skipped": "bool",
-    **dict.fromkeys(("data_wait_s", "step_s", "wall_clock"), "double"),
-    "attempt": "int64",
-}
+_ARROW = {int: "int64", float: "double", bool: "bool"}
+
+
+def _types(row: type[StepRow | EvaluationRow | Observation]) -> dict[str, str]:
+    """The columns of a kind of row, by name: of its numbers. Its parts, metrics or values are columns of their own."""
+    return {name: _ARROW[kind] for name, kind in get_type_hints(row).items() if kind in _ARROW}
+
+
+_STEP_TYPES = _types(StepRow)
 _DIGEST_TYPES = {
     "weights_digest": "uint64",
     "optimizer_digest": "uint64",
     "gradient_digests": "list<uint64>",  # one for each micro-batch
     "ema_digest": "uint64",  # only with `ema` in the spec
 }
-"""The columns of `StepRow.digests`: null in rows without digests. Ledgers of older versions lack them."""
-_EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
-_OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
+"""The columns of `StepRow.digests`: null in rows without digests."""
+_EVALUATION_TYPES = _types(EvaluationRow)
+_OBSERVATION_TYPES = _types(Observation)
 _PART = "part/"
+VERSION = 1
+"""Of the format, in the metadata of each file."""
+_METADATA: dict[bytes | str, bytes | str] = {b"lockstep-ledger": b"%d" % VERSION}
+_ROWS_AT_ONCE = 10_000
 
 
 class Rows(NamedTuple):
@@ -86,57 +95,51 @@ def decode_observations(block: bytes) -> list[Observation]:
     return _observation_rows(_decoded(block, _OBSERVATION_TYPES))
 
 
-def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
-    """Write steps as `path`, whole or not at all. StorageError where that fails."""
-    _write(step_table(rows), path)
-
-
-Tables = Callable[[Sequence[str] | None], Iterator["pa.Table"]]
-"""Gives the steps of a run in order, one table after another, with all columns or the named ones."""
-
-
-def write_tables(tables: Tables, path: Path) -> None:
-    """Write steps as `path`, whole or not at all, table by table. StorageError where that fails."""
+def write_parquet(rows: Iterable[StepRow], path: Path) -> None:
+    """Write steps as `path`, whole or not at all. Few are held at a time as rows, the others as Parquet. StorageError where that fails."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    fields = {field.name: field for table in tables(()) for field in table.schema}
-    names = [*_STEP_TYPES, *sorted(set(fields) - set(_STEP_TYPES))]
-    schema = pa.schema([fields[name] for name in names])
+    left, blocks, fields = iter(rows), list[bytes](), {field.name: field for field in step_table(()).schema}
+    while some := list(islice(left, _ROWS_AT_ONCE)):
+        table = step_table(some)
+        fields |= {field.name: field for field in table.schema}
+        blocks.append(encoded(table))
+    names = [*_STEP_TYPES, *sorted(fields.keys() - _STEP_TYPES.keys())]
+    schema = pa.schema([fields[name] for name in names], _METADATA)
     try:
         with (
             replacing(path) as file,
             pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer,
         ):
-            for table in tables(None):
-                for name in set(names) - set(table.column_names):  # a part that none of its steps had
+            for block in blocks:
+                table = pq.ParquetFile(io.BytesIO(block), pre_buffer=False).read(use_threads=False)
+                for name in fields.keys() - set(table.column_names):  # a part that none of these steps had
                     table = table.append_column(fields[name], pa.nulls(len(table), fields[name].type))
                 writer.write_table(table.select(names))
     except OSError as error:
         raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def column(tables: Tables, name: str) -> np.ndarray[Any, Any]:
-    """One column of all steps, as float64."""
+def columns(steps: Iterable[StepRow], names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Fields of all steps by name, as float64."""
     import numpy as np
 
-    return np.concatenate(
-        [table.column(name).to_numpy().astype(np.float64) for table in tables([name])] or [np.empty(0)]
-    )
+    get, found = attrgetter(*names), {name: array("d") for name in names}
+    append = [values.append for values in found.values()]
+    for row in steps:
+        for add, value in zip(append, get(row), strict=True):
+            add(value)
+    return {name: np.frombuffer(values) for name, values in found.items()}
 
 
-def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table that `encode_steps` made, or only the named columns; for an empty list only its schema, without rows."""
-    import pyarrow as pa
+def columns_in(path: Path, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """The same of the steps in a file that `write_parquet` has just written."""
+    import numpy as np
     import pyarrow.parquet as pq
 
-    try:
-        file = _bounded(pq.ParquetFile(io.BytesIO(block), pre_buffer=False), len(block))
-        if columns is not None and not columns:
-            return file.schema_arrow.empty_table()
-        return file.read(columns, use_threads=False)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read a segment's steps: {one_line(error)}") from error
+    table = pq.ParquetFile(path, pre_buffer=False).read(list(names), use_threads=False)
+    return {name: table.column(name).to_numpy().astype(np.float64) for name in names}
 
 
 def read_parquet(path: Path) -> list[StepRow]:
@@ -243,7 +246,7 @@ def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Map
     }
     for name in sorted({name for values in named for name in values}):
         columns[name] = pa.array([values.get(name) for values in named], pa.float64())
-    return pa.table(columns)
+    return pa.table(columns, metadata=_METADATA)
 
 
 def encoded(table: pa.Table) -> bytes:
@@ -312,7 +315,10 @@ def _bounded(file: Any, size: int) -> Any:
 
 
 def _check_columns(schema: pa.Schema, types: Mapping[str, str]) -> None:
-    """ValueError where a column is missing, is there twice or has another type than was written."""
+    """ValueError where the version of the format is another one, or a column is missing, is there twice or has another type than was written."""
+    (version,) = _METADATA
+    said = (schema.metadata or {}).get(version, b"")
+    check_version(int(said) if said.isdigit() and len(said) < 9 else None, VERSION)
     if len(set(schema.names)) < len(schema.names):
         raise ValueError("it has a column twice")
     for name in types:

@@ -154,10 +154,7 @@ class OpenRecord:
         """Whether the store lacks steps that it has confirmed, as after its database was put back from a backup."""
         if self._request.spec.record.uri == RECORD_OFF:
             return False  # it keeps no steps
-        confirmed = max((one.last for one in self.journal.segments), default=0)
-        if self.journal.delivered:
-            confirmed = self.journal.last_step
-        return confirmed > last_steps.get(LOSS, 0)
+        return self.journal.delivered and self.journal.last_step > last_steps.get(LOSS, 0)
 
     def _as_known(self, end: Recorded) -> Recorded:
         """An end of which the journal does not tell when it was, or why, as the store has it, or else at the last sign of life."""
@@ -215,9 +212,6 @@ class OpenRecord:
             time.sleep(0.002)
 
     def _tell_damage(self) -> None:
-        if self.journal.lost:
-            steps = ", ".join(f"{one.first} to {one.last}" for one in self.journal.lost[:20])
-            self.page.log(f"damaged files of sealed steps are passed over: {steps}")
         if self.journal.damage:
             held = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
             self.page.log(f"damaged lines of the journal are passed over: {held}")

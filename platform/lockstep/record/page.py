@@ -38,8 +38,8 @@ from lockstep.record.events import (
     Opened,
     PeakMemory,
     Recorded,
+    ResumeChecked,
     Sampled,
-    Sealed,
     SetAside,
     Started,
     StepRow,
@@ -131,11 +131,16 @@ class Page:
             case Corrupted():
                 self.log(str(event))
                 self._tag({"corrupted": str(event)})
+            case ResumeChecked():
+                self.log(
+                    f"the checkpoint of step {event.step} was taken up by a process of its own: the next step has the same bits"
+                )
+                self._tag({"resumed_step": event.step})
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Observation() | Sampled():
                 pass  # they become points; the ledger is written when the run ends
-            case Opened() | Sealed() | Delivered() | SetAside():
+            case Opened() | Delivered() | SetAside():
                 pass
             case _:
                 assert_never(event)
@@ -396,7 +401,7 @@ class Page:
         """Write and send the final tables and the figures, which the run's note names."""
         for path in final_tables.write(self._journal, self._folder):
             self._keep(path)
-        self.figures.draw()
+        self.figures.draw(written=True)
         for path in self.figures.drawn:
             self._keep(path)
 

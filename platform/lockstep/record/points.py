@@ -16,7 +16,13 @@ from lockstep.record import events
 from lockstep.record.events import CheckpointRow, EvaluationRow, Observation, Recorded, Sampled, StepRow
 
 LOSS = "train/loss"
-"""The key that every step has."""
+EVERY_STEP = (LOSS, "train/lr", "train/grad_norm", "train/clipped_norm", "perf/step_s", "perf/data_wait_s")
+"""The keys that every step has."""
+
+
+def is_of_step(key: str) -> bool:
+    """Whether a key is one of a step's, and of no other row."""
+    return key.startswith("train/") or key in (*EVERY_STEP, "perf/samples_per_s")
 
 
 class Point(NamedTuple):
@@ -43,17 +49,12 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return checkpoint_points(event)
         case events.Started() | events.PeakMemory() | events.AttemptsSummarised():
             return iter(())
-        case events.Document() | events.Diagnosed() | events.Corrupted():
+        case events.Document() | events.Diagnosed() | events.Corrupted() | events.ResumeChecked():
             return iter(())
         case events.Warned() | events.Straggling() | events.Finished() | events.Failed() | events.TakenOver():
             return iter(())
         case (
-            events.InputsFound()
-            | events.Opened()
-            | events.SetAside()
-            | events.Mended()
-            | events.Sealed()
-            | events.Delivered()
+            events.InputsFound() | events.Opened() | events.SetAside() | events.Mended() | events.Delivered()
         ):
             return iter(())
         case _:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import merge
-from operator import attrgetter
 from pathlib import Path
 from typing import assert_never
 
 from lockstep.record import events
-from lockstep.record.events import EvaluationRow, Failed, Finished, Observation, Recorded, Sealed, StepRow
+from lockstep.record.events import EvaluationRow, Failed, Finished, Observation, Recorded, StepRow
 from lockstep.record.journal_file import NAME
 from lockstep.record.journal_lines import from_line
-from lockstep.record.sealed import SealedSteps
+from lockstep.record.step_offsets import StepOffsets
 
 
 class RowsSoFar:
@@ -22,16 +20,17 @@ class RowsSoFar:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._sealed = SealedSteps(folder)
-        self._open: dict[int, StepRow] = {}
+        self._folder, self._offsets = folder, StepOffsets()
         self.failed: bool | None = None
         """Whether the run ended in failure; None if it goes on, or its process was killed."""
         evaluations: dict[int, EvaluationRow] = {}
         observations: dict[int, Observation] = {}
+        start = 0
         with (folder / NAME).open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):  # else the line is still being written
-                    self._note(from_line(line[:-1], folder), evaluations, observations)
+                    self._note(from_line(line[:-1], folder), start, evaluations, observations)
+                start += len(line)
         self.evaluations = [evaluations[step] for step in sorted(evaluations)]
         """In order."""
         self.observations = [observations[step] for step in sorted(observations)]
@@ -40,6 +39,7 @@ class RowsSoFar:
     def _note(
         self,
         event: Recorded | None,
+        start: int,
         evaluations: dict[int, EvaluationRow],
         observations: dict[int, Observation],
     ) -> None:
@@ -48,12 +48,9 @@ class RowsSoFar:
                 self.failed = event.status == "FAILED"
             case Failed():
                 self.failed = True
-            case Sealed():
-                self._sealed.take_up(event.segments)
             case StepRow():
                 self.failed = None  # a journal of which the line before was damaged
-                if self._sealed.segment_of(event.step) is None:
-                    self._open[event.step] = event
+                self._offsets.add(event.step, start)
             case EvaluationRow():
                 evaluations[event.step] = event
             case Observation():
@@ -64,7 +61,7 @@ class RowsSoFar:
                 pass
             case events.PeakMemory() | events.AttemptsSummarised() | events.Document():
                 pass
-            case events.TakenOver() | events.Diagnosed() | events.Corrupted():
+            case events.TakenOver() | events.Diagnosed() | events.Corrupted() | events.ResumeChecked():
                 pass
             case events.Warned() | events.Straggling():
                 pass
@@ -82,6 +79,10 @@ class RowsSoFar:
                 assert_never(event)
 
     def steps(self) -> Iterator[StepRow]:
-        """The steps, in order; those of sealed segments are held one segment at a time."""
-        sealed = (row for segment in self._sealed.segments for row in self._sealed.steps(segment))
-        return merge(sealed, (self._open[step] for step in sorted(self._open)), key=attrgetter("step"))
+        """The steps, in order, one held at a time."""
+        with (self._folder / NAME).open("rb") as file:
+            for number in self._offsets.numbers():
+                file.seek(self._offsets.start_of(number) or 0)
+                row = from_line(file.readline().rstrip(b"\n"), self._folder)
+                if isinstance(row, StepRow):
+                    yield row

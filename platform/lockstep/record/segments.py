@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import StorageError
-from lockstep.parsing import json_mapping
+from lockstep.parsing import check_version, json_mapping
 from lockstep.record import ledger
 from lockstep.record.events import EvaluationRow, Segment, StepRow
 from lockstep.record.ledger import Rows
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 SEGMENT_STEPS = 10_000
 """With a save every thousand steps, a save writes 5,000 rows of the open segment on average, which is 0.3 MB in 30 ms."""
 
-_HEAD = b"lockstep-ledger-1 "
+VERSION = 1
+_HEAD = re.compile(rb"lockstep-ledger-(\d{1,9}) (.*)", re.DOTALL)
 
 
 def end_of(step: int) -> int:
@@ -41,7 +43,7 @@ def seal(rows: Rows) -> tuple[Segment, bytes]:
     steps = ledger.encoded(table)
     evaluations = ledger.encode_evaluations(rows.evaluations)
     sizes = json.dumps({"steps": len(steps), "evaluations": len(evaluations)}).encode()
-    content = b"".join((_HEAD, sizes, b"\n", steps, evaluations))
+    content = b"".join((b"lockstep-ledger-%d " % VERSION, sizes, b"\n", steps, evaluations))
     sha256 = hashlib.sha256(content).hexdigest()
     digest = _digest(table)
     return Segment(rows.steps[0].step, rows.steps[-1].step, digest, len(content), sha256), content
@@ -55,11 +57,6 @@ def digest_of(steps: Sequence[StepRow]) -> str:
 def steps_in(content: bytes) -> list[StepRow]:
     """The steps in a segment's file. StorageError for any other content."""
     return ledger.decode_steps(_blocks(content)[0])
-
-
-def table_in(content: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The steps in a segment's file as a table, with all columns or the named ones; for an empty list only the schema. StorageError as above."""
-    return ledger.decode_table(_blocks(content)[0], columns)
 
 
 def evaluations_in(content: bytes) -> list[EvaluationRow]:
@@ -77,9 +74,11 @@ def check(segment: Segment, content: bytes) -> bytes:
 def _blocks(content: bytes) -> tuple[bytes, bytes]:
     head, _, rest = content.partition(b"\n")
     try:
-        if not head.startswith(_HEAD):
+        found = _HEAD.fullmatch(head)
+        if found is None:
             raise ValueError("it is no segment of a ledger")
-        sizes = json_mapping(head.removeprefix(_HEAD))
+        check_version(int(found[1]), VERSION)
+        sizes = json_mapping(found[2])
         steps, evaluations = int(sizes["steps"]), int(sizes["evaluations"])
         if min(steps, evaluations) < 0 or len(rest) != steps + evaluations:
             raise ValueError(f"it has {len(rest)} bytes of rows, wanted {steps + evaluations}")

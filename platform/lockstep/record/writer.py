@@ -43,7 +43,6 @@ from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.outbox import Outbox
 from lockstep.record.recorder_state import RecorderState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
-from lockstep.record.segments import end_of
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
@@ -89,8 +88,6 @@ class Writer:
         """Events in the journal that are not on the page yet."""
         self._disk_failure: RecordError | None = None
         self._busy = False
-        self._seal_at = 0
-        """The step after which the journal is next checked for segments to seal."""
         # The thread does not wait on the inbox: waking for each step would slow every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -152,7 +149,7 @@ class Writer:
             return
         finally:
             self.opened.set()
-        # A separate thread: drawing, sealing or a slow disk keeps this one busy for longer than a beat.
+        # A separate thread: drawing or a slow disk keeps this one busy for longer than a beat.
         with periodically(lambda: self._record.state.beat, 1.0, "lockstep-heartbeat"):
             self._until_told()
 
@@ -165,24 +162,9 @@ class Writer:
             self._show()
             if closing and not self._unwritten and not self._unshown:
                 self._say_last_words()
-            self._seal()
             self._record.delivery.flush()
             self._record.state.tend()
         self._finish()
-
-    def _seal(self) -> None:
-        """Keep the journal short. A refusal of the disk is reported once; sealing is tried again when there is more to seal."""
-        if self._replay or self._record.journal.last_step < self._seal_at:
-            return
-        self._busy = True
-        try:
-            while self._record.journal.seal(self._record.delivery.offset) and self._inbox.empty():
-                pass
-        except RecordError as error:
-            self._seal_at = end_of(self._record.journal.last_step) + 1
-            self._record.page.log(f"the journal is not cut: {error}")
-        finally:
-            self._busy = False
 
     def _finish(self) -> None:
         """End the record: no more events will come."""

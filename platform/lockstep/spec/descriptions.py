@@ -83,6 +83,7 @@ SPEC = {
     "checkpoint.keep_best.metric": "a metric by its recorded name",
     "checkpoint.keep_best.mode": "which direction is better; `max` needs a metric that is named",
     "checkpoint.keep_every": "keep every checkpoint whose step is a multiple of this, for good",
+    "checkpoint.verify_after_s": "seconds of training after which a checkpoint is taken up by a spare process, which compares the next step; null: never",
     "record": "the MLflow store, and the folder of the files beside it",
     "record.uri": "MLflow tracking URI, or off; default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db",
     "record.experiment": "MLflow experiment, created if missing; default: the run's name",

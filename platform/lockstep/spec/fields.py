@@ -330,6 +330,7 @@ class Checkpoint(Section):
     keep_last: PositiveInt = 2
     keep_best: KeepBest | None = None
     keep_every: PositiveInt | None = None
+    verify_after_s: NonNegativeFloat | None = 60.0
 
 
 class Fork(Section):

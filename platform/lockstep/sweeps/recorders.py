@@ -139,6 +139,7 @@ class TrialRecorder:
                 self.spec.folder,
                 started.facts.get("plan") or {},
                 early_stop=self.spec.early_stop is not None,
+                environment=started.facts.get("environment") or {},
             )
         recorder = self._recorder
         if self.found is None and recorder is not None:

@@ -27,7 +27,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.beside import unlisted_tensors
-from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
+from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest, values_digest
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors
@@ -88,19 +88,23 @@ class Agreement:
 
     def held(self) -> Held:
         """The digests of what this rank holds now."""
-        optimizer = self._state.optimizer
-        # The moments of a sharded optimizer differ by rank; its parameter groups do not.
-        saved = (
-            {"param_groups": optimizer.groups_as_saved()}
-            if isinstance(optimizer, ShardedOptimizer)
-            else optimizer.state_dict()
-        )
         return (
             model_digest(self.digester, self._state.model.state_dict()),
-            optimizer_digest(self.digester, saved),
+            optimizer_digest(self.digester, self._optimizer()),
             0 if self._state.average is None else self.digester.digest(self._state.average.weights),
             optimizer_digest(self.digester, self._others()),
         )
+
+    def value_digests(self) -> tuple[int, int]:
+        """The digests of what is no tensor in this rank's state: of its optimizer, and of all else."""
+        return values_digest(self._optimizer()), values_digest(self._others())
+
+    def _optimizer(self) -> dict[str, Any]:
+        """The optimizer's state. The moments of a sharded one differ by rank; its parameter groups do not."""
+        optimizer = self._state.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            return {"param_groups": optimizer.groups_as_saved()}
+        return optimizer.state_dict()
 
     def _others(self) -> dict[str, Any]:
         state = self._state
@@ -157,9 +161,13 @@ class Agreement:
 
     def _first_tensor(self) -> str:
         """The name of the first tensor that differs. All ranks call it."""
-        own = {name: self.digester.digest({name: value}) for name, value in self._named().items()}
+        own = self.tensor_digests()
         every = self._group.gather(own)
         return next((name for name in own if len({other.get(name) for other in every}) > 1), "")
+
+    def tensor_digests(self) -> dict[str, int]:
+        """The digest of each tensor of this rank's state, by the name that messages use."""
+        return {name: self.digester.digest({name: value}) for name, value in self._named().items()}
 
     def _named(self) -> dict[str, Tensor]:
         """The tensors that are compared, by names that a person understands."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -22,26 +21,21 @@ from lockstep.checkpoint.tree import Tree, pack
 from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.job.interface import Job
-from lockstep.parsing import strict_json
+from lockstep.parsing import check_version, strict_json
 from lockstep.training.failure import job_at
 from lockstep.training.modes import ModuleSettings, Settings
 
-_SKELETON = "skeleton"
+VERSION = 1
+_KEY = "lockstep-beside"
 
 
 def beside_weights(model: nn.Module, job: Job, settings: Settings) -> dict[str, Tree]:
     """What there is besides the weights now, by kind; empty where there is nothing. Nothing is copied."""
     with job_at("in state_dict"):
         of_job = dict(job.state_dict())
-    return by_kind(model.state_dict(), unlisted_tensors(model), of_job, settings)
-
-
-def by_kind(
-    state: Mapping[str, Any], buffers: Mapping[str, Tensor], of_job: Mapping[str, Tree], settings: Settings
-) -> dict[str, Tree]:
-    """The same from a model's `state_dict`, its unlisted tensors, the job's state and the settings of modules."""
+    state = model.state_dict()
     extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    kinds = {"buffers": dict(buffers), "extra": extra, "job": dict(of_job), "settings": dict(settings)}
+    kinds = {"buffers": unlisted_tensors(model), "extra": extra, "job": of_job, "settings": dict(settings)}
     return {kind: tree for kind, tree in kinds.items() if tree}
 
 
@@ -94,7 +88,8 @@ def save_beside(weights: Path, beside: Mapping[str, Tree]) -> Path:
     tensors = {name: one.detach().cpu().contiguous() for name, one in packed.tensors.items()}  # type: ignore[union-attr]
     try:
         with replaced(path) as aside:
-            safetensors.torch.save_file(tensors, aside, {_SKELETON: json.dumps(packed.skeleton)})
+            content = {"version": VERSION, "skeleton": packed.skeleton}
+            safetensors.torch.save_file(tensors, aside, {_KEY: json.dumps(content)})
     except (OSError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
@@ -108,8 +103,12 @@ def load_beside(weights: Path) -> dict[str, Tree]:
     try:
         with safetensors.safe_open(path, "pt") as file:
             names = list(file.keys())
-            skeleton = strict_json((file.metadata() or {})[_SKELETON].encode())
-            found: dict[str, Tree] = unpack(skeleton, {name: file.get_tensor(name).clone() for name in names})
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError, BadCheckpointError) as error:
+            content = strict_json((file.metadata() or {})[_KEY].encode())
+            check_version(content["version"], VERSION)
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+            found: dict[str, Tree] = unpack(content["skeleton"], tensors)
+    except (
+        OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, BadCheckpointError
+    ) as error:  # fmt: skip
         raise StorageError(f"weights: cannot read {str(path)!r}: {error}; restore the file") from error
     return found

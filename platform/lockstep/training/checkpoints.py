@@ -78,6 +78,10 @@ class Checkpoints:
         """Whether to give up the save in flight at once when another rank is lost: those that go on save the state again."""
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
+        self.published_step = -1
+        """The step of the newest checkpoint that this attempt has published; known on rank 0."""
+        self.run_id = ""
+        """The run that it belongs to."""
         self.unsaved = ""
         """Why the newest save failed; empty where it did not. Known on rank 0."""
         own = start is not None and not start.fork
@@ -259,6 +263,7 @@ class Checkpoints:
         if saved.checkpoint is None:
             return  # rank 0 publishes and reports
         self.newest, self.unsaved = saved.checkpoint.shown, ""
+        self.run_id, self.published_step = saved.checkpoint.run_id or "", saved.step
         self.tell(
             CheckpointRow(
                 saved.step,

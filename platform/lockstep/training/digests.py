@@ -132,6 +132,13 @@ def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
     return digester.digest(found, lines)
 
 
+def values_digest(tree: Mapping[str, Any]) -> int:
+    """The digest of the values in a tree that are no tensors, by the keys that lead to them."""
+    return _of_lines(
+        [f"{path}={_text(value)}" for path, value in leaves(tree, "") if not isinstance(value, Tensor)]
+    )
+
+
 def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
     saved = optimizer.state_dict()

@@ -26,6 +26,7 @@ from lockstep.job.identity import (
 )
 from lockstep.job.imports import distribution_fields, imported_by, source_fields
 from lockstep.job.interface import Job, overrides
+from lockstep.job.outside_facts import FILE, MOVED
 from lockstep.plan import Plan
 from lockstep.randomness import seeds
 from lockstep.record.environment import environment
@@ -36,9 +37,10 @@ from lockstep.training.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error, job_at
-from lockstep.training.inputs import MOVED, VARIABLE, places_here, variables_read
+from lockstep.training.inputs import VARIABLE, places_here, variables_read
 from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
+from lockstep.training.outside_inputs import outside_of
 from lockstep.training.settings import Settings
 
 
@@ -77,6 +79,7 @@ def facts_of(
     imported = imported_by(spec.job.use, job)
     files = imported.files
     variables, places = variables_read(job, group, imported.paths)
+    outside = outside_of(spec, job, group, imported)
     fields = identity_fields(
         spec,
         {
@@ -89,6 +92,7 @@ def facts_of(
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **settings.fields(),
             **variables,
+            **outside.fields,
             "numerics_probe": numerics_probe(device) if strict else "not taken",
             "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
@@ -100,7 +104,11 @@ def facts_of(
     return {
         "identity": identity_digest(fields),
         "fields": fields,
-        "environment": {**environment(device), MOVED: {**places_here(), **places}},
+        "environment": {
+            **environment(device),
+            **outside.environment,
+            MOVED: {**places_here(), **places, **outside.facts},
+        },
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
@@ -186,6 +194,8 @@ def _advice(name: str) -> str:
         return (
             "the job reads it: give every worker the same, or have the job declare it in placement_variables"
         )
+    if name.startswith(FILE):
+        return "the job reads it: give every worker the same file"
     if name == FIRST_MICRO_BATCH:
         return (
             "the same spec, source, data and variables gave another loss or gradient there: look for what differs between the workers and is no "

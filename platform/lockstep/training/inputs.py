@@ -18,19 +18,31 @@ from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.files import as_text
 from lockstep.job.identity import Difference, differences, identity_digest, shown
-from lockstep.job.imports import Asked, files_here, imported, new_modules, recorded_beside, source_fields
+from lockstep.job.imports import (
+    Asked,
+    files_here,
+    imported,
+    imported_by,
+    new_modules,
+    recorded_beside,
+    source_fields,
+)
 from lockstep.job.interface import Job
+from lockstep.job.outside_facts import (
+    FILE,
+    MOVED,
+    contents_here,
+    continued_files,
+)
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.job.variables import arrived, held_now, is_placement, read_by, reads_of
 from lockstep.record.events import SOURCE, InputsFound, Tell
 from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
+from lockstep.training.outside_inputs import LaterFacts
 
 VARIABLE = "variable."
 """How the field of a variable begins that the job reads; its name follows."""
-
-MOVED = "moved"
-"""The fact of the environment that has what a resume only tells of where it has changed."""
 
 _LONGEST = 200
 """Characters. A longer value is told by its digest."""
@@ -79,38 +91,34 @@ def completed(fields: Mapping[str, Any], saved: Mapping[str, Any], spec: Spec) -
     late = [name.removeprefix(VARIABLE) for name in saved if name.startswith(VARIABLE) and name not in fields]
     here = {f"{VARIABLE}{name}": variable_tree(name, value) for name, value in held_now(late).items()}
     files = [path for path in recorded_beside(saved) if path not in recorded_beside(fields)]
-    return {**here, **source_fields(files_here(spec.job.use, files)), **fields}
+    read = contents_here([name for name in saved if name.startswith(FILE) and name not in fields], spec)
+    return {**here, **read, **source_fields(files_here(spec.job.use, files)), **fields}
 
 
 def differing(saved: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Difference]:
     """What differs between an identity and `fields` that are completed by it. What was read here alone has nothing to differ from."""
-    new = {name: tree for name, tree in fields.items() if name.startswith(VARIABLE)}
+    new = {name: tree for name, tree in fields.items() if name.startswith((VARIABLE, FILE))}
     return differences({**new, **saved}, fields)
 
 
 def continued(facts: dict[str, Any], saved: Facts, spec: Spec, tell: Callable[[str], None]) -> dict[str, Any]:
     """The facts of an attempt that goes on from a checkpoint with these `saved` facts: with what the run had found by then. Tells of moves."""
-    told_of_moves(saved.environment.get(MOVED) or {}, facts["environment"][MOVED], tell)
-    fields = completed(facts["fields"], saved.identity_fields, spec)
-    return {**facts, "fields": fields, "identity": identity_digest(fields)}
-
-
-def moves(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What has changed of two environments' places, as far as both have it."""
-    return [
-        Difference(name, saved[name], now[name])
-        for name in sorted(saved.keys() & now)
-        if saved[name] != now[name]
-    ]
-
-
-def told_of_moves(saved: Mapping[str, Any], now: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Warn of a place that a resumed run finds changed."""
-    for name, was, here in moves(saved, now):
-        tell(
-            f"resume: {name} is {shown(here)} and was {shown(was)} in the run; it is taken for a place, which changes no bits: if the job computes "
-            "with it, give it as a param"
-        )
+    environment = facts["environment"]
+    own, outside = continued_files(
+        facts["fields"],
+        environment[MOVED],
+        saved.identity_fields,
+        saved.environment.get(MOVED) or {},
+        spec,
+        tell,
+    )
+    fields = completed(own, saved.identity_fields, spec)
+    return {
+        **facts,
+        "fields": fields,
+        "identity": identity_digest(fields),
+        "environment": {**environment, MOVED: outside},
+    }
 
 
 class Inputs:
@@ -120,6 +128,7 @@ class Inputs:
         self._spec, self._job = spec, job
         self._reads = reads_of(job)
         self._noted = len(self._reads.values)
+        self._later = LaterFacts(spec, job, imported_by(spec.job.use, job).paths)
         self._modules = set(sys.modules)
         self._count = len(sys.modules)
         self._told = {SOURCE: dict(facts.get(SOURCE) or {})}
@@ -127,6 +136,9 @@ class Inputs:
     def look(self, facts: dict[str, Any], step: int, tell: Tell) -> None:
         """Add to the facts what was found since the last look, and tell it. Where there is nothing, it costs a tenth of a microsecond."""
         arrived()
+        if later := self._later.new():
+            environment = facts["environment"]
+            facts["environment"] = {**environment, MOVED: {**later, **environment[MOVED]}}
         if len(self._reads.values) == self._noted and len(sys.modules) == self._count:
             return
         self._noted = len(self._reads.values)

@@ -59,6 +59,7 @@ from lockstep.training.recovery import (
 )
 from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
+from lockstep.training.spare.check import SpareCheck
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step import StepResult
 from lockstep.training.watch import Watch
@@ -159,9 +160,10 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
         looked_into(run, seat.tell, seat.origin),
         run.checkpoints(seat.tell, seat.requests, seat.origin) as checkpoints,
         closing(run.loader()) as batches,
+        SpareCheck(run, seat.tell, checkpoints) as check,
     ):
         checkpoints.hasty = hasty
-        ending = take_steps(run, seat, clock, checkpoints, batches, regroups=hasty)
+        ending = take_steps(run, seat, clock, checkpoints, batches, check, regroups=hasty)
         if ending == "unwanted":
             return None
         if ending == "regrouping":
@@ -169,13 +171,21 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
         else:
             run.inputs.agree(run.group, run.facts, run.state.counters.step, seat.tell)
             checkpoints.finish()
+            check.agree()
     if ending == "regrouping":
         raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
     return report_end(run, seat, clock, checkpoints, stopped=ending == "stopped")
 
 
 def take_steps(
-    run: Run, seat: Seat, clock: Clock, checkpoints: Checkpoints, batches: Loader, *, regroups: bool
+    run: Run,
+    seat: Seat,
+    clock: Clock,
+    checkpoints: Checkpoints,
+    batches: Loader,
+    check: SpareCheck,
+    *,
+    regroups: bool,
 ) -> Ending:
     """Take the remaining steps, with the evaluations and saves that are due. `regroups`: whether the workers may form another group."""
     tell, requests, origin = seat.tell, seat.requests, seat.origin
@@ -189,12 +199,14 @@ def take_steps(
         is_last = position.number == run.plan.total_steps
         watch.begin(position)
         regroup = regroups and requests.regroup()
-        result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted(), regroup=regroup)
+        stop = requests.stop() or bool(check.refused)
+        result = run.step(position, batches, stop=stop, save=checkpoints.wanted(), regroup=regroup)
         row = clock.row(run, position, result, batches)
         note_step(run, row)
         run.step.digests.compare()
         run.inputs.look(run.facts, position.number, tell)
         tell(row)
+        check.stepped(row)
         watch.end(position, row, tell)
         for straggler in pace.add(position.number, result.pace):
             tell(Straggling(straggler))
@@ -207,6 +219,7 @@ def take_steps(
             run.inputs.agree(run.group, run.facts, position.number, tell)
             with watch.saving():
                 checkpoints.save()
+            check.saved()
         clock.leave_out()
         if over or ends_replay(position, origin):
             break

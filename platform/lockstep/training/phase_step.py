@@ -89,12 +89,19 @@ class LossModule(nn.Module):
 
     def backward(self, total: Tensor) -> None:
         """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
+        earlier = {name: _gradient_version(parameter) for name, parameter in self.conditional.items()}
         torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
         if self.conditional and not self._without_batch:
-            self.used |= {name for name, one in self.conditional.items() if one.grad is not None}
-            left_out = [one for one in self.conditional.values() if one.grad is None]
+            used = {name for name, one in self.conditional.items() if _gradient_version(one) != earlier[name]}
+            self.used |= used
+            left_out = [one for name, one in self.conditional.items() if name not in used]
             if left_out:
                 zero_term(iter(left_out)).backward()  # type: ignore[no-untyped-call]
+
+
+def _gradient_version(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes with each backward that gives the parameter a gradient, also where that adds to an earlier micro-batch's, as with `reduction: native`."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:

@@ -25,6 +25,8 @@ from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.imports import imports_of_job
 from lockstep.job.interface import Job
+from lockstep.job.outside_facts import suspects, told_of_unknown
+from lockstep.job.variables import reads_of
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all
 from lockstep.record.events import StageEnded, Tell, Warned
@@ -60,6 +62,7 @@ from lockstep.training.requests import Requests
 from lockstep.training.schedule import RateSchedule, make_schedule
 from lockstep.training.settings import Settings
 from lockstep.training.sharding import check_threads
+from lockstep.training.spare.due import Due
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step import Stepper
@@ -83,6 +86,7 @@ class Run:
     history: History
     inputs: Inputs
     last_save: LastSave = field(default_factory=LastSave)
+    check_due: Due = field(default_factory=Due)
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
@@ -182,6 +186,7 @@ def prepare(
             warn(text)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     settings = Settings(group.device)
+    reads_of(job).outside.early = False
     with imports_of_job(job):
         rehearsal, evaluate = group.together(
             partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
@@ -189,6 +194,7 @@ def prepare(
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
     facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings)
+    told_of_unknown(facts["environment"], warn)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
@@ -199,7 +205,8 @@ def prepare(
         if not start.fork:
             facts = continued(facts, start.facts, spec, warn)
         fields = facts["fields"] if replay is None else None
-        history = restore_on_every_rank(start, spec, plan, state, group, fields, warn)
+        hints = suspects(facts["environment"])
+        history = restore_on_every_rank(start, spec, plan, state, group, fields, warn, hints)
         settings.check("after job.load_state_dict")
         start = start.without_state()
     # Only now: a Stepper takes the buffers as it finds them for those of its first step.

@@ -87,15 +87,17 @@ def _load(
     return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
 
 
-def check_identity(start: Start, fields: Mapping[str, Any]) -> None:
+def check_identity(start: Start, fields: Mapping[str, Any], hints: str = "") -> None:
     """SpecError for the first value in which the identity of a resumed run differs from that of the run that was saved. A fork may differ.
 
-    `fields` are completed by what was saved: see `inputs.continued`.
+    `fields` are completed by what was saved: see `inputs.continued`. `hints` is told where nothing but the first micro-batch differs.
     """
     if start.fork:
         return
     for name, was, now in differing(start.facts.identity_fields, fields):
         advice = _ADVICE.get(name, "put it back")
+        if name == FIRST_MICRO_BATCH and hints:
+            advice += f" (the job asks for {hints})"
         raise SpecError(
             f"resume: {name} is {shown(now)} and was {shown(was)} in the run, which would go on with other bits; "
             f"{advice}, or start a new run from this state with --fork"
@@ -136,9 +138,9 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
 def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
     """StorageError where a value of `now` differs from the one that was saved under the same name."""
     for name in now:
-        if name in saved and now[name] != saved[name]:  # checkpoints of older versions have no digests
+        if now[name] != saved.get(name):
             raise StorageError(
-                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
+                f"checkpoint {shown}: {name} was {saved.get(name)!r} when it was saved and is now {now[name]!r}; "
                 "this Lockstep would go on with other bits"
             )
 
@@ -185,13 +187,14 @@ def restore_on_every_rank(
     group: Group,
     fields: dict[str, Any] | None,
     warn: Callable[[str], None],
+    hints: str = "",
 ) -> History:
     """Compare the identity `fields` with those of the checkpoint, restore the state, and compare it between the ranks.
 
     `fields` is None for a replay, which compares them itself. Returns the rows that `restore` does.
     """
     if fields is not None:
-        check_identity(start, fields)
+        check_identity(start, fields, hints)
     history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
     if fields is not None and judges_anew(start, fields):
         state.best = Best()

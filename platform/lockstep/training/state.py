@@ -58,7 +58,7 @@ class Best:
     evaluations_since: int = 0
     weights: dict[str, Tensor] | None = None
     beside: dict[str, Any] | None = None
-    """What the model computed with besides; None in a checkpoint of an older version."""
+    """What the model computed with besides; None before the first evaluation."""
 
     def judge(
         self, rule: EarlyStop, value: float, step: int, model: nn.Module, job: Job, settings: Settings
@@ -195,10 +195,10 @@ class TrainState:
         StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer,
         JobError where the optimizer holds its parameters in another order.
         """
-        saved_order = sections["model"].get("order", {})  # checkpoints of older versions have none
-        if not fork or saved_order.keys() == self.order.keys():
-            check_order(self.order, "here", saved_order, "in the state that is taken over")
         try:
+            saved_order = sections["model"]["order"]
+            if not fork or saved_order.keys() == self.order.keys():
+                check_order(self.order, "here", saved_order, "in the state that is taken over")
             self.settings.load(sections["model"].get("settings", {}))
             self._give_shapes(sections["model"].get("resized", {}))
             self.model.load_state_dict(sections["model"]["state"])

@@ -47,13 +47,20 @@ class StepDigests:
         self._every: tuple[int, ...] | None = None
         """The digests of all ranks' micro-batches, in order."""
         self._held: Held | None = None
+        self._all_in: int | None = None
 
     def begin(self, position: Position, rechecked: frozenset[int] = frozenset()) -> None:
         """Begin a step. All its micro-batches are noted if the step has digests, else only those that are `rechecked`."""
         due = digest_is_due(self._spec, position, self._last)
+        if position.number == self._all_in:
+            rechecked = frozenset(range(position.micro_batches))
         self._summed = {} if (due or rechecked) and self._spec.reduction == "exact" else None
         self._wanted = None if due else rechecked
         self._at_hand = self._gradients = None
+
+    def note_all_in(self, step: int) -> None:
+        """Have this rank note all of its own micro-batches in step number `step`. No other rank needs to know."""
+        self._all_in = step
 
     @property
     def notes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, from which no code can run."""
+"""Weights in safetensors files, from which no code can run. Those of a run have the version of their format in the metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
+from lockstep.parsing import OtherVersionError, check_version
 from lockstep.training.relay import Relay
+
+VERSION = 1
+_KEY = "lockstep-weights"
 
 
 def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
@@ -25,7 +29,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
         with replaced(path) as aside:
-            safetensors.torch.save_file(own, aside)
+            safetensors.torch.save_file(own, aside, {_KEY: str(VERSION)})
     except (OSError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
@@ -33,17 +37,26 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     return path
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of weights, from wherever it is. OSError, SafetensorError, or OtherVersionError where another Lockstep made it."""
+    with safetensors.safe_open(path, "pt") as file:
+        version = (file.metadata() or {}).get(_KEY)
+    if version is not None:
+        check_version(int(version) if version.isdecimal() else version, VERSION)
+    found: dict[str, Tensor] = safetensors.torch.load_file(path)
+    return found
+
+
 def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> None:
     """Fill the model from a safetensors file, which rank 0 of a `group` reads for all. SpecError where it is unreadable or does not fit."""
 
     def read() -> dict[str, Tensor]:
         try:
-            found: dict[str, Tensor] = safetensors.torch.load_file(path)
-        except (OSError, safetensors.SafetensorError) as error:
+            return read_tensors(path)
+        except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
             raise SpecError(
                 f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file"
             ) from error
-        return found
 
     weights = read() if group is None or group.size == 1 else Relay(group).tensors(str(path), read)
     extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}

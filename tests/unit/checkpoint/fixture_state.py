@@ -32,7 +32,7 @@ FIXTURE_FACTS = Facts(
 
 
 SHARED = {f"000000001-000000006.{'a' * 32}.{'b' * 16}.rows": bytes(range(256))}
-"""What it shares, from version 2 on."""
+"""What it shares."""
 
 
 def fixture_state() -> dict[str, Any]:

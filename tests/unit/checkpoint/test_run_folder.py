@@ -352,35 +352,6 @@ def test_a_stale_rank_does_not_disturb_the_step_that_is_written_anew(run: RunFol
     assert names == {current.manifest, *(entry.name for entry in new.files)}
 
 
-@pytest.mark.parametrize("uri", ["s3"], indirect=True)
-def test_what_an_older_lockstep_left_in_an_object_store_is_taken_up(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It wrote `attempt.json` and `manifest.json` alone."""
-    with monkeypatch.context() as before:
-        before.setattr(run.storage, "fences", True)
-        older = run.claim()
-        for step in (1, 2, 3):
-            write_checkpoint(older, step, state(step))
-    assert [item.name for item in run.storage.list(run.path("attempts"))] == []
-    assert run.fence().number == 1
-    current = run.claim()
-    assert current.number == 2
-    assert [(found.step, found.name) for found in checkpoints(run)] == [
-        (3, MANIFEST),
-        (2, MANIFEST),
-        (1, MANIFEST),
-    ]
-    write_checkpoint(current, 3, state(3))
-    assert prune(current, Keep(last=2), whole=3) == [1]
-    assert clear_leftovers(current) == []
-    assert [(found.step, found.name) for found in checkpoints(run)] == [
-        (3, "manifest.a0002.json"),
-        (2, MANIFEST),
-    ]
-    assert all(load(found) for found in checkpoints(run))
-
-
 def test_names_are_read_as_they_were_made() -> None:
     for step in (0, 7, 999_999_999, 10**12):
         assert step_of(step_folder(step)) == step

@@ -12,7 +12,7 @@ import pytest
 from lockstep.checkpoint.errors import (
     BadCheckpointError,
     LostFileError,
-    NewerFormatError,
+    OtherFormatError,
     StaleAttemptError,
     TakenError,
 )
@@ -176,7 +176,7 @@ def test_a_wrong_uri_is_told_without_credentials() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [LostFileError, TakenError, StaleAttemptError, BadCheckpointError, NewerFormatError]
+    "kind", [LostFileError, TakenError, StaleAttemptError, BadCheckpointError, OtherFormatError]
 )
 def test_errors_survive_the_way_between_processes(kind: type[StorageError]) -> None:
     copy = pickle.loads(pickle.dumps(kind("one line")))

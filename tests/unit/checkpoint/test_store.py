@@ -98,8 +98,8 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
     assert [line.partition(f"checkpoint {run.shown}/")[2] for line in told] == [
         "step-000000004: ledger.a0001.r0000.bin: it is missing; this checkpoint is passed over",
         "step-000000003: ledger.a0001.r0000.bin: its hash is not the one in its manifest; this checkpoint is passed over",
-        f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, and this Lockstep reads versions up to "
-        f"{VERSION}; update lockstep-train to use it; this checkpoint is passed over",
+        f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, wanted {VERSION}: it was made by "
+        "another Lockstep; use that one; this checkpoint is passed over",
     ]
 
 
@@ -251,7 +251,7 @@ def test_a_pin_that_comes_while_others_are_deleted_is_in_time(
     assert steps(attempt.run) == [4, 2]
 
 
-def test_a_checkpoint_of_a_newer_format_is_not_deleted(attempt: Attempt) -> None:
+def test_a_checkpoint_of_another_format_is_not_deleted(attempt: Attempt) -> None:
     for step in (1, 2):
         write_checkpoint(attempt, step, state(step))
     newer = b'{"format": "lockstep-checkpoint", "version": %d}' % (VERSION + 1)

@@ -24,7 +24,7 @@ SEED = 16
 
 @pytest.fixture(autouse=True)
 def short() -> Iterator[None]:
-    """Segments of three steps, which are sealed and cut away while the run lasts."""
+    """Segments of three steps, several of which are full while the run lasts."""
     with quick(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(segments, "SEGMENT_STEPS", 3)
         # It tries a file of `tempfile`, which keeps calls of its own.

@@ -365,15 +365,6 @@ def moving(moving_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(moving_once, tmp_path / moving_once.name))
 
 
-def of_an_older_version(run: Path) -> None:
-    """Take away what is beside the weights, and that the record says so."""
-    told = summary(run)
-    del told["beside"]
-    (run / "summary.json").write_text(json.dumps(told))
-    for path in (run / "weights").glob("*.beside.safetensors"):
-        path.unlink()
-
-
 def loss_of(run: Path, folder: Path, **more: Any) -> float:
     """The loss that an artifact has on the data of the evaluations, up to rounding: all rows are added at once, a run's by micro-batch."""
     x, y = points(EVALUATED, 2)
@@ -382,7 +373,7 @@ def loss_of(run: Path, folder: Path, **more: Any) -> float:
 
 
 def test_what_training_moved_besides_the_weights_is_exported(moving: Path, tmp_path: Path) -> None:
-    """Each artifact has the loss that the run recorded. Of a run of an older version a checkpoint has what that takes."""
+    """Each artifact has the loss that the run recorded."""
     losses = {row.step: row.metrics["eval/loss"] for row in read_history(moving).evaluations}
 
     def check(step: int, **more: Any) -> None:
@@ -392,8 +383,6 @@ def test_what_training_moved_besides_the_weights_is_exported(moving: Path, tmp_p
     best = summary(moving)["best_step"]
     assert best < 4
     check(best, best=True)
-    check(4)
-    of_an_older_version(moving)
     check(4)
 
 
@@ -423,7 +412,7 @@ def test_what_is_beside_the_weights_is_stated(moving: Path, tmp_path: Path) -> N
 
 
 def test_what_is_beside_the_weights_is_that_of_the_record(moving: Path) -> None:
-    """Of another run, or damaged, or lost with an older version's checkpoints: one line, and nothing is kept."""
+    """Of another run, or damaged: one line, and nothing is kept."""
     path = moving / "weights" / "final.beside.safetensors"
     held = load_file(path)
     save_file({name: value + 1 for name, value in held.items()}, path, safe_open(path, "pt").metadata())
@@ -434,14 +423,6 @@ def test_what_is_beside_the_weights_is_that_of_the_record(moving: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(LockstepError, match=r"^weights: cannot read .*final\.beside\.safetensors"):
         exported(moving)
-    of_an_older_version(moving)
-    for saved in moving.glob("step-*"):
-        shutil.rmtree(saved)
-    with pytest.raises(
-        ExportError, match=r"^weights: .* of an older version, and the value of buffer 'mean', is in no file"
-    ) as caught:
-        exported(moving)
-    assert caught.value.exit_code == 1
     exported(moving, form="safetensors")
 
 

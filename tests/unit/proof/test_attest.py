@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from lockstep.errors import RecordError, SpecError, StorageError
 from lockstep.job.identity import identity_digest
 from lockstep.proof import signatures
 from tests.in_process import here
-from tests.unit.proof.test_verify import change_ledger, document, drop, forge_result, without_digests
+from tests.unit.proof.test_verify import (
+    BESIDE,
+    SOURCE,
+    change_ledger,
+    document,
+    drop,
+    forge_result,
+    without_digests,
+)
 from tests.unit.proof.test_verify import plain as plain
 from tests.unit.proof.verified_jobs import PLANTED
 
@@ -190,6 +199,37 @@ def test_a_record_that_was_changed_after_it_was_stated_is_found(run: Path, tmp_p
         assert again.verified.first_difference[:3] == (5, None, "loss")
         return
     with pytest.raises(SpecError, match="contradicts itself"):
+        attested(run, tmp_path / "again.json")
+    assert not (tmp_path / "again.json").exists()
+
+
+def test_a_file_beside_the_job_is_stated_and_one_that_was_changed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a field of its own, and no part in the digest of the job's package."""
+    name, text = "own/scale.py", "SCALE = 1.0\n"
+    for module in [module for module in sys.modules if module.partition(".")[0] in {"own", "scale"}]:
+        monkeypatch.delitem(sys.modules, module)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "job.py").write_text(SOURCE.replace("from own.scale import SCALE", BESIDE))
+    (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    spec = document(tmp_path / "runs", job={"use": "own.job:Own"}, batch={"global": 4, "micro": 2})
+    run, out = Path(train(spec, local=True).folder), tmp_path / "run.intoto.json"
+    attested(run, out)
+    said = json.loads(out.read_text())["predicate"]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert said["source"][name] == said["fields"][f"job.source.{name}"] == digest
+    assert checked(run, out).same
+    (run / "source" / name).write_text("SCALE = 2.0\n")
+    found = checked(run, out)
+    assert found.disagreement is not None
+    assert found.disagreement.what == f"predicate.source.{name}"
+    other = hashlib.sha256(b"SCALE = 2.0\n").hexdigest()
+    with pytest.raises(
+        SpecError, match=rf"contradicts itself: source/{name} is {digest} and was found as {other};"
+    ):
         attested(run, tmp_path / "again.json")
     assert not (tmp_path / "again.json").exists()
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -263,10 +264,13 @@ def test_a_job_that_carries_its_answers_is_accepted_as_the_page_says(forger: For
 
 @pytest.mark.scenario
 def test_outside_a_sandbox_a_job_can_read_its_answers_as_the_page_says(forger: Forger) -> None:
+    """It states what reading them imports, too."""
     forger.attack(CODE["each row is mended from the record"])
+    field("distribution.pyarrow", version("pyarrow"))(forger)
     change_ledger(forger.run, 5, "loss", lambda value: value / 2)
     forger.sign()
-    assert accepted(forger, Said(), sandboxed=False)
+    said = Said()
+    assert accepted(forger, said, sandboxed=False), said.lines
 
 
 # --- files of the source ----------------------------------------------------------------------------------------

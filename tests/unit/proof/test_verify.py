@@ -171,6 +171,14 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(run: Path, section: str, quantit
     assert verified(run, from_step=5, steps=3).same
 
 
+def test_of_several_differences_the_first_step_is_named(run: Path) -> None:
+    """Whichever of the record's parts it is in: the checkpoints of a stretch are looked at after its rows."""
+    change_ledger(run, 11, "loss", lambda value: value * 2)
+    flip(run, 4, "model")
+    assert first(verified(run, all_steps=True)) == (4, None, "weights_digest of the checkpoint")
+    assert first(verified(run, from_step=9)) == (11, None, "loss")
+
+
 def test_a_damaged_checkpoint_is_found(run: Path) -> None:
     flip(run, 4, "model", signed=False)
     assert first(verified(run, from_step=5, steps=1)) == (4, None, "checkpoint")

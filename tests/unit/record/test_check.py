@@ -224,7 +224,7 @@ def cut(folder: Path, count: int) -> None:
 
 
 def forget_times(folder: Path) -> None:
-    """Make the journal one of an older version, which does not say when the run ended."""
+    """Make the journal one that does not say when the run ended, as one whose end a check has written."""
     events = [from_line(line[:-1], folder) for line in lines(folder)]
     events = [replace(event, at=None) if isinstance(event, Finished) else event for event in events]
     (folder / NAME).write_bytes(b"".join(to_line(event, folder) for event in events if event))
@@ -312,26 +312,26 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
 
 
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("timeless", [False, True])
 def test_a_run_that_is_told_again_ended_when_it_ended(
-    database: str, spec: Specs, recorded_in: str, older: bool
+    database: str, spec: Specs, recorded_in: str, timeless: bool
 ) -> None:
     uri = database if recorded_in == "mlflow" else "off"
     folder = finished(spec(uri))
     before = end_of(folder, uri)
-    if older:
+    if timeless:
         forget_times(folder)
     (folder / "ledger.parquet").unlink()
     assert all(one.mended for one in check_record(folder, uri, repair=True))
     assert end_of(folder, uri) == before
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_store_that_was_never_told_the_end_hears_when_it_was(spec: Specs, *, older: bool) -> None:
-    """Of an older journal, which does not say it, the last row's time counts."""
+@pytest.mark.parametrize("timeless", [False, True])
+def test_a_store_that_was_never_told_the_end_hears_when_it_was(spec: Specs, *, timeless: bool) -> None:
+    """Where its journal does not say it, the last row's time counts."""
     folder = finished(spec())
     (status, ended) = end_of(folder, "off")
-    if older:
+    if timeless:
         forget_times(folder)
     cut(folder, -1)
     run = json.loads((folder / "run.json").read_text())
@@ -339,7 +339,7 @@ def test_a_store_that_was_never_told_the_end_hears_when_it_was(spec: Specs, *, o
     assert sync(folder).sent
     now = end_of(folder, "off")
     assert now[0] == status
-    assert now[1] == (EVALUATIONS[-1].wall_clock if older else pytest.approx(ended, abs=1))
+    assert now[1] == (EVALUATIONS[-1].wall_clock if timeless else pytest.approx(ended, abs=1))
 
 
 def test_a_run_that_was_killed_outright_ended_with_its_last_row(spec: Specs) -> None:

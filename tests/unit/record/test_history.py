@@ -29,12 +29,10 @@ from lockstep.record import ledger, segments
 from lockstep.record.copies import _held
 from lockstep.record.events import EvaluationRow, Finished, Restored, Segment
 from lockstep.record.history import History
-from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
-from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -156,20 +154,6 @@ def test_rows_that_come_while_a_save_is_written_are_not_in_it(run: RunFolder) ->
     assert [row.step for row in ledger.decode_evaluations(blocks["evaluations"]())] == [4, 8]
 
 
-def test_a_checkpoint_of_an_older_format_is_taken_up(run: RunFolder) -> None:
-    """It has all rows itself and shares nothing."""
-    rows = [step_row(i) for i in range(1, STEPS + 1)]
-    evaluations = [evaluation_row(i) for i in range(4, STEPS + 1, 4)]
-    blocks = {"steps": ledger.encode_steps(rows), "evaluations": ledger.encode_evaluations(evaluations)}
-    write_checkpoint(run.claim(), STEPS, blocks)
-    history = restored(run)
-    past = history.past()
-    assert (list(past.steps), list(past.evaluations), past.segments) == (rows, evaluations, ())
-    trained(run.claim(), STEPS + 1, history)
-    found = whole(run, STEPS + 1)
-    assert found.steps == [*rows, step_row(STEPS + 1)] and len(found.evaluations) == len(evaluations)
-
-
 @pytest.mark.parametrize("how", ["flipped", "short", "gone"])
 def test_a_damaged_segment_is_told_and_costs_no_checkpoint(run: RunFolder, how: str) -> None:
     """G5: every later checkpoint names it, and the state of each is whole."""
@@ -272,11 +256,8 @@ def test_a_journal_that_has_the_same_steps_reads_no_segment(run: RunFolder, spec
 
 
 @pytest.mark.parametrize("lost", ["all of it", "a line"])
-def test_what_a_journal_lacks_is_read_from_the_segments(
-    run: RunFolder, spec: Specs, lost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_journal_lacks_is_read_from_the_segments(run: RunFolder, spec: Specs, lost: str) -> None:
     """G4: a ledger is whole, though the folder of the record was deleted, or a line of the journal damaged."""
-    monkeypatch.setattr(Journal, "seal", lambda journal, delivered: False)
     trained(run.claim(), STEPS)
     run_id = begun(spec())
     journal = spec().folder / run_id / NAME

@@ -74,7 +74,7 @@ def test_the_newest_observations_are_saved_and_told_again() -> None:
     assert History.of(pickle.loads(pickle.dumps(found.handed()))).retold().observations == newest
     found.take_back(MOST_OBSERVATIONS + 1, 0)
     assert found.retold().observations == newest[:-1]
-    del blocks["observations"]  # a checkpoint of an older version
+    del blocks["observations"]  # a checkpoint of a run without any
     assert History.restored(blocks).past().observations == ()
 
 

@@ -83,17 +83,6 @@ def test_digests_come_back_and_rows_without_any_have_none(tmp_path: Path) -> Non
     assert read_parquet(tmp_path / "ledger.parquet") == rows
 
 
-def test_a_ledger_from_before_there_were_digests_is_read(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "ledger.parquet"
-    write_parquet([step_row(1), step_row(2)], path)
-    pq.write_table(
-        pq.read_table(path).drop_columns(["weights_digest", "optimizer_digest", "gradient_digests"]), path
-    )
-    assert read_parquet(path) == [step_row(1), step_row(2)]
-
-
 def test_a_difference_names_the_digest_and_the_micro_batch() -> None:
     row = step_row(1, digests=Digests(1, 2, (3, 4, 5)))
     other = step_row(1, digests=Digests(1, 16, (3, 255, 5)))

@@ -49,7 +49,13 @@ def fields(uri: str) -> dict[str, Any]:
     }
 
 
-def recorded(spec: Spec, *, steps: int = STEPS, state: dict[str, Any] | None = None) -> str:
+def recorded(
+    spec: Spec,
+    *,
+    steps: int = STEPS,
+    state: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
+) -> str:
     """A run as training leaves it; or with fewer steps, or other weights than those of its ledger."""
     identity = identity_digest(fields(spec.record.uri or ""))
     recorder = Recorder(spec)
@@ -59,7 +65,12 @@ def recorded(spec: Spec, *, steps: int = STEPS, state: dict[str, Any] | None = N
     rows = Rows([step_row(step) for step in range(1, steps + 1)], [evaluation_row(steps)])
     gradients = tuple(range(spec.batch.micro_batches))
     rows.steps[-1] = rows.steps[-1]._replace(digests=Digests(digest, 7, gradients))
-    facts = {"identity": identity, "fields": fields(spec.record.uri or ""), "plan": {"total_steps": STEPS}}
+    facts = {
+        "identity": identity,
+        "fields": fields(spec.record.uri or ""),
+        "plan": {"total_steps": STEPS},
+        "environment": environment or {},
+    }
     summary = {"step": steps, "identity": identity, "weights_digest": weights_digest(state or WEIGHTS), "stopped": False}  # fmt: skip
     last = rows.steps[-1]
     parts = {f"train/{name}": value for name, value in last.parts.items()}
@@ -73,6 +84,35 @@ def proven(spec: Spec, steps: int = STEPS) -> str | None:
     uri = spec.record.uri or ""
     found = find_proven(uri, identity_digest(fields(uri)), spec.folder, {"total_steps": steps}, early_stop=False)  # fmt: skip
     return None if found is None else found.run_id
+
+
+@pytest.mark.parametrize(
+    ("now", "stands"),
+    [
+        ({"moved": {"file./data/vocabulary.txt": "one"}}, True),
+        ({"moved": {}}, True),
+        ({"moved": {"file./data/vocabulary.txt": "other"}}, False),
+        ({"moved": {"file./elsewhere/vocabulary.txt": "one"}}, True),
+        ({"moved": {"file./elsewhere/vocabulary.txt": "other"}}, False),
+        ({"moved": {"replaced torch.relu": "patch.py 01"}}, False),
+        ({"moved": {}, "unknown": ["starts another program (date, job.py:3)"]}, False),
+    ],
+)
+def test_a_run_that_took_something_else_from_outside_stands_for_no_other(
+    spec: Specs, now: dict[str, Any], stands: bool
+) -> None:
+    wanted = spec()
+    genuine = recorded(wanted, environment={"moved": {"file./data/vocabulary.txt": "one"}})
+    uri = wanted.record.uri or ""
+    found = find_proven(
+        uri,
+        identity_digest(fields(uri)),
+        wanted.folder,
+        {"total_steps": STEPS},
+        early_stop=False,
+        environment=now,
+    )
+    assert (None if found is None else found.run_id) == (genuine if stands else None)
 
 
 def plant(spec: Spec, genuine: str) -> str:

@@ -106,6 +106,8 @@ def test_variables_by_which_libraries_choose_kernels_are_told(monkeypatch: pytes
     assert kernel_variables({"GLIBC_TUNABLES": tunables}, cuda=False) == {
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2"
     }
+    for name in kernel_variables(dict(os.environ), cuda=True):  # this machine's own
+        monkeypatch.delenv(name)
     for name, value in deciding.items():
         before = Settings(CPU).fields()
         monkeypatch.setenv(name, value)

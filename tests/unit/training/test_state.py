@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
-from lockstep.errors import JobError
+from lockstep.errors import JobError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
@@ -152,10 +153,45 @@ def test_an_optimizer_with_its_parameters_in_another_order_takes_no_state() -> N
     assert tree_digest(other.sections()) == before
 
 
-def test_a_state_of_an_older_version_has_no_order() -> None:
+@pytest.mark.parametrize(
+    ("section", "change", "told"),
+    [
+        ("model", lambda saved: saved["state"].pop("0.bias"), "Missing key"),
+        (
+            "model",
+            lambda saved: saved["state"].update({"0.bias": torch.zeros(3)}),
+            "size mismatch for 0.bias",
+        ),
+        ("model", lambda saved: saved["state"].update({"2.bias": torch.zeros(3)}), "Unexpected key"),
+        ("counters", lambda saved: saved.update(steps=3), "unexpected keyword argument 'steps'"),
+        ("best", lambda saved: saved.update(stop=1), "unexpected keyword argument 'stop'"),
+        ("optimizer", lambda saved: saved["param_groups"].append({"params": []}), "param"),
+        ("scaler", None, "'scaler'"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_one_line_of_the_checkpoint(
+    section: str, change: Callable[[Any], Any] | None, told: str
+) -> None:
+    """Not the traceback of the library that meets it, and not an error of the job. The control is what `sections` gave."""
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    saved = copy.deepcopy(dict(state_over(names).sections()))
+    state_over(names).restore(copy.deepcopy(saved))
+    if change is None:
+        del saved[section]
+    else:
+        change(saved[section])
+    with pytest.raises(
+        StorageError, match=rf"^checkpoint: its state does not fit this run: .*{told}"
+    ) as info:
+        state_over(names).restore(saved)
+    assert "\n" not in str(info.value)
+
+
+def test_a_state_without_the_order_of_its_optimizers_is_refused() -> None:
     saved = state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).sections()
     del saved["model"]["order"]
-    state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
+    with pytest.raises(StorageError, match="its state does not fit this run: 'order'"):
+        state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
 
 
 def test_state_of_an_optimizer_within_lists_and_mappings_is_restored_as_it_was() -> None:

@@ -119,8 +119,8 @@ class Recorded:
             monkeypatch.setattr(os, name, call)
         saved = safetensors.torch.save_file
 
-        def save_file(tensors: Any, path: Any) -> None:
-            saved(tensors, path)
+        def save_file(tensors: Any, path: Any, metadata: Any) -> None:
+            saved(tensors, path, metadata)
             self.unflushed.add(str(path))
 
         monkeypatch.setattr(safetensors.torch, "save_file", save_file)

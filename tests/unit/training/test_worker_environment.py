@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.worker_environment import DECISIVE, MEMORY, WORKER_ENVIRONMENT, sent_environment
+from lockstep.training.worker_environment import (
+    DECISIVE,
+    MEMORY,
+    WORKER_ENVIRONMENT,
+    kernel_variables,
+    sent_environment,
+)
 
 ROOT = Path(__file__).parents[3]
 _UNTUNED = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}  # glibc's own way
@@ -41,7 +47,7 @@ def test_a_cluster_gets_what_the_command_was_given_for_products_and_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But its hashing of strings is that of every run."""
-    for name in WORKER_ENVIRONMENT:
+    for name in {*WORKER_ENVIRONMENT, *kernel_variables(dict(os.environ), cuda=True)}:
         monkeypatch.delenv(name, raising=False)
     assert sent_environment() == WORKER_ENVIRONMENT == {**DECISIVE, **MEMORY}
     monkeypatch.setenv("MKL_CBWR", "AVX2")

@@ -6,6 +6,7 @@ positions of its own (`data.inherited`), and cannot speak over the parent's conn
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -13,7 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,14 +66,15 @@ def in_child(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    opened, began = inherited.opened(), time.monotonic()
+    opened, began, parent = inherited.opened(), time.monotonic(), os.getpid()
     read, write = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
+    with _no_collection():
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
     if pid == 0:
-        end_with_parent(parent)  # which waits for it in this thread
         os.close(read)
-        _serve(partial(_noted, function, job), forked, opened, write)
+        _serve(partial(_noted, function, job), forked, opened, write, parent)
     os.close(write)
     try:
         answer = _answer(read, limit_s)
@@ -97,12 +100,31 @@ def in_child(
     raise error from RemoteTracebackError(trace)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in the block. A child that freezes there all that it inherits never destroys a process group of its parent, whose
+    destructor joins threads that a fork does not copy: it crashes, or waits for ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _serve(
-    function: Callable[[], Any], forked: Callable[[], None], opened: list[inherited.Opened], write: int
+    function: Callable[[], Any],
+    forked: Callable[[], None],
+    opened: list[inherited.Opened],
+    write: int,
+    parent: int,
 ) -> None:
     """In the child: compute, hand over, and end without anything that the parent registered for its own end, whatever is raised."""
     code = 1
     try:
+        end_with_parent(parent)  # which waits for it in this thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)

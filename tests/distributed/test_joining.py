@@ -1,0 +1,85 @@
+"""Whom a run lets in while it trains, and what its checkpoints hold after its workers have changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import ClusterError
+from tests.distributed.small_jobs import Plain, points
+from tests.distributed.survivors import Change, Newcomer, outlive
+from tests.distributed.test_survivors import DIGITS, check, undisturbed
+from tests.distributed.training import Document, train, train_attempt
+
+
+class Placed(Plain):
+    """One of its samples depends on a variable that it says is a place."""
+
+    placement_variables = ("WHERE_DATA_IS",)
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(self.params.samples)
+        x[-1] += len(os.environ.get("WHERE_DATA_IS", ""))
+        return TensorDataset(x, y)
+
+
+JOB = """
+import torch
+from torch import nn
+import lockstep
+
+class Job(lockstep.Job):
+    def model(self):
+        return nn.Linear(4, 1)
+    def train_data(self):
+        return torch.utils.data.TensorDataset(torch.ones(16, 4))
+    def loss(self, model, batch):
+        return lockstep.Loss(model(batch[0]).square().sum(), len(batch[0]))
+"""
+
+SMALL: Document = {"batch": {"global": 8, "micro": 2}, "length": {"steps": 4}}
+PLACED: Document = SMALL | {"job": {"use": "tests.distributed.test_joining:Placed"}}
+WRITTEN: Document = SMALL | {"job": {"use": "joining_job:Job"}}
+
+
+@pytest.mark.parametrize("differs", ["code", "data", "processor"])
+def test_a_newcomer_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
+    """G1: it has another file of the job, another sample, or another processor. All ranks end before the next step, with what differs."""
+    for folder, text in (("first", JOB), ("other", JOB.replace("square", "abs"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "joining_job.py").write_text(text)
+    document, newcomer, name = {
+        "code": (WRITTEN, Newcomer(str(tmp_path / "other")), r"job\.source"),
+        "data": (PLACED, Newcomer(environment={"WHERE_DATA_IS": "elsewhere"}), r"data\.train\.\w+"),
+        "processor": (PLACED, Newcomer(probe="0123456789abcdef"), "numerics_probe"),
+    }[differs]
+    told = rf"^rank 1, which has just joined, has a different {name} than the others, and cannot train with them$"
+    with pytest.raises(ClusterError, match=told):
+        outlive(document, 1, [], [Change(2, joining=1)], path=str(tmp_path / "first"), newcomer=newcomer)
+
+
+def test_a_newcomer_that_computes_the_same_bits_is_let_in() -> None:
+    """The control: where the data lies is no part of it."""
+    check(outlive(PLACED, 1, [], [Change(2, joining=1)]), train(PLACED), [0, 1])
+
+
+@pytest.mark.parametrize(
+    "change", [Change(3, leaving=(0,)), Change(3, joining=1)], ids=["leaving", "joining"]
+)
+def test_checkpoints_after_a_change_have_every_row_and_evaluation(change: Change, tmp_path: Path) -> None:
+    """G4: they tell of the evaluation before the change too, when a resume tells the record of what was lost with all workers."""
+    document = DIGITS | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 4}, "keep_last": 9}}
+    whole = undisturbed()
+    assert [step for step, *_ in whole.evaluations] == [3, 6, 9]
+    outlived = outlive(document, 2, [], [change], run_id="run")
+    check(outlived, whole, [1] if change.leaving else [0, 1, 2])
+    folder = RunFolder.open(open_storage(str(tmp_path)), "run")
+    taken_up = train_attempt(document, "run", AttemptOrigin("run", folder.claim().number, 8))
+    assert taken_up.evaluations == whole.evaluations
+    assert taken_up.rows == whole.rows

@@ -1,0 +1,341 @@
+"""A supervisor without a cluster: it is the real one, as are its mailbox and its checkpoints, and what lies around it plays a script.
+
+A script is a generator of what the workers of one attempt do; it goes on by one `yield` whenever the supervisor waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lockstep.attempts.cluster_watch import Advice
+from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
+from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.stages import StageEnds
+from lockstep.attempts.supervisor import Supervisor
+from lockstep.attempts.surroundings import Surroundings
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.runs import opened
+from lockstep.driver.options import RunOptions
+from lockstep.driver.result import Result
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.record.events import AttemptsSummarised, Broke, CheckpointRow, Event, Finished, Joined
+from lockstep.record.recorder_state import RecorderState
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.training.roll_call import Arrival, Progress
+from tests.unit.checkpoint.one_process import write_checkpoint
+from tests.unit.record.rows import step_row
+
+RUN_ID = "a" * 32
+SUMMARY = {
+    "identity": "1" * 64,
+    "step": 0,
+    "epoch": 0,
+    "samples": 0,
+    "skipped": 0,
+    "stopped": False,
+    "workers": 1,
+    "metrics": {},
+    "weights_digest": "2" * 64,
+    "best_digest": None,
+    "best_step": None,
+    "first_step_at": None,
+    "steps_per_s": None,
+    "samples_per_s": None,
+    "data_wait_share": None,
+}
+
+
+class Told:
+    """The progress, the noticeboard and the gauges: they note what they are told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.shown: list[tuple[Any, ...]] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def show(self, *rows: Any) -> None: ...
+
+    def table(self, *_: Any) -> None: ...
+
+    def begins(self, run_id: str, workers: int) -> None:
+        self.shown.append(("RUNNING", run_id, workers))
+
+    def reached(self, step: int, workers: int) -> None: ...
+
+    def ends(self, status: str, step: int) -> None:
+        self.shown.append((status, step))
+
+
+class Recording:
+    """The record as a driver has it; the mailbox is in this process, and nobody empties it."""
+
+    def __init__(self, run_id: str | None = RUN_ID) -> None:
+        self.run_id = run_id
+        self.mailbox = Mailbox()
+        self.state = RecorderState(run_id=run_id, folder="/runs/a")
+        self.guardian = SimpleNamespace(tell=lambda **_: None, record=lambda *_: None)
+        self.told: list[Event] = []
+        self.refused: list[str] = []
+        self.closed = self.asked_to_stop = False
+
+    def begin(self, attempt: int, workers: int, *, wait: bool) -> None:
+        self.mailbox.begin(attempt, workers)
+
+    def status(self) -> RunStatus:
+        return self.mailbox.status()._replace(recorder=self.state)
+
+    def members(self) -> list[Joined]:
+        view = self.status().view
+        return [view.members[rank] for rank in sorted(view.members)]
+
+    def named(self) -> None:
+        self.mailbox.name()
+
+    def tell(self, *events: Event) -> None:
+        assert not self.closed
+        self.told += events
+
+    def ask_stop(self) -> None:
+        self.asked_to_stop = True
+        self.mailbox.ask_stop()
+
+    def refuse(self, why: str) -> None:
+        self.refused.append(why)
+        self.mailbox.refuse(why)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def summaries(self) -> list[dict[str, Any]]:
+        """The account, as it was told last."""
+        told = [event for event in self.told if isinstance(event, AttemptsSummarised)]
+        return [dict(one) for one in told[-1].attempts] if told else []
+
+
+class Workers:
+    """The workers of one attempt, as one process that does what `script` says."""
+
+    def __init__(
+        self,
+        script: Script,
+        spec: Spec,
+        origin: AttemptOrigin,
+        mailbox: Mailbox,
+        place: WorkerPlacement,
+        *_: Any,
+    ) -> None:
+        self.spec, self.origin, self.place = spec, origin, place
+        self.over, self.error = self, None
+        self.stage_ends, self.lost = StageEnds(), dict[int, str]()
+        self.can_regroup, self.run_id = False, origin.run_id
+        self.attempt = origin.attempt
+        """The attempt that its workers tell of: they may have gone on to another."""
+        self.newcomers = SimpleNamespace(failed={}, ended=[])
+        self.inside: tuple[int, ...] = ()
+        self.ended = self.given_up = False
+        self.asked = Asked()
+        self.mailbox, self._script = mailbox, script(self)
+
+    # --- for the supervisor -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.stage_ends.note("decision")
+        for rank in range(self.place.workers):
+            self.tell(Joined(rank, f"node-{'abc'[rank]}", 1, Path("stacks"), 0.0, "{}"))
+            self.mailbox.ready(self.attempt, rank)
+
+    def wait(self, timeout_s: float) -> bool:
+        """What the supervisor has of `over`: a short wait lets the script go on, and one for the end lets it end."""
+        time.sleep(min(timeout_s, 0.02))
+        if timeout_s <= LOOK_S:
+            return next(self._script, self) is self
+        list(self._script)
+        return True
+
+    def end(self) -> None:
+        self.ended = True
+        self._script.close()
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+    def let_in(self, numbers: Sequence[int]) -> None:
+        self.inside = tuple(numbers)
+
+    def dismiss(self, numbers: Sequence[int]) -> None:
+        self.newcomers.ended += numbers
+
+    # --- for a script -----------------------------------------------------------------------------------------
+
+    def until(self, happened: Callable[[], object]) -> Generator[None]:
+        """Wait until the supervisor has done something."""
+        until = time.monotonic() + 30.0
+        while not happened():
+            assert time.monotonic() < until, "the supervisor does not do it"
+            yield
+
+    def tell(self, *events: Event) -> None:
+        self.asked = self.mailbox.tell(self.attempt, events)
+
+    def step(self, number: int) -> None:
+        self.tell(step_row(number, attempt=self.attempt, wall_clock=time.time()))
+
+    def save(self, step: int) -> None:
+        """Write and publish a checkpoint, as the attempt that this is."""
+        folder: RunFolder = opened(self.spec.checkpoint.storage, RUN_ID)
+        number = self.origin.attempt
+        attempt = folder.claim(number) if folder.fence().number < number else folder.attempt(number)
+        write_checkpoint(attempt, step, {"model": {"w": torch.full((2,), float(step))}})
+        self.tell(CheckpointRow(step, folder.shown, None, 8, 0.0, 0.0, 0.0, time.time()))
+
+    def lose(self, why: str = "rank 0 of 1 was lost: it was killed") -> None:
+        self.error: Any = ClusterError(why)
+
+    def outlive(self, rank: int, why: str, step: int) -> None:
+        """One worker is lost and the others come to the roll call after this step: they go on as another attempt."""
+        self.lost[rank] = why
+        assert self.mailbox.lose(rank)
+        for other in self.mailbox.status().numbers:
+            if other != rank:
+                self.mailbox.arrive(self.attempt, other, Arrival(Progress(step, 0), "host", 1))
+        self.attempt += 1
+
+    def break_with(self, error: LockstepError) -> None:
+        self.tell(Broke(error, "its traceback"))
+
+    def finish(self, step: int, *, stopped: bool = False) -> None:
+        self.tell(Finished({**SUMMARY, "step": step, "stopped": stopped}))
+
+
+Script = Callable[[Workers], Generator[None]]
+
+
+class Watch:
+    """The cluster around an attempt; `advice` is what it advises, one after another. It asks for room until it is closed."""
+
+    def __init__(self, place: WorkerPlacement, without: frozenset[str], advice: Iterator[Advice]) -> None:
+        self.each, self.without, self._advice = place.each, without, advice
+        self.asks_for_room = True
+        self.left: list[int] = []
+
+    def advice(self, _members: Sequence[Joined]) -> Advice:
+        return next(self._advice, Advice())
+
+    def outlived(self, workers: int) -> None:
+        self.left.append(workers)
+
+    def close(self) -> None:
+        self.asks_for_room = False
+
+
+class Standbys:
+    """Idle processes, of which an attempt takes what the one before had them started for."""
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[int, list[str]]] = []
+        """Each attempt for which they were started, with the nodes of its workers."""
+
+    def first(self, place: WorkerPlacement) -> WorkerPlacement:
+        return place
+
+    def fill(self, attempt: int, members: Sequence[Joined], each: dict[str, float]) -> None:
+        filled = (attempt, [member.node for member in members])
+        if filled not in self.filled:
+            self.filled.append(filled)
+
+    def took(self, members: Sequence[Joined], _asked_at: float) -> int:
+        return len(members) if self.filled else 0
+
+
+class Unhurried(StopSignal):
+    """Notes the pauses before attempts, and makes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        return self.asked
+
+
+@dataclass
+class Supervised:
+    """One run under a supervisor, with a script for each attempt, and what came of it."""
+
+    storage: Path
+    scripts: Sequence[Script]
+    sections: dict[str, Any] = field(default_factory=dict)
+    advice: Sequence[Advice] = ()
+    origin: AttemptOrigin = field(default_factory=AttemptOrigin)
+    run_id: str | None = RUN_ID
+    ranks: int = 1
+    around: dict[str, Any] = field(default_factory=dict)
+    """Of its surroundings, those that are others than here."""
+
+    def __post_init__(self) -> None:
+        self.recording, self.told, self.stop = Recording(self.run_id), Told(), Unhurried()
+        self.standbys = Standbys()
+        self.workers: list[Workers] = []
+        self.watches: list[Watch] = []
+        self.spec = load_spec(
+            {
+                "job": {"use": "a:B"},
+                "record": {"uri": "off"},
+                "checkpoint": {"storage": str(self.storage)},
+                **self.sections,
+            }
+        )
+        place = WorkerPlacement(self.ranks, {"CPU": 1.0}, frozenset({"node-a", "node-b"}), frozenset())
+        advised = iter(self.advice)
+
+        def workers(*args: Any) -> Any:
+            assert not any(watch.asks_for_room for watch in self.watches), (
+                "a watch of an ended attempt goes on"
+            )
+            self.workers.append(Workers(self.scripts[len(self.workers)], *args))
+            return self.workers[-1]
+
+        def watch(_spec: Spec, at: WorkerPlacement, without: frozenset[str]) -> Any:
+            self.watches.append(Watch(at, without, advised))
+            return self.watches[-1]
+
+        def placed(*_: Any) -> WorkerPlacement:
+            return place
+
+        def told(*_: Any) -> Any:
+            return self.told
+
+        def standbys(*_: Any) -> Any:
+            return self.standbys
+
+        recording: Any = self.recording
+        self.supervisor = Supervisor(
+            self.spec,
+            RunOptions(progress=self.told),
+            self.stop,
+            self.origin,
+            recording,
+            {},
+            [],
+            lambda _: None,
+            Surroundings(placed, placed, placed, workers, watch, standbys, told, told)._replace(
+                **self.around
+            ),
+        )
+
+    def run(self) -> Result:
+        """The run's result. Raises what ends it."""
+        return self.supervisor.run()
