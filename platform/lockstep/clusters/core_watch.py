@@ -36,7 +36,7 @@ LOOK_S = 0.5
 ASK_S = 5.0
 """How often a cluster that others have started is asked."""
 
-GCS_SILENT_S = 45.0
+GCS_SILENT_S = 30.0
 """How long the GCS of such a cluster may be silent: Ray ends the driver after a minute, unless its setting says otherwise."""
 
 RAYLET_SILENT_S = 8.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ from tests.unit.record.conftest import THIRD_PARTY
 from tests.untraced_jobs import UntracedDigits
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in THIRD_PARTY]
+
+
+ROOT = Path(__file__).parents[3]
 
 
 class Stopping(UntracedDigits):
@@ -161,3 +167,27 @@ def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp
     for storage in (link, f"file://{old}", old):  # the same place, which is held once
         with held(storage):
             pass
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("store", ["default", "off"])
+def test_a_folder_with_an_apostrophe_in_its_name_has_a_record(tmp_path: Path, store: str) -> None:
+    """In words of SQL, of a shell and of a message the name could end there."""
+    here = tmp_path / "it's mine"
+    here.mkdir()
+    words = ["job.use=tests.untraced_jobs:UntracedDigits", "job.params.width=8", "length.steps=2"]
+    where = [] if store == "default" else ["--uri", store]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}", "PYTHONHASHSEED": "0"}
+    for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+        environment.pop(name, None)
+    for command in (["train", str(ROOT / "jobs/digits/train.yaml"), *words, "--local"], ["runs"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", *command, "--json", *where],
+            cwd=here, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        if command[0] == "train":
+            run_id = json.loads(done.stdout)["run_id"]
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (run["run_id"], run["status"]) == (run_id, "FINISHED")
+    assert (here / "runs" / run_id / "journal.jsonl").is_file()
