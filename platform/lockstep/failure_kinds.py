@@ -193,8 +193,8 @@ _WATCHDOG = re.compile(
 
 def said_by_watchdog(text: str) -> str | None:
     """The first line in `text` with which NCCL's watchdog ends its process, by SIGABRT: nothing in it can raise an error. None without one."""
-    found = _WATCHDOG.search(text)
-    return found[0][:300] if found else None
+    match = _WATCHDOG.search(text)
+    return match[0][:300] if match else None
 
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
@@ -204,28 +204,28 @@ _NUMBER_OF_RUST = re.compile(r"\(os error (\d+)\)")
 def kind_of(error: BaseException) -> Failure:
     """The kind of failure of an exception, or of one that it was raised `from`."""
     for link in _chain(error):
-        found = _own_kind(link)
-        if found is not None:
-            return found
+        failure = _own_kind(link)
+        if failure is not None:
+            return failure
     return Failure("job")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and its causes. Contexts are left out: an error that was handled is not why a later one was raised."""
     link: BaseException | None = error
-    seen = set[int]()
-    while link is not None and id(link) not in seen:
+    visited = set[int]()
+    while link is not None and id(link) not in visited:
         yield link
-        seen.add(id(link))
+        visited.add(id(link))
         link = link.__cause__
 
 
 def _own_kind(error: BaseException) -> Failure | None:
     if isinstance(error, RuntimeError):
         text = " ".join(str(error).split())
-        for known in TEXTS:
-            if re.search(known.pattern, text, re.IGNORECASE):
-                return Failure(known.kind, known.what)
+        for rule in TEXTS:
+            if re.search(rule.pattern, text, re.IGNORECASE):
+                return Failure(rule.kind, rule.what)
     if isinstance(error, OSError):
         number = error.errno
         if number is None:  # an error of a loader process arrives as a new one that quotes it
@@ -233,12 +233,12 @@ def _own_kind(error: BaseException) -> Failure | None:
             number = int(quoted[-1]) if quoted else None
         if number is not None:
             return ERRNOS.get(number)
-    if type(error).__name__ == "SafetensorError" and (told := _NUMBER_OF_RUST.search(str(error))):
-        return ERRNOS.get(int(told[1]))
+    if type(error).__name__ == "SafetensorError" and (match := _NUMBER_OF_RUST.search(str(error))):
+        return ERRNOS.get(int(match[1]))
     for kind in type(error).__mro__:
-        found = NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
-        if found is not None:
-            return found
+        failure = NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if failure is not None:
+            return failure
     return None
 
 

@@ -125,10 +125,10 @@ def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
     with path.open("rb") as file:
         file.seek(size - most)
         file.readline()  # drop a partial line
-        left = file.read()
+        tail = file.read()
     with replacing(path) as file:
-        file.write(f"… what was here before was dropped: {len(left)} bytes are left of the file\n".encode())
-        file.write(left)
+        file.write(f"… what was here before was dropped: {len(tail)} bytes are left of the file\n".encode())
+        file.write(tail)
 
 
 def make_folder(folder: Path) -> None:
@@ -170,22 +170,24 @@ def own_folder(base: Path) -> Path:
     try:
         with suppress(FileExistsError):
             Path(base, name).mkdir(mode=0o700)
-        while not (own := [path for path in (base / name, *sorted(base.glob(f"{name}-*"))) if _is_own(path)]):
+        while not (
+            folders := [path for path in (base / name, *sorted(base.glob(f"{name}-*"))) if _is_own(path)]
+        ):
             tempfile.mkdtemp(prefix=f"{name}-", dir=base)
     except OSError as error:
         raise StorageError(
             f"{str(base)!r}: no folder can be made there ({error.strerror}); set TMPDIR to a folder that you can write"
         ) from error
-    return own[0]
+    return folders[0]
 
 
 def _is_own(path: Path) -> bool:
     """Whether a path is a folder, not a link to one, that belongs to this user alone."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 @contextmanager

@@ -87,14 +87,14 @@ def _check(value: Any, deepest: int, *, infinite: bool) -> None:
     level = [value]
     for _ in range(deepest + 1):
         following: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                following.extend(one.values())
-            elif isinstance(one, list):
-                following.extend(one)
-            elif type(one) is int and not -_LARGEST < one < _LARGEST:
+        for item in level:
+            if isinstance(item, dict):
+                following.extend(item.values())
+            elif isinstance(item, list):
+                following.extend(item)
+            elif type(item) is int and not -_LARGEST < item < _LARGEST:
                 raise ValueError("it holds a whole number of more than 64 bits")
-            elif type(one) is float and math.isinf(one) and not infinite:
+            elif type(item) is float and math.isinf(item) and not infinite:
                 raise ValueError("it holds a number that no float can have")
         if not following:
             return
@@ -172,8 +172,8 @@ def flat_record(kind: type[T], value: object) -> T:
     if not isinstance(value, dict):
         raise ValueError(f"got a {type(value).__name__}, wanted a mapping")
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        wanted = _FLAT[str(field.type)]
-        if field.name in value and type(value[field.name]) not in wanted:
+        allowed = _FLAT[str(field.type)]
+        if field.name in value and type(value[field.name]) not in allowed:
             raise ValueError(f"{field.name} is a {type(value[field.name]).__name__}, wanted {field.type}")
     try:
         return kind(**value)
@@ -209,10 +209,10 @@ def without_hash(document: object, text: bytes) -> dict[str, Any]:
     """The rest of a document that was parsed from `text`. WrongHashError unless `text` is exactly what `with_hash` makes of it."""
     if not isinstance(document, dict):
         raise WrongHashError("it is no mapping with a hash")
-    rest = {name: value for name, value in document.items() if name != "sha256"}
-    if "sha256" not in document or with_hash(rest) != text:
+    content = {name: value for name, value in document.items() if name != "sha256"}
+    if "sha256" not in document or with_hash(content) != text:
         raise WrongHashError("its hash is not that of its content")
-    return rest
+    return content
 
 
 def _sealed(document: dict[str, Any]) -> bytes:
@@ -250,12 +250,12 @@ class BoundedLoader(yaml.SafeLoader):
         if isinstance(node, yaml.SequenceNode):
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
-            inner = [one for pair in node.value for one in pair]
+            inner = [child for pair in node.value for child in pair]
         size = 1
-        for one in inner:
-            if id(one) not in self._sizes:
-                raise _yaml_error("an alias stands for a value that holds it", one.start_mark)
-            size += self._sizes[id(one)]
+        for child in inner:
+            if id(child) not in self._sizes:
+                raise _yaml_error("an alias stands for a value that holds it", child.start_mark)
+            size += self._sizes[id(child)]
         if size > MOST_NODES:
             raise _yaml_error(f"with its aliases it has more than {MOST_NODES} values", node.start_mark)
         return size

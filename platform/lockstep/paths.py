@@ -78,7 +78,7 @@ def beneath(root: Path, *names: object) -> Path:
     A folder that is swapped for a link after the call is not noticed. What is read is opened by `open_beneath`, which leaves no
     such moment; what is written takes its name by a rename, which replaces a link and does not follow it.
     """
-    name = "/".join(relative(one) for one in names)
+    name = "/".join(relative(part) for part in names)
     try:
         folder = os.open(root, _LOOK | os.O_DIRECTORY)
     except OSError as error:

@@ -68,8 +68,8 @@ class Plan:
         steps: int | None = None,
     ) -> Plan:
         """The plan for whole epochs or for a number of steps. ValueError where an epoch holds no step."""
-        whole, tail = divmod(samples, global_batch)
-        steps_per_epoch = whole + (1 if tail and not drop_last else 0)
+        full_steps, tail = divmod(samples, global_batch)
+        steps_per_epoch = full_steps + (1 if tail and not drop_last else 0)
         if steps_per_epoch == 0:
             raise ValueError(f"{samples} samples give no step of batch.global = {global_batch}")
         total = steps if steps is not None else (epochs or 1) * steps_per_epoch
@@ -82,8 +82,8 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, tail = divmod(self.samples, self.global_batch)
-        return whole + (1 if tail and not self.drop_last else 0)
+        full_steps, tail = divmod(self.samples, self.global_batch)
+        return full_steps + (1 if tail and not self.drop_last else 0)
 
     def position(self, step: int) -> Position:
         """The position of step number `step` of the run."""
@@ -163,15 +163,15 @@ def are_siblings(left: range, right: range, leaves: int) -> bool:
 @lru_cache(maxsize=65536)
 def nodes(assigned: range, leaves: int) -> tuple[range, ...]:
     """The fewest tree nodes that make up a range of leaves: the partial sums that a worker sends."""
-    found: list[range] = []
+    tree_nodes: list[range] = []
     start, stop = assigned.start, assigned.stop
     while start < stop:
         width = start & -start or 1 << leaves.bit_length()  # the widest node that begins here
         while min(start + width, leaves) > stop:
             width //= 2
-        found.append(range(start, min(start + width, leaves)))
-        start = found[-1].stop
-    return tuple(found)
+        tree_nodes.append(range(start, min(start + width, leaves)))
+        start = tree_nodes[-1].stop
+    return tuple(tree_nodes)
 
 
 # --- how partial sums travel ------------------------------------------------------------------------------
@@ -236,34 +236,34 @@ def stages(ranges: tuple[range, ...], leaves: int) -> tuple[Stage, ...]:
     factors = _prime_factors(len(ranges))
     every = []
     for i in range(len(factors) + 1):
-        rest = prod(factors[i:])
-        found = _stages((*factors[:i], rest) if rest > 1 or not i else factors, ranges, leaves)
+        remaining = prod(factors[i:])
+        candidate = _stages((*factors[:i], remaining) if remaining > 1 or not i else factors, ranges, leaves)
         sent, part = Fraction(), Fraction(1)
-        for stage in found:
+        for stage in candidate:
             part /= stage.ways
             sent += stage.sums * (stage.ways - 1) * part
-        every.append((sent, sum(stage.ways - 1 for stage in found), i, found))
+        every.append((sent, sum(stage.ways - 1 for stage in candidate), i, candidate))
     return min(every)[3]
 
 
 def _stages(ways: Sequence[int], ranges: Sequence[range], leaves: int) -> tuple[Stage, ...]:
     blocks, stride = [clip(assigned, leaves) for assigned in ranges], 1
-    found = []
+    result = []
     for each in ways:
-        found.append(Stage(each, stride, tuple(nodes(block, leaves) for block in blocks)))
+        result.append(Stage(each, stride, tuple(nodes(block, leaves) for block in blocks)))
         blocks = [range(blocks[i].start, blocks[i + each - 1].stop) for i in range(0, len(blocks), each)]
         stride *= each
-    return tuple(found)
+    return tuple(result)
 
 
 def _prime_factors(number: int) -> tuple[int, ...]:
-    found, factor = [], 2
+    factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return tuple(found)
+    return tuple(factors)
 
 
 # --- which worker runs which micro-batch ------------------------------------------------------------------
@@ -286,7 +286,7 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
     """
     if not 1 <= workers <= micro_batches:
         raise ValueError(f"{workers} workers for {micro_batches} micro-batches: each needs at least one")
-    found, unit = [], 1
+    candidates, unit = [], 1
     # Ranges of whole subtrees of 2, 4, 8 … micro-batches send fewer sums, and there are fewer of them to search.
     while (units := -(-micro_batches // unit)) >= workers:
         longest = -(-units // workers) * unit
@@ -296,9 +296,9 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
             range(r.start * unit, min(r.stop * unit, micro_batches)) for r in _fewest_sums(units, workers)
         )
         sums = [len(nodes(assigned, micro_batches)) for assigned in ranges]
-        found.append((max(sums), max(map(len, ranges)), sum(sums), unit, ranges))
+        candidates.append((max(sums), max(map(len, ranges)), sum(sums), unit, ranges))
         unit *= 2
-    return min(found)[-1]
+    return min(candidates)[-1]
 
 
 def _fewest_sums(micro_batches: int, workers: int) -> tuple[range, ...]:
@@ -310,12 +310,12 @@ def _fewest_sums(micro_batches: int, workers: int) -> tuple[range, ...]:
     # best[end]: (largest k, sum of k, balance, starts) over the ways to give the first workers the first `end` micro-batches
     best: dict[int, tuple[int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, ())}
     for worker in range(workers):
-        left = workers - worker - 1
+        remaining_workers = workers - worker - 1
         reached: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
         for start, (largest, total, balance, starts) in best.items():
             for size in range(max(1, most - slack), most + 1):
                 end = start + size
-                if not left <= micro_batches - end <= left * most:
+                if not remaining_workers <= micro_batches - end <= remaining_workers * most:
                     continue
                 k = len(nodes(range(start, end), micro_batches))
                 cost = (max(largest, k), total + k, balance + size * size, (*starts, start))

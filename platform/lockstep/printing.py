@@ -45,7 +45,7 @@ def streamed(text: str) -> str:
 
 def markdown(text: str) -> str:
     """A value within Markdown, shown as it is: no link, image, emphasis, table or HTML comes of it."""
-    return _MARKUP.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), on_one_line(text))
+    return _MARKUP.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), on_one_line(text))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

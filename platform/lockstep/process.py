@@ -73,5 +73,5 @@ def started(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    state, *rest = stat.rpartition(")")[2].split()
-    return "" if state in {"Z", "X"} else rest[18]
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in {"Z", "X"} else fields[18]

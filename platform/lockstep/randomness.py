@@ -89,15 +89,15 @@ def drawing_alike(function: Callable[..., T]) -> Callable[..., T]:
     first: list[_States] = []
 
     def called(*given: Any, **named: Any) -> T:
-        before = _States(_current.get(), random.getstate(), np.random.mtrand._rand.get_state(legacy=False))
+        saved = _States(_current.get(), random.getstate(), np.random.mtrand._rand.get_state(legacy=False))
         if not first:
-            first.append(before)
+            first.append(saved)
             return function(*given, **named)
         first[0].put()
         try:
             return function(*given, **named)
         finally:
-            before.put()
+            saved.put()
 
     return called
 

@@ -28,13 +28,13 @@ def one_library_thread() -> Iterator[None]:
 
     Torch computes with OpenMP too: give it its own number inside the block.
     """
-    before = {name: os.environ.get(name) for name in LIBRARIES}
+    previous = {name: os.environ.get(name) for name in LIBRARIES}
     os.environ.update(LIBRARIES)
     try:
         with ThreadpoolController().limit(limits=1):
             yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -50,12 +50,12 @@ def one_thread_here() -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """One intra-op thread of torch for a while; it costs half a microsecond."""
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def openmp_limit() -> int:
@@ -63,14 +63,18 @@ def openmp_limit() -> int:
 
     It is OMP_THREAD_LIMIT, a very large number without it, and 1 under OMP_DYNAMIC, with which they give as many as the load allows.
     """
-    libraries = [one.dynlib for one in ThreadpoolController().select(user_api="openmp").lib_controllers]
+    libraries = [
+        library.dynlib for library in ThreadpoolController().select(user_api="openmp").lib_controllers
+    ]
     return min(
-        (1 if one.omp_get_dynamic() else int(one.omp_get_thread_limit()) for one in libraries),
+        (1 if library.omp_get_dynamic() else int(library.omp_get_thread_limit()) for library in libraries),
         default=2**31 - 1,
     )
 
 
 def library_threads() -> int:
     """The most threads that a loaded BLAS computes with, MKL aside: where NumPy has MKL too, it has torch's number, which a spec decides."""
-    found = ThreadpoolController().select(user_api="blas").info()
-    return max((one["num_threads"] for one in found if one["internal_api"] != "mkl"), default=1)
+    libraries = ThreadpoolController().select(user_api="blas").info()
+    return max(
+        (library["num_threads"] for library in libraries if library["internal_api"] != "mkl"), default=1
+    )

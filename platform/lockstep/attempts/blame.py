@@ -49,7 +49,9 @@ class Blame:
         if view.corrupted is None or view.corrupted == self._judged:
             return frozenset()
         self._judged = view.corrupted
-        verdict = self._suspects.judge(view.corrupted, {rank: one.node for rank, one in view.members.items()})
+        verdict = self._suspects.judge(
+            view.corrupted, {rank: member.node for rank, member in view.members.items()}
+        )
         left_out = self._nodes.computed_wrong(verdict.nodes)
         summary.corrupted.append(str(verdict.found))
         summary.left_out = sorted({*summary.left_out, *left_out})
@@ -74,13 +76,13 @@ class Blame:
     ) -> LockstepError | None:
         """The error that ends the run where a micro-batch failed as it did before on another worker. It writes a file that reproduces the failure."""
         for broke in view.broken:
-            place = broke.error.place
-            assert place is not None
+            failed_at = broke.error.place
+            assert failed_at is not None
             member = view.members.get(broke.rank)
             worker = ("" if member is None else member.node, broke.rank)
-            who = self._repeats.failed(place, worker, summary.attempt)
+            who = self._repeats.failed(failed_at, worker, summary.attempt)
             if who and run_id is not None:
-                found = repeat(broke.error, place, who, run_id, self._storage, saved_step())
-                self._tell(Document(found.name, found.text))
-                return found.error
+                failure = repeat(broke.error, failed_at, who, run_id, self._storage, saved_step())
+                self._tell(Document(failure.name, failure.text))
+                return failure.error
         return None

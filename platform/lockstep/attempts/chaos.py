@@ -66,10 +66,10 @@ class Chaos:
     def _kill(self, target: str, members: Sequence[Joined], recorder: Any, draw: random.Random) -> None:
         if leaving.wait(draw.uniform(0.0, LONGEST_DELAY_S)):
             return  # the run is over
-        here = ray.get_runtime_context().get_node_id()
+        driver_node = ray.get_runtime_context().get_node_id()
         if target == "node":
             members = [
-                member for member in members if member.node != here
+                member for member in members if member.node != driver_node
             ]  # killing the driver's node would kill the driver
         if target == "driver":
             self._say("chaos: the driver is killed")

@@ -282,8 +282,8 @@ class Mailbox:
             if number > sent and len(events) < EVENTS_PER_FETCH:
                 events.append(event)
                 last = number
-        left = bool(self._kept) and self._kept[-1][0] > last
-        return Fetched(events, last, self._closed and not left)
+        has_more = bool(self._kept) and self._kept[-1][0] > last
+        return Fetched(events, last, self._closed and not has_more)
 
     def recorded_by(self, recorder: Any) -> None:
         """From now on this recorder fetches the events, and is called when a run begins: by itself it looks now and then."""
@@ -342,10 +342,10 @@ def start_mailbox(environment: dict[str, str]) -> Any:
 
 
 def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> Any:
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
-    options: dict[str, Any] = {"scheduling_strategy": here}
+    options: dict[str, Any] = {"scheduling_strategy": strategy}
     if environment:
         options["runtime_env"] = {"env_vars": environment}
     return ray.remote(num_cpus=0, **settings)(kind).options(**options)
@@ -364,10 +364,10 @@ def wait_for_run_id(mailbox: Any) -> str:
 def _answer(ask: Any, whose: str) -> Any:
     """Ask until there is an answer."""
     until = time.monotonic() + NAMED_S
-    while not (found := answer_of(ask.remote(), "the run's mailbox", ANSWER_S)):
+    while not (answer := answer_of(ask.remote(), "the run's mailbox", ANSWER_S)):
         if time.monotonic() > until:
             raise unanswered(whose, NAMED_S)
         time.sleep(0.05)
-    if isinstance(found, RecordError):
-        raise found
-    return found
+    if isinstance(answer, RecordError):
+        raise answer
+    return answer

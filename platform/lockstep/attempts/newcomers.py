@@ -58,7 +58,7 @@ class Newcomers:
 
         `group` is Ray Train's placement group. `names` names the nodes whose load nobody samples yet.
         """
-        left = dict(names)
+        unsampled = dict(names)
         for number, place in places.items():
             where: Any = NodeAffinitySchedulingStrategy(place.node, soft=False)
             if place.bundle is not None:
@@ -68,7 +68,7 @@ class Newcomers:
             actor = remote.options(scheduling_strategy=where, runtime_env=environment).remote()
             with self._lock:
                 self._actors[number], self.places[number] = actor, place
-            work = actor.train.remote(self._config, number, left.pop(place.node, None))
+            work = actor.train.remote(self._config, number, unsampled.pop(place.node, None))
             in_background(self._await, number, work, name="lockstep-newcomer")
 
     def living(self) -> frozenset[int]:

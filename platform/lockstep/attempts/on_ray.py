@@ -59,10 +59,10 @@ def train_on_ray(
         with Recording(spec, environment, origin.run_id, say, guardian) as recording:
             if not own_cluster:
                 check_job(spec, elsewhere=True)
-            for text in (found := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
+            for text in (cluster_warnings := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
                 say(f"warning: {text}")
             supervisor = Supervisor(
-                spec, options, stop, origin, recording, environment, [*warnings, *found], tell
+                spec, options, stop, origin, recording, environment, [*warnings, *cluster_warnings], tell
             )
             if options.chaos is not None:
                 supervisor.chaos = Chaos(parse(options.chaos), spec.seed, say)

@@ -62,20 +62,20 @@ def rooms_for_more(
 
     `vacant` has the node of each such bundle, and `free` what else is free. Only nodes in `fit` count; those with the most room come first.
     """
-    found: list[tuple[str, int | None]] = [
+    slots: list[tuple[str, int | None]] = [
         (node, index) for index, node in sorted(vacant.items()) if node in fit
     ]
     room = {node: room_for(each, free[node]) for node in free.keys() & set(fit)}
     for node in sorted(room, key=lambda node: (-room[node], node)):
-        found += [(node, None)] * room[node]
-    return found[: max(0, most)]
+        slots += [(node, None)] * room[node]
+    return slots[: max(0, most)]
 
 
 def each_of(spec: Spec, resources: Mapping[str, float]) -> dict[str, float]:
     """The resources of one worker in a cluster with these resources."""
-    wanted = spec.workers
-    gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
-    return {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
+    workers = spec.workers
+    gpus = float(resources.get("GPU", 0.0) >= 1) if workers.gpus_each == "auto" else float(workers.gpus_each)
+    return {"CPU": float(workers.cpus_each)} | ({"GPU": gpus} if gpus else {})
 
 
 def most_of(spec: Spec) -> int:
@@ -85,11 +85,11 @@ def most_of(spec: Spec) -> int:
 
 def total(nodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The resources of all these nodes together."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for resources in nodes:
         for kind, amount in resources.items():
-            found[kind] = found.get(kind, 0.0) + amount
-    return found
+            totals[kind] = totals.get(kind, 0.0) + amount
+    return totals
 
 
 def room_on(each: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
@@ -100,15 +100,15 @@ def room_on(each: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> 
 def place(spec: Spec, nodes: Sequence[Mapping[str, float]]) -> tuple[int, dict[str, float]]:
     """How many workers fit on nodes with these resources, and the resources of each worker. SpecError for fewer than `workers.min`."""
     resources = total(nodes)
-    wanted, each = spec.workers, each_of(spec, resources)
+    limits, each = spec.workers, each_of(spec, resources)
     fit = room_on(each, nodes)
     workers = min(most_of(spec), fit)
-    if workers < wanted.min:
+    if workers < limits.min:
         have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
         need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
         split = f" on its {len(nodes)} nodes" if fit < room_for(each, resources) else ""
         raise SpecError(
-            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}{split}; "
+            f"workers.min: got {limits.min} workers of {need} each, but the cluster has {have}, enough for {fit}{split}; "
             "lower workers.min or workers.cpus_each, or add nodes"
         )
     return workers, each

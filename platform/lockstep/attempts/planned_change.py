@@ -61,8 +61,8 @@ class PlannedChange:
 
     def is_done(self, status: RunStatus) -> bool:
         """Whether the group is formed."""
-        now = set(status.numbers)
-        return set(self.members.joining) <= now and not now & set(self.members.leaving)
+        present = set(status.numbers)
+        return set(self.members.joining) <= present and not present & set(self.members.leaving)
 
     def look(self, status: RunStatus) -> str | None:
         """Do what is due next. Returns why the change cannot be made, in a few words, or None."""

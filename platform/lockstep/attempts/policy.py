@@ -71,15 +71,15 @@ class FailedNodes:
 
     def failed(self, nodes: Iterable[str]) -> frozenset[str]:
         """Count a device failure on each of these nodes in one attempt. Returns those that are left out from now on."""
-        before = self.left_out
+        already_left_out = self.left_out
         self._failures.update(set(nodes))
-        return self.left_out - before
+        return self.left_out - already_left_out
 
     def computed_wrong(self, nodes: Iterable[str]) -> frozenset[str]:
         """Note wrong bits of a worker on each of these nodes, of which one is too many. Returns those that are left out from now on."""
-        before = self.left_out
+        already_left_out = self.left_out
         self._wrong.update(nodes)
-        return self.left_out - before
+        return self.left_out - already_left_out
 
 
 @dataclass(slots=True)

@@ -61,13 +61,13 @@ def _serve(backend: str, secret: Secret, size: int) -> tuple[str, int]:
 
 def _join(backend: str, rank: int, size: int, address: tuple[str, int], secret: Secret) -> None:
     """In each worker, make the default process group."""
-    place = ray.train.get_context()
+    context = ray.train.get_context()
     os.environ.update(  # as torchrun sets them: libraries read them
         RANK=str(rank),
         WORLD_SIZE=str(size),
-        LOCAL_RANK=str(place.get_local_rank()),
-        LOCAL_WORLD_SIZE=str(place.get_local_world_size()),
-        NODE_RANK=str(place.get_node_rank()),
+        LOCAL_RANK=str(context.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
+        NODE_RANK=str(context.get_node_rank()),
         ACCELERATE_TORCH_DEVICE=str(ray.train.torch.get_device()),
     )
     if rank > 0:

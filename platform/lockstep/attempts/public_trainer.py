@@ -45,10 +45,10 @@ class PublicTrainer:
     """Ray's own trainer, with the methods that `DriverTrainer` has beside `fit`. `settings` are those of TorchTrainer."""
 
     def __init__(self, config: dict[str, Any], **settings: Any) -> None:
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        self._lifeline = ray.remote(num_cpus=0, scheduling_strategy=here)(Lifeline).remote()
+        self._lifeline = ray.remote(num_cpus=0, scheduling_strategy=strategy)(Lifeline).remote()
         self._trainer = TorchTrainer(
             held_worker_main, train_loop_config={**config, "lifeline": self._lifeline}, **settings
         )

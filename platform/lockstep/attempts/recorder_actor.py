@@ -113,8 +113,8 @@ class RecorderActor:
         done = self._done + state.journaled
         if state.run_id is not None and self._named_at is None:
             self._named_at = time.time()
-        asked = self._mailbox.fetch.remote(done, self._sent, state)
-        fetched: Fetched = answer_of(asked, "the run's mailbox", ANSWER_S)
+        ref = self._mailbox.fetch.remote(done, self._sent, state)
+        fetched: Fetched = answer_of(ref, "the run's mailbox", ANSWER_S)
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
         self._sent = fetched.last

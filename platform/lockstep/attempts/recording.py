@@ -86,8 +86,8 @@ class Recording:
     def _look(self) -> RunStatus:
         if (lost := lost_core()) is not None:
             raise lost
-        asked = self.mailbox.status.remote()
-        status: RunStatus = answer_of(asked, "it", ANSWER_S if self._mailbox_pid else STARTING_S)
+        ref = self.mailbox.status.remote()
+        status: RunStatus = answer_of(ref, "it", ANSWER_S if self._mailbox_pid else STARTING_S)
         self._mailbox_pid = status.mailbox
         self._note(status)
         return status
@@ -126,8 +126,8 @@ class Recording:
 
     def ask_regroup(self, leaving: Collection[int]) -> bool:
         """Ask the workers to form another group after their next step, with the newcomers that wait and without these. Whether they do."""
-        asked = self.mailbox.ask_regroup.remote(tuple(leaving))
-        does: bool = answer_of(asked, "it", ANSWER_S)
+        ref = self.mailbox.ask_regroup.remote(tuple(leaving))
+        does: bool = answer_of(ref, "it", ANSWER_S)
         return does
 
     def ask_save(self) -> None:

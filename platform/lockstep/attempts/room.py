@@ -30,7 +30,7 @@ class RoomRequest:
     def want(self, groups: int, each: Mapping[str, float], together: int = 1) -> None:
         """Request `groups` groups of `together` workers with the resources `each`; the workers of a group are placed together or not at all."""
         stand = ray.util.placement_group_table() if self._groups else {}
-        granted = [one for one in self._groups if stand.get(one.id.hex(), {}).get("state") != "PENDING"]
+        granted = [group for group in self._groups if stand.get(group.id.hex(), {}).get("state") != "PENDING"]
         if granted:
             self._rest_until = time.monotonic() + REST_S
         self._drop(granted)
@@ -47,6 +47,6 @@ class RoomRequest:
 
     def _drop(self, groups: Collection[Any]) -> None:
         gone = list(groups)
-        self._groups = [one for one in self._groups if one not in gone]
-        for one in gone:
-            ray.util.remove_placement_group(one)
+        self._groups = [group for group in self._groups if group not in gone]
+        for group in gone:
+            ray.util.remove_placement_group(group)

@@ -31,17 +31,17 @@ def _asked(spec: Spec) -> dict[str, Sight]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     look = ray.remote(num_cpus=0, max_retries=0)(sight_of)
-    asked: dict[str, Any] = {}
+    refs: dict[str, Any] = {}
     for node in ray.nodes():
         resources = node["Resources"]
         if node["Alive"] and resources.get("CPU", 0) > 0:
             gpus = min(1.0, resources.get("GPU", 0.0)) if spec.workers.gpus_each != 0 else 0.0
-            asked[node["NodeManagerAddress"]] = look.options(
+            refs[node["NodeManagerAddress"]] = look.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_gpus=gpus
             ).remote(spec.document())
     until = time.monotonic() + patience_s(spec)
     sights = {}
-    for address, answer in asked.items():
+    for address, answer in refs.items():
         try:
             sights[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except ray.exceptions.RayError as error:

@@ -63,8 +63,8 @@ class Sender:
 
     def save(self) -> bool:
         """Whether the driver has asked for a checkpoint since the last call."""
-        asked, self._saves = self._asked.saves > self._saves, self._asked.saves
-        return asked
+        requested, self._saves = self._asked.saves > self._saves, self._asked.saves
+        return requested
 
     def regroup(self) -> int:
         """The number of the attempt whose workers the driver asks to form another group after their next step."""

@@ -42,11 +42,11 @@ def check_shared(spec: Spec, stop: StopSignal, say: Callable[[str], None] = lamb
     """
     import ray
 
-    here = ray.util.get_node_ip_address()
+    own_address = ray.util.get_node_ip_address()
     others = {
         node["NodeManagerAddress"]: node["NodeID"]
         for node in ray.nodes()
-        if node["Alive"] and node["NodeManagerAddress"] != here and node["Resources"].get("CPU", 0) > 0
+        if node["Alive"] and node["NodeManagerAddress"] != own_address and node["Resources"].get("CPU", 0) > 0
     }
     if not others:
         return _fleeting(spec)
@@ -87,19 +87,19 @@ def _seen_from(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     look = ray.remote(num_cpus=0, max_retries=0)(unseen)
-    asked = {
+    pending = {
         look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             dict(probes)
         ): address
         for address, node in others.items()
     }
-    found: dict[str, list[str]] = {}
+    unseen_fields: dict[str, list[str]] = {}
     began, announced = time.monotonic(), False
-    while asked and not stop.asked:
-        for answer in ray.wait([*asked], num_returns=len(asked), timeout=min(1.0, limit_s))[0]:
-            address = asked.pop(answer)
+    while pending and not stop.asked:
+        for answer in ray.wait([*pending], num_returns=len(pending), timeout=min(1.0, limit_s))[0]:
+            address = pending.pop(answer)
             try:
-                found[address] = ray.get(answer)
+                unseen_fields[address] = ray.get(answer)
             except (
                 ray.exceptions.TaskUnschedulableError,
                 ray.exceptions.NodeDiedError,
@@ -110,16 +110,16 @@ def _seen_from(
                 raise ClusterError(
                     f"{address} could not say whether it sees the run's folders: {first_line(error)}; look at the nodes with ray list nodes"
                 ) from error
-        waited_s, silent = time.monotonic() - began, " and ".join(sorted(asked.values()))
-        if asked and waited_s > limit_s:
+        waited_s, silent = time.monotonic() - began, " and ".join(sorted(pending.values()))
+        if pending and waited_s > limit_s:
             raise ClusterError(
                 f"{silent} did not say within {limit_s:g} s (faults.wait_for_workers_s) whether the run's folders are seen there; "
                 "look at the nodes with ray list nodes"
             )
-        if asked and waited_s > ANNOUNCED_S and not announced:
+        if pending and waited_s > ANNOUNCED_S and not announced:
             say(f"waiting for {silent}, starting a process there to check the run's folders")
             announced = True
-    return found
+    return unseen_fields
 
 
 def unseen(probes: Mapping[str, str]) -> list[str]:

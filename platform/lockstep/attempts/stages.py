@@ -33,8 +33,8 @@ class StageEnds:
 
 def underway(ends: Mapping[str, float]) -> str:
     """The stage that an attempt is in: the one after the last that is known to have ended. The first two belong to the previous attempt."""
-    known = [number for number, stage in enumerate(STAGES) if stage in ends and number > 1]
-    return STAGES[min(max(known, default=1) + 1, len(STAGES) - 1)]
+    ended = [number for number, stage in enumerate(STAGES) if stage in ends and number > 1]
+    return STAGES[min(max(ended, default=1) + 1, len(STAGES) - 1)]
 
 
 def breakdown(last_step_at: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

@@ -96,10 +96,10 @@ class Standbys:
             return
         self._filled_for = attempt
         used = Counter(member.node for member in members)
-        wanted = used + spare(each, used) - self._idle
-        if wanted and not self._failed:
-            self._idle += wanted
-            in_background(self._start, wanted, members[0].runtime_env, name="lockstep-standby")
+        missing = used + spare(each, used) - self._idle
+        if missing and not self._failed:
+            self._idle += missing
+            in_background(self._start, missing, members[0].runtime_env, name="lockstep-standby")
 
     def _start(self, wanted: Mapping[str, int], runtime_env: str) -> None:
         addresses = {

@@ -105,9 +105,9 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = self._around.first_place(self.spec, self.stop, self.progress.say)
+        placement = self._around.first_place(self.spec, self.stop, self.progress.say)
         try:
-            summary, failure = self._attempts(place)
+            summary, failure = self._attempts(placement)
             self._end.show(summary)
         except (KeyboardInterrupt, Exception) as error:
             self._end.early(error)
@@ -175,7 +175,7 @@ class Supervisor:
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
         *earlier, newest = self.summaries
-        trained = any(one.last_step for one in earlier)
+        trained = any(summary.last_step for summary in earlier)
         return trained and not newest.last_step and isinstance(error, JobError | DeterminismError)
 
     def _attempt(self, place: WorkerPlacement) -> RunView:
@@ -276,8 +276,8 @@ class Supervisor:
         """How often to look at the attempt: seldom where it goes on by itself, and nothing is asked of it."""
         if not self._named:
             return NAMING_LOOK_S
-        asked = self.stop.asked or self._moving or self._change or len(attempt.lost) != len(self._outlived)
-        return LOOK_S if asked else look_every_s(attempt.stage_ends.at.get("first_step"))
+        pending = self.stop.asked or self._moving or self._change or len(attempt.lost) != len(self._outlived)
+        return LOOK_S if pending else look_every_s(attempt.stage_ends.at.get("first_step"))
 
     def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, status: RunStatus) -> None:
         """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""
@@ -395,7 +395,7 @@ class Supervisor:
 
     def _went_on(self, attempt: WorkerGroup, status: RunStatus, began: WentOn) -> None:
         """Workers go on in their processes, without those that were lost or left, and with those that joined: another attempt."""
-        before, number = self.summaries[-1], status.view.attempt
+        previous, number = self.summaries[-1], status.view.attempt
         why = [attempt.lost[worker] for worker in sorted(attempt.lost.keys() - self._outlived)]
         self._outlived |= attempt.lost.keys()
         current = AttemptSummary(
@@ -411,14 +411,14 @@ class Supervisor:
             self._cluster.changed(began.workers)
         else:
             self._cluster.outlived(began.workers)
-        before.why = "; ".join(why) or "a connection between workers was lost"
-        before.ended, before.last_step = began.at, max(before.last_step, began.step)
+        previous.why = "; ".join(why) or "a connection between workers was lost"
+        previous.ended, previous.last_step = began.at, max(previous.last_step, began.step)
         self.summaries.append(current)
         self.origin = replace(self.origin, attempt=number)
         self._before = {"detection": began.at}
         more = f", and {began.joined} join them" if began.joined else ""
         self.progress.say(
-            f"attempt {before.attempt} ended: {before.why}; the others go on from step {began.step}{more}"
+            f"attempt {previous.attempt} ended: {previous.why}; the others go on from step {began.step}{more}"
         )
         self._tell_summaries()
 
@@ -448,7 +448,7 @@ class Supervisor:
         self._recording.tell(Warned(text))
 
     def _tell_summaries(self) -> None:
-        self._recording.tell(AttemptsSummarised([one.as_dict() for one in self.summaries]))
+        self._recording.tell(AttemptsSummarised([summary.as_dict() for summary in self.summaries]))
 
     def _saved_step(self) -> int:
         run_id = self._recording.run_id

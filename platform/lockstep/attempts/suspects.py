@@ -45,35 +45,43 @@ class Suspects:
     def doubts(self) -> tuple[Corrupted, ...]:
         """The differences between states that are still undecided; the next attempt may settle them."""
         return tuple(
-            one.found for one in self._seen if one.found.how == "undecided" and one.found.micro_batch is None
+            difference.found
+            for difference in self._seen
+            if difference.found.how == "undecided" and difference.found.micro_batch is None
         )
 
     def judge(self, found: Corrupted, nodes: Mapping[int, str]) -> Verdict:
         """The verdict on a difference that an attempt reported; `nodes` has the nodes of its workers by rank."""
         if found.how == "recomputation":
             return self._settle(found)
-        here = {(nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): w.digests for w in found.workers}
-        seen = _Seen(found, here, nodes)
-        before = [one for one in self._seen if self._is_same_place(one.found, found)]
-        self._seen.append(seen)
+        digests_by_worker = {
+            (nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): w.digests for w in found.workers
+        }
+        current = _Seen(found, digests_by_worker, nodes)
+        earlier = [difference for difference in self._seen if self._is_same_place(difference.found, found)]
+        self._seen.append(current)
         if found.wrong:
-            others = [one for one in before if one.wrong and not one.wrong & seen.wrong]
-            return self._of_job(seen, others[-1]) if others else self._named(seen)
-        if not before and found.micro_batch is None:  # the step will be taken again, and may decide it
+            others = [
+                difference
+                for difference in earlier
+                if difference.wrong and not difference.wrong & current.wrong
+            ]
+            return self._of_job(current, others[-1]) if others else self._named(current)
+        if not earlier and found.micro_batch is None:  # the step will be taken again, and may decide it
             return Verdict(found)
-        if not before:
-            return self._both(seen)
-        last = before[-1]
-        known = {worker: digests for worker, digests in here.items() if worker in last.workers}
-        contradicted = {worker for worker, digests in known.items() if digests != last.workers[worker]}
-        if contradicted == set(known):
-            return self._of_job(seen, last)
+        if not earlier:
+            return self._both(current)
+        last = earlier[-1]
+        common = {worker: digests for worker, digests in digests_by_worker.items() if worker in last.workers}
+        contradicted = {worker for worker, digests in common.items() if digests != last.workers[worker]}
+        if contradicted == set(common):
+            return self._of_job(current, last)
         if not contradicted:  # each worker repeats its earlier result
-            return self._both(seen)
+            return self._both(current)
         wrong = tuple(sorted(worker[3] for worker in contradicted))
-        seen = seen._replace(found=replace(found, wrong=wrong, how="repetition"))
-        self._seen = [*(one for one in self._seen[:-1] if one is not last), seen]
-        return self._named(seen)
+        current = current._replace(found=replace(found, wrong=wrong, how="repetition"))
+        self._seen = [*(difference for difference in self._seen[:-1] if difference is not last), current]
+        return self._named(current)
 
     @staticmethod
     def _is_same_place(one: Corrupted, other: Corrupted) -> bool:
@@ -82,12 +90,15 @@ class Suspects:
     def _settle(self, found: Corrupted) -> Verdict:
         """Settle a doubt: an attempt whose workers agree has taken its step again."""
         doubts = [
-            one
-            for one in self._seen
-            if one.found.how == "undecided"
-            and (one.found.attempt, one.found.step) == (found.attempt, found.step)
+            difference
+            for difference in self._seen
+            if difference.found.how == "undecided"
+            and (difference.found.attempt, difference.found.step) == (found.attempt, found.step)
         ]
-        self._seen = [one._replace(found=found) if one in doubts else one for one in self._seen]
+        self._seen = [
+            difference._replace(found=found) if difference in doubts else difference
+            for difference in self._seen
+        ]
         return self._named(doubts[-1]._replace(found=found)) if doubts else Verdict(found)
 
     def _both(self, seen: _Seen) -> Verdict:

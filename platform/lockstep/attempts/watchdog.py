@@ -43,15 +43,15 @@ def end(members: Sequence[Joined]) -> str:
     for member in members:
         by_node.setdefault(member.node, []).append(member)
     calls = []
-    for node, own in by_node.items():
+    for node, node_members in by_node.items():
         there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_here)
-        calls.append(remote.remote(own))
-    found: dict[int, str] = {}
+        calls.append(remote.remote(node_members))
+    stacks: dict[int, str] = {}
     for call in calls:
         with suppress(ray.exceptions.RayError):  # if a node is gone, so are its workers
-            found |= ray.get(call, timeout=30.0)
-    return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(found.items()))
+            stacks |= ray.get(call, timeout=30.0)
+    return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
 
 
 def end_here(members: Sequence[Joined]) -> dict[int, str]:
@@ -60,12 +60,12 @@ def end_here(members: Sequence[Joined]) -> dict[int, str]:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGUSR1)
     time.sleep(STACKS_S)
-    found = {member.rank: _stacks_of(member) for member in members}
+    stacks = {member.rank: _stacks_of(member) for member in members}
     for member in members:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
         member.stacks_file.unlink(missing_ok=True)
-    return found
+    return stacks
 
 
 def _stacks_of(member: Joined) -> str:

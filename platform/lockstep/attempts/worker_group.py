@@ -115,7 +115,7 @@ class WorkerGroup:
     ) -> tuple[int, ...]:
         """Start a newcomer at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives."""
         first = 1 + max([*everyone, *self.newcomers.places, self._place.workers - 1])
-        nodes = list(dict.fromkeys(one.node for one in everyone.values()))
+        nodes = list(dict.fromkeys(worker.node for worker in everyone.values()))
         new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]
         names = {node: f"node-{len(nodes) + i}" for i, node in enumerate(new)}
         numbered = dict(enumerate(places, first))
@@ -186,12 +186,12 @@ class WorkerGroup:
         from lockstep.attempts.standby import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
 
-        place, gpu = self._place, "GPU" in self._place.each
+        placement, gpu = self._place, "GPU" in self._place.each
         scaling = {
-            "num_workers": place.workers,
+            "num_workers": placement.workers,
             "use_gpu": gpu,
-            "resources_per_worker": place.each,
-            "label_selector": anywhere_but(place.unfit),
+            "resources_per_worker": placement.each,
+            "label_selector": anywhere_but(placement.unfit),
         }
         torch_config = AuthenticatedTorch("nccl" if gpu else "gloo", secret=self._config["secret"])
         module = self._spec.job.use.partition(":")[0]
@@ -224,7 +224,7 @@ class WorkerGroup:
         return DriverTrainer(
             worker_main,
             train_loop_config=self._config,
-            scaling_config=ChosenNodes(**scaling, choose=partial(nodes_for, place)),
+            scaling_config=ChosenNodes(**scaling, choose=partial(nodes_for, placement)),
             torch_config=torch_config,
             run_config=RunConfig(
                 **run,
@@ -258,13 +258,13 @@ def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray knows."""
     if of_memory(text):
         return "it was killed: its node ran out of memory"
-    found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
-    if found is None:
+    match = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
+    if match is None:
         because = re.search(r"The actor (?:died|is dead) because (?:of )?(.+)", text)
         if because is not None:
             return because[1].strip().rstrip(".")
         return next(iter(text.strip().splitlines()), "no message")
-    detail = found[1].strip()
+    detail = match[1].strip()
     if (
         "connection error code 2" in detail
     ):  # the process ended without a message; what Ray says after the first full stop is a guess

@@ -95,8 +95,8 @@ class WorkerPlace:
 
 def own_node() -> str | None:
     """The name of this worker's node, if it is Ray Train's first worker there; else None."""
-    place = ray.train.get_context()
-    return None if place.get_local_rank() > 0 else f"node-{place.get_node_rank()}"
+    context = ray.train.get_context()
+    return None if context.get_local_rank() > 0 else f"node-{context.get_node_rank()}"
 
 
 def system_recorded(tell: Tell, node: str | None) -> AbstractContextManager[None]:
@@ -143,8 +143,8 @@ def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = as_lockstep_error(error, who)
-        sender.tell(Broke(known.with_message(str(known)), traceback.format_exc(), number))
+        lockstep_error = as_lockstep_error(error, who)
+        sender.tell(Broke(lockstep_error.with_message(str(lockstep_error)), traceback.format_exc(), number))
         raise
     finally:
         sender.close()

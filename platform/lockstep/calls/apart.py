@@ -128,11 +128,11 @@ def _outcome(
     on_run_id: Callable[[str], None] | None,
 ) -> Result | LockstepError:
     """Pass on the messages of the process, and signals to it, until the call is over."""
-    asked = False
+    signal_sent = False
     while True:
-        if stop.number is not None and not asked:
+        if stop.number is not None and not signal_sent:
             process.send_signal(stop.number)
-            asked = True
+            signal_sent = True
         try:
             message = messages.get(timeout=LOOK_S)
         except queue.Empty:
@@ -185,10 +185,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment() -> dict[str, str]:
     """That of this process, with what has to stand in it before an exact run starts, and its paths."""
-    given = {**os.environ, **sent_environment()}
-    if given.get("MPLBACKEND", "").startswith("module://"):
-        del given["MPLBACKEND"]  # the notebook's, which draws into a cell
-    return {**given, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {**os.environ, **sent_environment()}
+    if environment.get("MPLBACKEND", "").startswith("module://"):
+        del environment["MPLBACKEND"]  # the notebook's, which draws into a cell
+    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 # --- the process ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class PipeProgress:
 
 def main() -> None:
     """Make the call that the parent sends, and send its outcome."""
-    asked, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    incoming, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the job prints is no message
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     progress, over = PipeProgress(pipe), threading.Event()
@@ -229,9 +229,9 @@ def main() -> None:
 
     commands_end_by(fail)
     try:
-        call, options, named = pickle.load(asked)
+        call, options, named = pickle.load(incoming)
         threading.Thread(
-            target=_stop_with_parent, args=(asked, over), name="lockstep-parent", daemon=True
+            target=_stop_with_parent, args=(incoming, over), name="lockstep-parent", daemon=True
         ).start()
         if named:
             call = partial(call, on_run_id=lambda run_id: progress.send(Begun(run_id)))

@@ -137,8 +137,8 @@ def check_statement(
         raise SpecError(f"statement: it is of run {stated_run}, and not of {run_id}")
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     run, summary, folder = _finished(stated_run, uri, Path(storage).absolute())
-    found = statement(run, summary, folder)
-    wrong = next(disagreements(stated, found), None) or next(contradictions(run, summary, folder), None)
+    recomputed = statement(run, summary, folder)
+    wrong = next(disagreements(stated, recomputed), None) or next(contradictions(run, summary, folder), None)
     if signature == "bad" or wrong is not None:
         return Checked(stated_run, signed_by, signature, wrong, seed, None)
     options.progress.say(f"the record is as stated; stretches are drawn with seed {seed}")
@@ -160,7 +160,11 @@ def _untrue(again: Verified) -> Disagreement | None:
     """A field of the stated identity that is another one where the steps were taken again, though neither the versions nor the machine are."""
     others = (cause for cause in again.fields or () if not cause.elsewhere)
     return next(
-        (Disagreement(f"predicate.fields.{one.field}", one.recorded, one.found) for one in others), None
+        (
+            Disagreement(f"predicate.fields.{difference.field}", difference.recorded, difference.found)
+            for difference in others
+        ),
+        None,
     )
 
 
@@ -182,14 +186,14 @@ def _finished(run_id: str, uri: str | None, storage: Path) -> tuple[RecordedRun,
     """A finished run's record, its summary and its folder."""
     store = tracking_uri(uri)
     run = recorded_run(run_id, store, storage)
-    found = named_run(run_id, store, storage)
-    if found.status != "FINISHED":
+    stored_run = named_run(run_id, store, storage)
+    if stored_run.status != "FINISHED":
         raise SpecError(
-            f"attest: run {run_id} is {found.status}, wanted one that is finished; resume it first"
+            f"attest: run {run_id} is {stored_run.status}, wanted one that is finished; resume it first"
         )
-    lacking = [name for name in ("identity", DIGEST_OF["final"]) if not found.summary.get(name)]
+    lacking = [name for name in ("identity", DIGEST_OF["final"]) if not stored_run.summary.get(name)]
     if lacking:
         raise SpecError(
             f"attest: the summary of run {run_id} has no {lacking[0]}; `lockstep record check {run_id} --repair` writes it again"
         )
-    return run, found.summary, folder_of(run_id, run.spec, storage)
+    return run, stored_run.summary, folder_of(run_id, run.spec, storage)

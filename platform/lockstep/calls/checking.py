@@ -83,10 +83,10 @@ def bench_spec(
             f"bench: a run would join the cluster at {cluster}, and a bench measures processes of this machine; give --local"
         )
     with interruptible():
-        found = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
+        benched = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
     if file is not None:
-        figures.draw_bench(found, file)
-    return found
+        figures.draw_bench(benched, file)
+    return benched
 
 
 def find_rate(
@@ -111,31 +111,31 @@ def find_rate(
     from lockstep.record.measurement import keep_measurement
 
     file = None if plot is None else figures.destination(plot, "lr-find")
-    given = list(overrides)
+    override_list = list(overrides)
     loaded = (
         spec
         if isinstance(spec, Spec)
-        else load_spec(spec, given, uri=named_store(spec, given, uri) or RECORD_OFF)
+        else load_spec(spec, override_list, uri=named_store(spec, override_list, uri) or RECORD_OFF)
     )
     record_answers(loaded)
-    found = lr_find(loaded, lowest=lowest, highest=highest, steps=steps)
+    rate_range = lr_find(loaded, lowest=lowest, highest=highest, steps=steps)
     if file is not None:
-        figures.draw_range(found, file)
+        figures.draw_range(rate_range, file)
     if loaded.record.uri in (None, RECORD_OFF):
-        return found, None
-    kept = keep_measurement(
+        return rate_range, None
+    measurement = keep_measurement(
         loaded,
         "lr-find",
-        found.reasoning,
+        rate_range.reasoning,
         curves={
-            "lr_find/rate": found.rates,
-            "lr_find/loss": found.losses,
-            "lr_find/smoothed": found.smoothed,
+            "lr_find/rate": rate_range.rates,
+            "lr_find/loss": rate_range.losses,
+            "lr_find/smoothed": rate_range.smoothed,
         },
-        texts={"lr-find.json": as_json(found.as_dict())},
-        draw=lambda path: figures.draw_range(found, path),
+        texts={"lr-find.json": as_json(rate_range.as_dict())},
+        draw=lambda path: figures.draw_range(rate_range, path),
     )
-    return found, kept
+    return rate_range, measurement
 
 
 def _loaded(spec: Spec | str | Path | Mapping[str, Any], overrides: Iterable[str], uri: str | None) -> Spec:

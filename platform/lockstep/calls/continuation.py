@@ -50,10 +50,10 @@ def continue_run(
 ) -> Result:
     """Continue a recorded run, which this process holds, as `spec` places it. SpecError where `spec` is another run."""
     store = spec.record.uri or ""
-    found = find_run(store, run_id, spec.folder)  # now that no other command changes it
-    refuse_changes(run_id, load_spec(found.spec), spec)
-    if found.status == "FINISHED":
-        return finished(found, spec, step, options)
+    stored_run = find_run(store, run_id, spec.folder)  # now that no other command changes it
+    refuse_changes(run_id, load_spec(stored_run.spec), spec)
+    if stored_run.status == "FINISHED":
+        return finished(stored_run, spec, step, options)
     origin = AttemptOrigin(run_id, step=step)
     if leads():
         lost = not steps_of(spec.checkpoint.storage, run_id)
@@ -109,7 +109,7 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
         if before.job.params != after.job.params:
             check_params(after.job.use, after.job.params)
     for name, old, new in changed:
-        if any(name.startswith(one) for one in hidden):
+        if any(name.startswith(field) for field in hidden):
             continue  # the workers compare it with the checkpoint
         was = "not set" if old is None and name.startswith(PARAM) else shown(old)
         raise SpecError(
@@ -128,13 +128,15 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
     storage = spec.checkpoint.storage
     clear_asides(storage, run_id)
     newest = next(iter(steps_of(storage, run_id)), None)
-    whole = next((one for one in whole_steps(storage, run_id) if step in {None, one}), None)
-    if whole is not None and whole in {step, newest}:
+    complete_step = next(
+        (candidate for candidate in whole_steps(storage, run_id) if step in {None, candidate}), None
+    )
+    if complete_step is not None and complete_step in {step, newest}:
         return
     for copy in find_copies(store, run_id):
         if step is not None and copy.step != step:
             continue
-        if step is None and whole is not None and copy.step <= whole:
+        if step is None and complete_step is not None and copy.step <= complete_step:
             return
         with private(spec.record.private), aside(storage, run_id) as folder:
             copy.download(folder)

@@ -63,13 +63,13 @@ def diagnose(
     if spec is not None:
         looks["spec"] = lambda: _spec(str(spec), loaded, problem)
     with ThreadPoolExecutor(len(looks)) as threads:
-        found = dict(zip(looks, threads.map(_looked, looks.items()), strict=True))
+        sections = dict(zip(looks, threads.map(_looked, looks.items()), strict=True))
     facts: _Facts = {
         "versions": versions(),
         "python": sys.executable,
         "variables": machine.variables(os.environ),
         "spec": None,
-        **found,
+        **sections,
     }
     report: _Facts = redacted_document({**facts, "warnings": [*_warnings(facts)]})
     return report
@@ -137,9 +137,9 @@ def _store(uri: str) -> _Facts:
 
 def _warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from machine.wrong_versions()
-    for section, found in facts.items():
-        if isinstance(found, dict) and "error" in found:
-            yield f"{section}: {found['error']}"
+    for section, content in facts.items():
+        if isinstance(content, dict) and "error" in content:
+            yield f"{section}: {content['error']}"
     if "error" not in facts["machine"]:
         yield from machine.wrong_limits(facts["machine"])
     yield from machine.wrong_variables(facts["variables"])

@@ -59,5 +59,5 @@ def _of_spec(
     confined = Sandbox(needed=[*named_in(spec)]) if sandboxed else None
     execution = stack.enter_context(Execution(Place(options.progress.say, confined)))
     replay = Replay("", spec.checkpoint.storage, 0, steps)
-    found = take_steps(execution, spec, replay, Unwatched(), files=True)
-    return Side(name, spec, found.fields, found.steps, found.evaluations, found.source, execution)
+    trained = take_steps(execution, spec, replay, Unwatched(), files=True)
+    return Side(name, spec, trained.fields, trained.steps, trained.evaluations, trained.source, execution)

@@ -44,10 +44,10 @@ MOST_PROCESSES = 4096
 
 def main() -> None:
     """Serve the parent, by the two pipes whose numbers are given, until it asks no more."""
-    asked, answers = (int(number) for number in sys.argv[1:3])
-    for number in (asked, answers):
+    request_fd, answers = (int(number) for number in sys.argv[1:3])
+    for number in (request_fd, answers):
         os.set_inheritable(number, False)
-    with os.fdopen(asked, "rb") as requests, os.fdopen(answers, "wb") as pipe:
+    with os.fdopen(request_fd, "rb") as requests, os.fdopen(answers, "wb") as pipe:
         serve(requests, pipe)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,8 +71,8 @@ def serve(asked: BinaryIO, pipe: BinaryIO) -> None:
 def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NPROC)
-    wanted = MOST_PROCESSES if most == resource.RLIM_INFINITY else min(most, MOST_PROCESSES)
-    resource.setrlimit(resource.RLIMIT_NPROC, (wanted, wanted))
+    limit = MOST_PROCESSES if most == resource.RLIM_INFINITY else min(most, MOST_PROCESSES)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
 
 @contextmanager
@@ -144,18 +144,18 @@ class Executed:
             check_job_source(spec.job.use)
         microscope = None if look is None else Microscope(*look)
         with tempfile.TemporaryDirectory(prefix="lockstep-steps-") as aside:
-            wanted = str(Path(aside, "led-to")) if weights else None
-            replay = replace(replay, source=self.recorded, probe=microscope, weights=wanted)
-            found = (
+            weights_path = str(Path(aside, "led-to")) if weights else None
+            replay = replace(replay, source=self.recorded, probe=microscope, weights=weights_path)
+            replayed = (
                 replay_here(spec, replay, self)
                 if cluster is None
                 else self._on_ray(spec, replay, cluster, Path(aside))
             )
-            self.tell("summary", summary=dict(found.summary))
+            self.tell("summary", summary=dict(replayed.summary))
             if microscope is not None:
                 self.tell("look", look=asdict(microscope.look))
             if files:
-                self.tell("source", files=wire.as_texts(_files(spec, found.fields)))
+                self.tell("source", files=wire.as_texts(_files(spec, replayed.fields)))
             for path in sorted(Path(aside, "led-to", "weights").glob("*")):
                 self.send(path.name, path)
 
@@ -205,14 +205,15 @@ class Executed:
             yield
 
     def _recorded(self, spec: Spec) -> Mapping[str, bytes] | None:
-        beside = recorded_beside(self.fields)
+        other_files = recorded_beside(self.fields)
         try:
-            here = {"job.source": job_source_digest(spec.job.use)}
-            here |= source_fields(files_here(spec.job.use, beside))
+            local_fields = {"job.source": job_source_digest(spec.job.use)}
+            local_fields |= source_fields(files_here(spec.job.use, other_files))
         except (JobImportError, ImportError, SyntaxError, OSError, ValueError):
-            here = {}
-        if here == {
-            name: self.fields.get(name) for name in ("job.source", *(f"{FIELD}{path}" for path in beside))
+            local_fields = {}
+        if local_fields == {
+            name: self.fields.get(name)
+            for name in ("job.source", *(f"{FIELD}{path}" for path in other_files))
         }:
             return None
         if not self.source:
@@ -233,10 +234,10 @@ class Executed:
                 replay = replace(replay, weights=str(folder / "led-to"))
             origin = AttemptOrigin(replay=replay)
             result = run_attempt(_placed(spec, folder, cluster["workers"]), origin, options)
-            here = Path(result.folder)
-            history = read_history(here)
+            run_folder = Path(result.folder)
+            history = read_history(run_folder)
             fields, environment = (
-                json.loads((here / f"{name}.json").read_text(encoding="utf-8"))
+                json.loads((run_folder / f"{name}.json").read_text(encoding="utf-8"))
                 for name in ("fields", "environment")
             )
             self.begun(fields, environment.get(MOVED) or {})

@@ -87,30 +87,30 @@ def export(
     where there is no such run, format or weights; ExportError where the model cannot be exported or the artifact computes something else.
     """
     options = options or RunOptions(local=True)
-    wanted = _format(form)
+    export_format = _format(form)
     if rtol is not None and not 0 <= rtol < 1:
         raise SpecError(f"rtol: got {rtol:g}, wanted a relative difference from 0 to below 1")
-    check_installed(wanted)
+    check_installed(export_format)
     store, storage = tracking_uri(uri), Path(storage).absolute()
-    found, spec, folder = _found(run_id, store, storage)
-    weights = _weights(found, folder, best=best)
+    stored_run, spec, folder = _found(run_id, store, storage)
+    weights = _weights(stored_run, folder, best=best)
     with private(spec.record.private), determinism("fast", spec.threads):
-        if wanted == "safetensors":
+        if export_format == "safetensors":
             file = export_weights(weights, folder)
         else:
             file = _export_model(
                 weights,
-                wanted,
+                export_format,
                 store,
                 folder,
-                found.summary,
+                stored_run.summary,
                 options,
                 sandboxed=sandboxed,
                 inputs=None if inputs is None else Path(inputs).absolute(),
                 fixed=fixed_batch,
                 rtol=rtol,
             )
-    _keep(store, run_id, file, f"export/{wanted}")
+    _keep(store, run_id, file, f"export/{export_format}")
     return Exported(str(file), read(file))
 
 
@@ -130,34 +130,36 @@ def predict(
     The job is not needed. `out` is `<name>.outputs` beside the file where it is not given. SpecError where there is no such run, artifact
     or file, or the inputs do not fit; ExportError where the artifact is damaged or fails.
     """
-    wanted, given = _format(form), Path(file)
-    if wanted == "safetensors":
+    export_format, inputs_path = _format(form), Path(file)
+    if export_format == "safetensors":
         raise SpecError("format: safetensors has weights alone; predict from pt2, onnx or torchscript")
-    if wanted == "pretrained":
+    if export_format == "pretrained":
         raise SpecError(
             "format: pretrained is run by the library that it is for; predict from pt2, onnx or torchscript"
         )
-    check_installed(wanted)
-    arrays.check_suffix("inputs", given)
-    if out is not None and Path(out).exists() and given.exists() and given.samefile(out):
+    check_installed(export_format)
+    arrays.check_suffix("inputs", inputs_path)
+    if out is not None and Path(out).exists() and inputs_path.exists() and inputs_path.samefile(out):
         raise SpecError(
             f"output: got {str(out)!r}, the file of the inputs, which it would replace; name another"
         )
-    found, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
-    path = place(folder, wanted, _name(found, best=best))
-    command = f"lockstep export {run_id} --format {wanted}{' --best' if best else ''}"
+    stored_run, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
+    path = place(folder, export_format, _name(stored_run, best=best))
+    command = f"lockstep export {run_id} --format {export_format}{' --best' if best else ''}"
     if not path.exists():
         raise SpecError(f"predict: run {run_id} has no {path.relative_to(folder)}; make it with `{command}`")
     artifact = read(path)
-    if artifact.weights_digest != found.summary[DIGEST_OF[artifact.weights]]:
+    if artifact.weights_digest != stored_run.summary[DIGEST_OF[artifact.weights]]:
         raise SpecError(
             f"predict: {path.name} is of step {artifact.step}, and the run has other weights since; make it again with `{command}`"
         )
-    several = given.suffix == ".npy" and len(artifact.outputs) > 1
-    target = Path(out or given.with_name(f"{given.stem}.outputs{'.npz' if several else given.suffix}"))
+    several = inputs_path.suffix == ".npy" and len(artifact.outputs) > 1
+    target = Path(
+        out or inputs_path.with_name(f"{inputs_path.stem}.outputs{'.npz' if several else inputs_path.suffix}")
+    )
     arrays.check_outputs(target, artifact)
     size = batch_size(artifact, batch)
-    inputs = arrays.inputs_of(arrays.read(given), artifact.inputs, artifact.fixed_batch)
+    inputs = arrays.inputs_of(arrays.read(inputs_path), artifact.inputs, artifact.fixed_batch)
     with determinism("fast", spec.threads):
         outputs = predicted(loaded(artifact, path), artifact, inputs, size)
     arrays.write(target, outputs)
@@ -178,26 +180,26 @@ def _keep(store: str, run_id: str, artifact: Path, folder: str) -> None:
 
 
 def _format(given: str) -> Format:
-    for known in FORMATS:
-        if given == known:
-            return known
+    for supported in FORMATS:
+        if given == supported:
+            return supported
     raise SpecError(f"format: got {given!r}, wanted {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
 
 
 def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
     """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
-    found = named_run(run_id, store, storage)
-    if owner := found.summary.get("reused_from"):
+    stored_run = named_run(run_id, store, storage)
+    if owner := stored_run.summary.get("reused_from"):
         raise SpecError(
             f"run {run_id} reuses the result of run {owner} and has no weights of its own; give run {owner}"
         )
-    spec = load_spec(found.spec)
+    spec = load_spec(stored_run.spec)
     folder = folder_of(run_id, spec, storage)
     if not folder.is_dir():
         raise SpecError(
             f"run {run_id}: its folder {str(folder)!r} is not here; name the folder of runs with --storage"
         )
-    return found, spec, folder
+    return stored_run, spec, folder
 
 
 def _name(found: StoredRun, *, best: bool) -> str:
@@ -245,21 +247,21 @@ def _export_model(
 ) -> Path:
     """Have a process that may import the job make the artifact, and keep what it hands over as far as it is one of these weights."""
     run = recorded_run(weights.run, store, folder.parent)
-    beside = _beside(summary, weights, folder)
+    extra_state = _beside(summary, weights, folder)
     file = place(folder, form, weights.name)
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
-        given = Path(aside, "given.safetensors")
-        safetensors.torch.save_file(dict(weights.state), given)
-        if beside:
-            save_beside(given, beside)
+        weights_file = Path(aside, "given.safetensors")
+        safetensors.torch.save_file(dict(weights.state), weights_file)
+        if extra_state:
+            save_beside(weights_file, extra_state)
         needed = [Path(aside), *([] if wanted["inputs"] is None else [wanted["inputs"]])]
         request = {
             **wanted,
             "spec": run.spec,
             "form": form,
-            "given": given,
+            "given": weights_file,
             "weights": weights._replace(state={}),
-            "beside": bool(beside),
+            "beside": bool(extra_state),
         }
         with execution_of(run, options, sandboxed=sandboxed, hidden=None, needed=needed) as execution:
             _receive(execution, request, path)
@@ -284,11 +286,13 @@ def _receive(execution: Execution, request: Mapping[str, Any], path: Path) -> No
 
 def _check(path: Path, weights: Weights, form: Format) -> None:
     """ExportError where the description is not of these weights: who made the artifact has run the job's code."""
-    found = read(path)
-    said = found.run, found.step, found.weights, found.weights_digest, found.format
-    wanted = weights.run, weights.step, weights.name, weights.digest, form
-    if said != wanted:
-        raise ExportError(f"export: {path.name} is described as {said}, wanted {wanted}; nothing was kept")
+    artifact = read(path)
+    described = artifact.run, artifact.step, artifact.weights, artifact.weights_digest, artifact.format
+    expected = weights.run, weights.step, weights.name, weights.digest, form
+    if described != expected:
+        raise ExportError(
+            f"export: {path.name} is described as {described}, wanted {expected}; nothing was kept"
+        )
 
 
 def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mapping[str, Any]:
@@ -298,8 +302,8 @@ def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mappi
     if recorded is None:
         return {}
     path = folder / "weights" / f"{name}.safetensors"
-    if (digest := tree_digest(found := load_beside(path))) != recorded:
+    if (digest := tree_digest(extra_state := load_beside(path))) != recorded:
         raise ExportError(
             f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {recorded}; restore the file"
         )
-    return found
+    return extra_state

@@ -46,33 +46,33 @@ def guard(
     no such commit, spec or working tree, and where one of the two cannot be trained.
     """
     options = options or RunOptions(local=True)
-    here = Path.cwd().resolve()
-    repository = Repository.around(here)
+    working_directory = Path.cwd().resolve()
+    repository = Repository.around(working_directory)
     commit, good = repository.commit(base), None if bisect is None else repository.commit(bisect)
     line = [] if good is None else repository.since(good)
     train = Trainer(
         repository.root,
-        _spec_path(Path(spec), here, repository.root),
+        _spec_path(Path(spec), working_directory, repository.root),
         overrides,
         steps,
         workers,
-        here.relative_to(repository.root),
+        working_directory.relative_to(repository.root),
         _paths(repository.root),
         start,
     )
     with interruptible():
         options.progress.say(f"{steps} steps are trained from the working tree and from commit {commit[:12]}")
-        found = train(repository.root, "the working tree")
-        before = _trained(repository, train, commit)
-        answer = Guarded(commit, max(found.steps))
-        answer.fields, answer.first_difference = compare(before, found)
+        tree_result = train(repository.root, "the working tree")
+        base_result = _trained(repository, train, commit)
+        answer = Guarded(commit, max(tree_result.steps))
+        answer.fields, answer.first_difference = compare(base_result, tree_result)
         if answer.first_difference is None:
             return answer
         with ExitStack() as stack:
             sides = {"found": repository.root, "base": stack.enter_context(repository.checked_out(commit))}
             look_into(answer.first_difference, lambda side, at: train(sides[side], side, at).look)
         if good is not None:
-            _bisect(repository, train, before, good, line, answer, options)
+            _bisect(repository, train, base_result, good, line, answer, options)
         return answer
 
 
@@ -104,13 +104,15 @@ def _bisect(
         raise SpecError(
             f"guard: commit {good[:12]} does not train as {answer.base[:12]} does; give one that does"
         )
-    found = first_changed([*line, NOT_COMMITTED], same)
-    passed_over = f"commits right before it that cannot be trained, and may be the cause: {len(found.untold)}"
-    if found.commit == NOT_COMMITTED:
+    change = first_changed([*line, NOT_COMMITTED], same)
+    passed_over = (
+        f"commits right before it that cannot be trained, and may be the cause: {len(change.untold)}"
+    )
+    if change.commit == NOT_COMMITTED:
         answer.note = "no commit has the change: it is in the working tree alone"
     else:
-        answer.commit, answer.title = found.commit, repository.title(found.commit)
-    if found.untold:
+        answer.commit, answer.title = change.commit, repository.title(change.commit)
+    if change.untold:
         answer.note = "; ".join(filter(None, [answer.note, passed_over]))
 
 
@@ -118,20 +120,22 @@ def _spec_path(spec: Path, here: Path, root: Path) -> str:
     """The spec as each tree finds its own: relative to the working directory. One outside the repository is the same for all."""
     if not spec.is_file():
         raise SpecError(f"guard: there is no file {str(spec)!r}; give a spec file")
-    whole = spec.resolve()
-    if not whole.is_relative_to(root):
-        return str(whole)
-    if not whole.is_relative_to(here):
+    resolved = spec.resolve()
+    if not resolved.is_relative_to(root):
+        return str(resolved)
+    if not resolved.is_relative_to(here):
         raise SpecError(
             f"guard: {str(spec)!r} is not below the working directory; run it where the spec's commands are given"
         )
-    return str(whole.relative_to(here))
+    return str(resolved.relative_to(here))
 
 
 def _paths(root: Path) -> list[Path]:
     """Where Python searches within the repository: what is installed from it, and what PYTHONPATH names."""
-    own = Path(sys.prefix).resolve()  # an environment within the repository is the same for all
-    found = dict.fromkeys(Path(path).resolve() for path in sys.path if path)
+    prefix = Path(sys.prefix).resolve()  # an environment within the repository is the same for all
+    search_paths = dict.fromkeys(Path(path).resolve() for path in sys.path if path)
     return [
-        path.relative_to(root) for path in found if path.is_relative_to(root) and not path.is_relative_to(own)
+        path.relative_to(root)
+        for path in search_paths
+        if path.is_relative_to(root) and not path.is_relative_to(prefix)
     ]

@@ -50,14 +50,18 @@ def held_run(
     storage = open_storage(spec.checkpoint.storage)
     hold = partial(holding, folder=run_id, what=f"run {run_id}", takeover=takeover, say=progress.say)
     with ExitStack() as stack:
-        before = None if recorded is None else open_storage(recorded)
-        beside = None
-        if before is not None and _has(before, run_id) and not _same(before, storage, run_id):
-            beside = stack.enter_context(hold(before))
-        own = stack.enter_context(hold(storage))
-        if beside is not None:
-            own.go_with(beside)
-        yield own
+        recorded_storage = None if recorded is None else open_storage(recorded)
+        recorded_hold = None
+        if (
+            recorded_storage is not None
+            and _has(recorded_storage, run_id)
+            and not _same(recorded_storage, storage, run_id)
+        ):
+            recorded_hold = stack.enter_context(hold(recorded_storage))
+        run_hold = stack.enter_context(hold(storage))
+        if recorded_hold is not None:
+            run_hold.go_with(recorded_hold)
+        yield run_hold
 
 
 def _has(storage: Storage, run_id: str) -> bool:

@@ -81,25 +81,25 @@ def replay(
     begin = stretch(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         aside = Path(name)
-        place = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, aside)[0]
+        origin = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, aside)[0]
         with execution_of(run, options, sandboxed=sandboxed, terminal=debug) as execution:
-            spec, again = handed(run.spec, Replay(run_id, place, begin, step), execution.given)
-            found = Inspected(run_id, step, "", math.nan, math.nan)
+            spec, again = handed(run.spec, Replay(run_id, origin, begin, step), execution.given)
+            inspected = Inspected(run_id, step, "", math.nan, math.nan)
             for message in execution.ask("inspection", spec=spec, replay=again, wanted=wanted):
                 match message["kind"]:
                     case "beginning":
                         options.progress.say(taken_again(run, begin, step))
                     case "row":
-                        _tell_row(found, run, wire.step_row(message.get("row")))
+                        _tell_row(inspected, run, wire.step_row(message.get("row")))
                     case "micro-batches":
-                        found.micro_batches = _plain(message.get("micro_batches"))
+                        inspected.micro_batches = _plain(message.get("micro_batches"))
                     case "file":
-                        _keep(execution, wire.file_sent(message), target, found)
+                        _keep(execution, wire.file_sent(message), target, inspected)
                     case kind:
                         raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
-    if math.isnan(found.loss) and not found.difference:
+    if math.isnan(inspected.loss) and not inspected.difference:
         raise wire.broken("no row")
-    return found
+    return inspected
 
 
 def _tell_row(found: Inspected, run: RecordedRun, row: StepRow) -> None:
@@ -112,10 +112,12 @@ def _tell_row(found: Inspected, run: RecordedRun, row: StepRow) -> None:
 
 def _plain(value: Any) -> list[dict[str, Any]]:
     """What was seen of micro-batches, with the texts as a terminal only shows them."""
-    if not (isinstance(value, list) and all(isinstance(one, dict) and "micro_batch" in one for one in value)):
+    if not (
+        isinstance(value, list) and all(isinstance(entry, dict) and "micro_batch" in entry for entry in value)
+    ):
         raise wire.broken("micro-batches that are none")
-    found: list[dict[str, Any]] = wire.shown(value)
-    return found
+    micro_batches: list[dict[str, Any]] = wire.shown(value)
+    return micro_batches
 
 
 def _keep(execution: Execution, sent: wire.FileSent, folder: Path, found: Inspected) -> None:

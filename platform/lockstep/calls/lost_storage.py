@@ -30,13 +30,13 @@ def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
     storage = spec.checkpoint.storage
     if steps_of(storage, run_id):
         return
-    known = _known(spec, run_id)
-    if known is None or (
+    recorded = _known(spec, run_id)
+    if recorded is None or (
         copies and on_disk(storage) is not None and find_copies(spec.record.uri or "", run_id)
     ):
         return
     raise SpecError(
-        f"resume: the record of run {run_id} names a checkpoint of step {known.step}, {known.place}, and {open_storage(storage).shown!r} has none of the run's; "
+        f"resume: the record of run {run_id} names a checkpoint of step {recorded.step}, {recorded.place}, and {open_storage(storage).shown!r} has none of the run's; "
         "mount the storage, or say where the checkpoints are with checkpoint.storage=…; if they are lost, start a new run with its spec"
     )
 
@@ -45,15 +45,15 @@ def attempts_recorded(spec: Spec, run_id: str, *, told: bool) -> int:
     """The number of the newest attempt of which the run's folder has a step and, with `told`, of those that its store was told of."""
     newest = newest_step(spec.folder / run_id)
     tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags if told else {}
-    known = tags.get("lockstep.attempts", "")
-    return max(0 if newest is None else newest.attempt, int(known) if known.isdigit() else 0)
+    attempts_tag = tags.get("lockstep.attempts", "")
+    return max(0 if newest is None else newest.attempt, int(attempts_tag) if attempts_tag.isdigit() else 0)
 
 
 def _known(spec: Spec, run_id: str) -> Known | None:
     tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags
-    step, place = tags.get("lockstep.checkpoint_step", ""), tags.get("lockstep.checkpoint", "")
+    step, location = tags.get("lockstep.checkpoint_step", ""), tags.get("lockstep.checkpoint", "")
     if step.isdigit():
-        return Known(int(step), place)
+        return Known(int(step), location)
     # Its recorder may have been killed before it told the store.
     row = newest_checkpoint(spec.folder / run_id)
     return None if row is None or row.uri is None else Known(row.step, row.uri)

@@ -19,8 +19,8 @@ def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove:
 
     The run is looked up in the store at `uri`, for `off` in `folder`. SpecError where it has no such checkpoint.
     """
-    found = find_run(tracking_uri(uri), run_id, folder)
-    run = RunFolder.open(open_storage(load_spec(found.spec).checkpoint.storage), run_id)
+    stored_run = find_run(tracking_uri(uri), run_id, folder)
+    run = RunFolder.open(open_storage(load_spec(stored_run.spec).checkpoint.storage), run_id)
     if remove:
         unpin(run, step, ASKED)
     else:
@@ -36,5 +36,5 @@ def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove:
 
 def _check_saved(run: RunFolder, step: int) -> None:
     if step not in (saved := saved_steps(run)):
-        kept = ", ".join(map(str, saved)) or "none"
-        raise SpecError(f"pin: run {run.run_id} has no checkpoint of step {step}; it has {kept}")
+        available = ", ".join(map(str, saved)) or "none"
+        raise SpecError(f"pin: run {run.run_id} has no checkpoint of step {step}; it has {available}")

@@ -40,38 +40,41 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     """
     check_there(folder)
     spec = spec_of(folder, uri)
-    found: list[RecordDifference] = []
-    history = _history(spec, folder.name, found)
+    problems: list[RecordDifference] = []
+    history = _history(spec, folder.name, problems)
     journal = Journal(folder, read_only=not repair)
     try:
         if repair:
             refuse_continued(folder, journal, spec)
             refuse_living(folder, journal, spec)
-        found += check_journal(journal, history, repair=repair)
-        whole, store = not journal.missing_steps(), _store(spec, folder)
-        if whole and isinstance(store, InStore):
-            found += _check_end(spec, folder, journal, store, repair=repair)
+        problems += check_journal(journal, history, repair=repair)
+        complete, store = not journal.missing_steps(), _store(spec, folder)
+        if complete and isinstance(store, InStore):
+            problems += _check_end(spec, folder, journal, store, repair=repair)
             if lost_end(journal.events, store.status, store.process):
-                return found  # the tables and the store have more than the journal
-        if whole:
-            found += check_ledger(folder, journal, repair=repair)
+                return problems  # the tables and the store have more than the journal
+        if complete:
+            problems += check_ledger(folder, journal, repair=repair)
         differences = _differences(spec, folder, journal, store)
         if repair and not isinstance(store, InStore) and _is_off(spec):
             write_run(folder, spec.name, journal)
     finally:
         journal.close()
-    if not (repair and (differences or any(one.mended for one in found))):
-        return [*found, *differences]
+    if not (repair and (differences or any(difference.mended for difference in problems))):
+        return [*problems, *differences]
     try:
         sync(folder, uri, again=True)
     except RecordError as error:
-        found.append(RecordDifference("store", str(error)))
+        problems.append(RecordDifference("store", str(error)))
     journal = Journal(folder, read_only=True)
     try:
-        left = _differences(spec, folder, journal, _store(spec, folder))
+        remaining = _differences(spec, folder, journal, _store(spec, folder))
     finally:
         journal.close()
-    return [*found, *(one._replace(mended=one not in left) for one in differences)]
+    return [
+        *problems,
+        *(difference._replace(mended=difference not in remaining) for difference in differences),
+    ]
 
 
 def _is_off(spec: Spec) -> bool:
@@ -125,10 +128,10 @@ def _differences(
     spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
 ) -> list[RecordDifference]:
     """How the store differs from the journal; for a run that is recorded in its folder alone how its files do."""
-    whole = not journal.missing_steps()
+    complete = not journal.missing_steps()
     if not isinstance(store, InStore):
-        return [store, *(check_folder(folder, journal, None) if whole else ())]
-    if not whole:
+        return [store, *(check_folder(folder, journal, None) if complete else ())]
+    if not complete:
         return []
     if spec.record.uri in (None, RECORD_OFF):
         return list(check_folder(folder, journal, store))

@@ -62,10 +62,10 @@ def resume(
         notify=notify,
         began_at=began_at or time.time(),
     )
-    asked: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
+    arguments: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
     if options.local and unfit():
-        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **asked), options)
-    return resume_with(options, run_id, list(overrides), **asked)
+        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **arguments), options)
+    return resume_with(options, run_id, list(overrides), **arguments)
 
 
 def resume_with(
@@ -81,7 +81,7 @@ def resume_with(
     """As `resume`, with the options of the call as one value."""
     if not (fork or takeover):
         refuse_held_run(run_id, overrides)
-    found, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
+    stored_run, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
     if fork:
         from lockstep.calls.training import run_attempt
 
@@ -96,15 +96,15 @@ def resume_with(
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
         forked = spec.model_copy(update={"fork": parent, "initial_weights": None})
         return run_attempt(forked, AttemptOrigin(), options)
-    if takeover or found.status == "FINISHED":
+    if takeover or stored_run.status == "FINISHED":
         from lockstep.calls.continuation import finished, refuse_changes
 
         refuse_changes(run_id, recorded_spec, spec)  # before the one that works on it is asked to end
-        if found.status == "FINISHED":
-            return finished(found, spec, step, options)
+        if stored_run.status == "FINISHED":
+            return finished(stored_run, spec, step, options)
     if leads():
         refuse_lost(spec, run_id)  # before anything is made where the storage should be
-    hidden = "checkpoint.storage" in redacted_fields(found.spec)
+    hidden = "checkpoint.storage" in redacted_fields(stored_run.spec)
     recorded = None if hidden else recorded_spec.checkpoint.storage
     with held_run(spec, run_id, options.progress, takeover=takeover, recorded=recorded) as hold:
         from lockstep.calls.continuation import continue_run
@@ -117,6 +117,6 @@ def recorded_and_asked(
 ) -> tuple[StoredRun, Spec, Spec]:
     """A run as its store has it, its spec, and that with overrides. SpecError where there is no such run."""
     store = tracking_uri(uri)
-    found = find_run(store, run_id, lies_where(overrides).folder)
-    found.spec["record"] = {**found.spec.get("record", {}), "uri": store}
-    return found, load_spec(found.spec), load_spec(found.spec, overrides, uri=uri)
+    stored_run = find_run(store, run_id, lies_where(overrides).folder)
+    stored_run.spec["record"] = {**stored_run.spec.get("record", {}), "uri": store}
+    return stored_run, load_spec(stored_run.spec), load_spec(stored_run.spec, overrides, uri=uri)

@@ -54,13 +54,13 @@ def names_of(host: str) -> list[str]:
     """The names under which a server on `host` may be asked for."""
     if host not in {"0.0.0.0", "::"}:
         return [host, "127.0.0.1", "localhost"]
-    own = {
+    addresses = {
         entry.address
         for entries in psutil.net_if_addrs().values()
         for entry in entries
         if entry.family == socket.AF_INET
     }
-    return sorted({socket.gethostname(), socket.getfqdn(), "localhost", *own})
+    return sorted({socket.gethostname(), socket.getfqdn(), "localhost", *addresses})
 
 
 def guarded(host: str, given: Mapping[str, str]) -> dict[str, str]:

@@ -32,15 +32,15 @@ def resume_without(
     A new run, a fork, in which these samples are left out of their micro-batches. `overrides` may change placement. Where no
     checkpoint is old enough it starts over. SpecError for ids that are none, that the data do not have, or that the run never uses.
     """
-    wanted = read_ids(ids)
+    sample_ids = read_ids(ids)
     _, recorded, spec = recorded_and_asked(run_id, overrides, uri)
     refuse_changes(run_id, recorded, spec)
-    before = [] if spec.data.without is None else parse(spec.data.without)
-    new = {i for i in wanted if not any(i in one for one in before)}
+    previous = [] if spec.data.without is None else parse(spec.data.without)
+    new = {i for i in sample_ids if not any(i in ids_range for ids_range in previous)}
     if not new:
         raise SpecError(f"without: run {run_id} leaves out all samples of {str(ids)!r} already")
     first = _first_use(spec, LeftOut(written(new)), run_id)
-    without = written([*new, *(i for one in before for i in one)])
+    without = written([*new, *(i for ids_range in previous for i in ids_range)])
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"without": without})})
     options.progress.say(
         f"sample {first.sample} is the first of {len(new)} that run {run_id} uses, in step {first.step + 1}"
@@ -57,7 +57,7 @@ def read_ids(path: Path) -> set[int]:
         raise SpecError(
             f"without: {str(path)!r} cannot be read ({error}); give a file with an id a line"
         ) from error
-    found = set()
+    sample_ids = set()
     for number, line in enumerate(lines, start=1):
         word = line.partition("#")[0].strip()
         if not word:
@@ -66,10 +66,10 @@ def read_ids(path: Path) -> set[int]:
             raise SpecError(
                 f"without: line {number} of {str(path)!r} is {word[:40]!r}, wanted the number of a sample, counted from 0"
             )
-        found.add(int(word))
-    if not found:
+        sample_ids.add(int(word))
+    if not sample_ids:
         raise SpecError(f"without: {str(path)!r} has no ids; give one a line")
-    return found
+    return sample_ids
 
 
 def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
@@ -78,22 +78,22 @@ def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
     train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
     plan = make_plan(spec, train_data)
     check_ids(wanted, train_data, "without")
-    found = make_sampler(spec, plan, train_data).first_use(wanted)
-    if found is None:
+    first_use = make_sampler(spec, plan, train_data).first_use(wanted)
+    if first_use is None:
         raise SpecError(
             f"without: run {run_id} uses none of these samples; it is what it would be without them"
         )
-    return found
+    return first_use
 
 
 def _forked(options: RunOptions, run_id: str, recorded: Spec, spec: Spec, first: int) -> Spec:
     """The spec of the run without the samples: from the newest checkpoint with at most `first` steps, or from where the run itself began."""
     storage, store = recorded.checkpoint.storage, spec.record.uri or ""
-    whole = [step for step in whole_steps(storage, run_id) if step <= first]
+    complete_steps = [step for step in whole_steps(storage, run_id) if step <= first]
     local = on_disk(storage) is not None  # an object store has no copies put into it
     copies = [copy.step for copy in find_copies(store, run_id) if copy.step <= first] if local else []
-    newest = max([*whole, *copies], default=None)
-    if newest is not None and newest not in whole and leads():
+    newest = max([*complete_steps, *copies], default=None)
+    if newest is not None and newest not in complete_steps and leads():
         fetch_copy(recorded, store, run_id, newest, options.progress)
     if newest is not None:
         options.progress.say(f"a new run starts from step {newest} of run {run_id}")

@@ -104,8 +104,8 @@ class Hold:
     def reached(self, step: int, attempt: int) -> None:
         """Report how far the run is."""
         self.holder = replace(self.holder, step=step, attempt=attempt)
-        for other in self._beside:
-            other.reached(step, attempt)
+        for hold in self._beside:
+            hold.reached(step, attempt)
 
     def go_with(self, other: Hold) -> None:
         """Count as taken over where `other` is, which holds the same run in another place; and report there how far it is."""
@@ -240,18 +240,18 @@ def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Call
     newest = _newest(storage, folder)  # read once: a later holder may begin while this one is watched
     if not takeover:
         _refuse(storage, folder, what, newest)
-    own = Holder.here(1 if newest is None else newest[0] + 1)
-    _tokens.add(own.token)
+    holder = Holder.here(1 if newest is None else newest[0] + 1)
+    _tokens.add(holder.token)
     try:
-        _create(storage, folder, own, what)
+        _create(storage, folder, holder, what)
     except BaseException:
-        _tokens.discard(own.token)
+        _tokens.discard(holder.token)
         raise
-    hold = Hold(storage, folder, what, own)
+    hold = Hold(storage, folder, what, holder)
     if newest is not None:
         if takeover:
             _await_end(storage, folder, *newest, what, say)
-        _forget(storage, folder, own.number)
+        _forget(storage, folder, holder.number)
     return hold
 
 
@@ -280,9 +280,9 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
     began = time.monotonic()
     while time.monotonic() - began < WATCH_S:
         time.sleep(_LOOK_S)
-        now = _read(storage, folder, number)
-        if now != text:
-            holder = _holder(now) or holder
+        latest = _read(storage, folder, number)
+        if latest != text:
+            holder = _holder(latest) or holder
             return None if holder is not None and holder.gone else (holder, f"heard {_LOOK_S} s ago")
         if holder is not None and holder.gone:
             return None
@@ -305,9 +305,9 @@ def _await_end(
             announced = True
             say(f"{what} is taken over from {holder.shown}, which ends after its next step")
         time.sleep(_LOOK_S)
-        now = _read(storage, folder, number)
-        if now != text:
-            text, moved = now, time.monotonic()
+        latest = _read(storage, folder, number)
+        if latest != text:
+            text, moved = latest, time.monotonic()
 
 
 def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:

@@ -58,9 +58,9 @@ class FileName(NamedTuple):
 
 def file_name(name: str) -> FileName | None:
     """The parts of a name that this module made; None for any other."""
-    found = _FILE.fullmatch(name)
-    kind = next((kind for kind, ending in KINDS.items() if found and ending == found[4]), None)
-    return FileName(found[1], int(found[2]), int(found[3]), kind) if found and kind else None
+    match = _FILE.fullmatch(name)
+    kind = next((kind for kind, ending in KINDS.items() if match and ending == match[4]), None)
+    return FileName(match[1], int(match[2]), int(match[3]), kind) if match and kind else None
 
 
 def step_folder(step: int) -> str:
@@ -69,8 +69,8 @@ def step_folder(step: int) -> str:
 
 def step_of(folder: str) -> int | None:
     """The step of a folder's name; None for any other folder."""
-    found = _STEP.fullmatch(folder)
-    return int(found[1]) if found and folder == step_folder(int(found[1])) else None
+    match = _STEP.fullmatch(folder)
+    return int(match[1]) if match and folder == step_folder(int(match[1])) else None
 
 
 def staging_folder(attempt: int) -> str:
@@ -79,8 +79,8 @@ def staging_folder(attempt: int) -> str:
 
 def attempt_of(folder: str) -> int | None:
     """The attempt of a staging folder's name; None for any other folder."""
-    found = _STAGING.fullmatch(folder)
-    return int(found[1]) if found else None
+    match = _STAGING.fullmatch(folder)
+    return int(match[1]) if match else None
 
 
 def manifest_of(attempt: int) -> str:
@@ -90,8 +90,8 @@ def manifest_of(attempt: int) -> str:
 
 def manifests(names: Iterable[str]) -> list[str]:
     """The names of manifests among `names`, that of the newest attempt first."""
-    found = [(int(match[1] or 0), name) for name in names if (match := _MANIFEST.fullmatch(name))]
-    return [name for _, name in sorted(found, reverse=True)]
+    numbered = [(int(match[1] or 0), name) for name in names if (match := _MANIFEST.fullmatch(name))]
+    return [name for _, name in sorted(numbered, reverse=True)]
 
 
 def claim_name(attempt: int, token: str) -> str:
@@ -100,8 +100,8 @@ def claim_name(attempt: int, token: str) -> str:
 
 def claim_of(name: str) -> tuple[int, str] | None:
     """Attempt and token of a claim's name; None for any other name."""
-    found = _CLAIM.fullmatch(name)
-    return (int(found[1]), found[2]) if found else None
+    match = _CLAIM.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def hold_name(number: int) -> str:
@@ -110,8 +110,8 @@ def hold_name(number: int) -> str:
 
 def hold_of(name: str) -> int | None:
     """The number of a hold's name; None for any other name."""
-    found = _HOLD.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _HOLD.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_section(name: str) -> bool:

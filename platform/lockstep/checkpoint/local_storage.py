@@ -152,15 +152,15 @@ class LocalStorage:
         with _storage_errors("create", self.root / folder):
             target = self._at(folder)
             # Until it is renamed it may be cleared like an ended one, but only by an attempt, so only if another has begun.
-            made = target.with_name(f"{ENDED}{target.name}-{component(owner)}")
+            temporary = target.with_name(f"{ENDED}{target.name}-{component(owner)}")
             make_folder(target.parent)
-            (made / component(owner)).mkdir(parents=True, exist_ok=True)
+            (temporary / component(owner)).mkdir(parents=True, exist_ok=True)
             try:
-                flush(made)
-                made.rename(target)
+                flush(temporary)
+                temporary.rename(target)
             except OSError as error:
-                if made.exists():
-                    _clear(made)
+                if temporary.exists():
+                    _clear(temporary)
                 if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                     raise TakenError(f"checkpoint.storage: {str(target)!r} is there already") from error
                 raise

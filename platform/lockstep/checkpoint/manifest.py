@@ -100,7 +100,9 @@ class Manifest:
             "files": [asdict(entry) for entry in self.files],
             "identity": self.facts.identity,
             **facts,
-            "shared": [f"{one.name} {one.size} {one.sha256}" for one in self.shared],
+            "shared": [
+                f"{shared_file.name} {shared_file.size} {shared_file.sha256}" for shared_file in self.shared
+            ],
         }
         return with_hash(document)
 

@@ -96,22 +96,22 @@ class ObjectStorage:
         return sorted(_item(info) for info in self._infos(folder))
 
     def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
-        found: dict[str, Any] = {}
+        folders: dict[str, Any] = {}
         start = len(self._at(folder)) + 1
         for info in self._infos(folder, recursive=True):
             item, (name, *inside) = _item(info), info.path[start:].split("/")
             if item.is_folder and not inside:
-                found.setdefault(name, [])
+                folders.setdefault(name, [])
             elif len(inside) == 1 and not item.is_folder:
-                found.setdefault(name, []).append(item)
-        return found
+                folders.setdefault(name, []).append(item)
+        return folders
 
     def exists(self, path: str) -> bool:
         import pyarrow.fs as pafs
 
         with self._storage_errors("look at", path):
-            found = self._files.get_file_info(self._at(path)).type
-            return bool(found != pafs.FileType.NotFound)
+            file_type = self._files.get_file_info(self._at(path)).type
+            return bool(file_type != pafs.FileType.NotFound)
 
     def delete(self, path: str, *, staging: str | None = None) -> None:
         with self._storage_errors("delete", path):
@@ -155,20 +155,22 @@ class ObjectStorage:
     def _create_alone(self, path: str, content: bytes) -> None:
         """Announce that we want the name, look, and take it if nobody else is seen: of two, the later one sees the earlier."""
         folder, _, name = path.rpartition("/")
-        own = f"{name}.{uuid.uuid4().hex}.wanted"
-        self.put(f"{folder}/{own}", b"")
+        marker = f"{name}.{uuid.uuid4().hex}.wanted"
+        self.put(f"{folder}/{marker}", b"")
         try:
-            seen = {info.base_name: info.mtime for info in self._infos(folder)}
-            wanted = [
-                other
-                for other, at in seen.items()
-                if other.startswith(f"{name}.") and other.endswith(".wanted") and seen[own] - at < _RIVAL
+            mtimes = {info.base_name: info.mtime for info in self._infos(folder)}
+            markers = [
+                base_name
+                for base_name, at in mtimes.items()
+                if base_name.startswith(f"{name}.")
+                and base_name.endswith(".wanted")
+                and mtimes[marker] - at < _RIVAL
             ]
-            if name in seen or wanted != [own]:
+            if name in mtimes or markers != [marker]:
                 raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already, or being made")
             self.put(path, content)
         finally:
-            self.delete(f"{folder}/{own}")
+            self.delete(f"{folder}/{marker}")
 
     @cached_property
     def _client(self) -> Any:
@@ -182,7 +184,7 @@ class ObjectStorage:
         if endpoint and "://" not in endpoint:
             endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
         virtual = not endpoint or query.get("force_virtual_addressing") == "true"
-        given = {"aws_access_key_id": parts.username, "aws_secret_access_key": parts.password}
+        credentials = {"aws_access_key_id": parts.username, "aws_secret_access_key": parts.password}
         return boto3.session.Session().client(
             "s3",
             endpoint_url=endpoint,
@@ -193,7 +195,7 @@ class ObjectStorage:
                 read_timeout=30,
                 retries={"mode": "standard", "max_attempts": 3},
             ),
-            **{name: unquote(value) for name, value in given.items() if value},
+            **{name: unquote(value) for name, value in credentials.items() if value},
         )
 
     def _infos(self, folder: str, *, recursive: bool = False) -> Sequence[pafs.FileInfo]:

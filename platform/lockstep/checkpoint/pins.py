@@ -36,17 +36,17 @@ def unpin(run: RunFolder, step: int, reason: str = ASKED) -> None:
 
 def pin_exactly(run: RunFolder, steps: Collection[int], reason: str) -> None:
     """Make these the only steps that are pinned for `reason`."""
-    before = {step for step, why in _pins(run) if why == reason}
-    for step in set(steps) - before:
+    previous = {step for step, why in _pins(run) if why == reason}
+    for step in set(steps) - previous:
         pin(run, step, reason)
-    for step in before - set(steps):
+    for step in previous - set(steps):
         unpin(run, step, reason)
 
 
 def _pins(run: RunFolder) -> list[tuple[int, str]]:
     parts = (item.name.partition(".") for item in run.storage.list(run.path(layout.PINS)))
-    found = ((layout.step_of(name), reason) for name, _, reason in parts)
-    return [(step, reason) for step, reason in found if step is not None]
+    pins = ((layout.step_of(name), reason) for name, _, reason in parts)
+    return [(step, reason) for step, reason in pins if step is not None]
 
 
 def _path(run: RunFolder, step: int, reason: str) -> str:

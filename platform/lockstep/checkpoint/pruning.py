@@ -38,21 +38,21 @@ class Catalogue:
 
     def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
         """Delete the checkpoints that `keep` does not ask for, as the function `prune` does. Returns the deleted steps."""
-        own = None if whole is None else self._looked_at(whole)
-        if whole is not None and own is None:
+        checkpoint = None if whole is None else self._looked_at(whole)
+        if whole is not None and checkpoint is None:
             return []
-        known = self._known = self._read(whole) if self._known is None else self._known
-        if own is not None:
-            known[own.step] = own
+        checkpoints = self._known = self._read(whole) if self._known is None else self._known
+        if checkpoint is not None:
+            checkpoints[checkpoint.step] = checkpoint
         keep = replace(keep, pinned=keep.pinned | pinned(self.attempt.run))
-        self.essential = essential(known.values(), keep)
-        steps = [step for step in surplus(known.values(), keep) if step != whole]
+        self.essential = essential(checkpoints.values(), keep)
+        steps = [step for step in surplus(checkpoints.values(), keep) if step != whole]
         deleted, ended = [], False
         for step in steps:
             if step in pinned(self.attempt.run):  # since the pins were read
                 continue
             ended |= apply(self.attempt, [step])
-            del known[step]
+            del checkpoints[step]
             deleted.append(step)
         if ended:
             _clear_shared(self.attempt)
@@ -70,16 +70,18 @@ class Catalogue:
 
     def _read(self, whole: int | None) -> dict[int, Known]:
         """Every checkpoint of this format. One before `since`, and `whole`, is judged by names and sizes only."""
-        known = {}
+        checkpoints = {}
         for step, sizes in listed(self.attempt.run):
             hashes = step > self.since and step != whole
-            found = [
+            candidates = [
                 _known(self.attempt, step, name, sizes, hashes=hashes) for name in layout.manifests(sizes)
             ]
-            best = next((one for one in found if one is not None and one.good), None)
-            if best is not None or (found and None not in found):
-                known[step] = best or Known(step, good=False)
-        return known
+            best = next(
+                (candidate for candidate in candidates if candidate is not None and candidate.good), None
+            )
+            if best is not None or (candidates and None not in candidates):
+                checkpoints[step] = best or Known(step, good=False)
+        return checkpoints
 
 
 def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int]:
@@ -117,14 +119,14 @@ def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> li
     attempt.ensure_current()
     attempt.run.clear_ended()
     folders = [_step_folder(attempt, step, names) for step, names in _folders(attempt, only)]
-    found = leftovers(folders, attempt.number, fenced=attempt.run.storage.fences)
+    by_step = leftovers(folders, attempt.number, fenced=attempt.run.storage.fences)
     for folder in folders:
         name = layout.step_folder(folder.step)
-        for file in found.get(folder.step, ()):
+        for file in by_step.get(folder.step, ()):
             attempt.discard((name, file))
-        if folder.names == set(found.get(folder.step, ())):
+        if folder.names == set(by_step.get(folder.step, ())):
             attempt.run.storage.delete_folder(attempt.run.path(name))
-    cleared = [f"{layout.step_folder(step)}/{file}" for step, files in found.items() for file in files]
+    cleared = [f"{layout.step_folder(step)}/{file}" for step, files in by_step.items() for file in files]
     return cleared + (_clear_shared(attempt) if only is None else [])
 
 
@@ -136,20 +138,24 @@ def _clear_shared(attempt: Attempt) -> list[str]:
     """
     run = attempt.run
     listings = listed(run)
-    found = [Checkpoint.of(run, step, name) for step, names in listings for name in layout.manifests(names)]
-    manifests = [_readable(checkpoint) for checkpoint in found]
+    checkpoints = [
+        Checkpoint.of(run, step, name) for step, names in listings for name in layout.manifests(names)
+    ]
+    manifests = [_readable(checkpoint) for checkpoint in checkpoints]
     readable = [manifest for manifest in manifests if manifest is not None]
-    published = max((one.step for one in readable if one.attempt == attempt.number), default=None)
+    published = max(
+        (candidate.step for candidate in readable if candidate.attempt == attempt.number), default=None
+    )
     if published is None or len(readable) < len(manifests):
         return []
     if not run.storage.fences and any(_may_come(step, names, published, attempt) for step, names in listings):
         return []
     named = {entry.name for manifest in readable for entry in manifest.shared}
     items = run.storage.list(run.path(layout.SHARED))
-    left = [item.name for item in items if layout.is_shared(item.name) and item.name not in named]
-    for name in left:
+    orphans = [item.name for item in items if layout.is_shared(item.name) and item.name not in named]
+    for name in orphans:
         attempt.discard((layout.SHARED, name))
-    return [f"{layout.SHARED}/{name}" for name in left]
+    return [f"{layout.SHARED}/{name}" for name in orphans]
 
 
 def _may_come(step: int, names: Iterable[str], published: int, attempt: Attempt) -> bool:
@@ -186,15 +192,15 @@ def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int], *, 
 
 def _step_folder(attempt: Attempt, step: int, sizes: Mapping[str, int]) -> StepFolder:
     names = frozenset(sizes)
-    made = [parts for name in names if (parts := layout.file_name(name))]
-    makers = {parts.attempt for parts in made}
-    if layout.manifests(names) and len(makers) == 1 and all(parts.kind != layout.RECEIPT for parts in made):
+    parsed = [parts for name in names if (parts := layout.file_name(name))]
+    makers = {parts.attempt for parts in parsed}
+    if layout.manifests(names) and len(makers) == 1 and all(parts.kind != layout.RECEIPT for parts in parsed):
         return StepFolder(
             step, names, names, makers.pop()
         )  # the normal state after a save: no need to read the manifest
-    found = [_readable(Checkpoint.of(attempt.run, step, name)) for name in layout.manifests(names)]
-    readable = [manifest for manifest in found if manifest is not None]
-    if not readable or len(readable) < len(found):
+    manifests = [_readable(Checkpoint.of(attempt.run, step, name)) for name in layout.manifests(names)]
+    readable = [manifest for manifest in manifests if manifest is not None]
+    if not readable or len(readable) < len(manifests):
         return StepFolder(step, names)
     named = {entry.name for manifest in readable for entry in manifest.files}
     newest = max(manifest.attempt for manifest in readable)

@@ -109,12 +109,12 @@ def checkpoints_of(run: RunFolder, step: int) -> list[Checkpoint]:
 
 def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
     """Each step that has a folder, newest first, with the names and sizes of its files. It lists all of them in one go."""
-    found = [
+    folders = [
         (step, {item.name: item.size for item in items})
         for folder, items in run.storage.tree(run.run_id).items()
         if (step := layout.step_of(folder)) is not None
     ]
-    return sorted(found, key=lambda folder: -folder[0])
+    return sorted(folders, key=lambda folder: -folder[0])
 
 
 def load_step(run: RunFolder, step: int) -> Loaded:
@@ -141,8 +141,8 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) 
         _read(checkpoint, entry, lambda file: file.rest())
     if shared and manifest.shared:
         check_sizes(checkpoint, manifest.shared, _sizes_of_shared(checkpoint))
-    for other in manifest.shared if hashes and shared else ():
-        _read(checkpoint, other, lambda file: file.rest())
+    for shared_file in manifest.shared if hashes and shared else ():
+        _read(checkpoint, shared_file, lambda file: file.rest())
     return manifest
 
 
@@ -154,15 +154,15 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
     from lockstep.checkpoint.tensor_file import read_tensors  # imports torch, which the recorder does without
 
     manifest = checkpoint.manifest()
-    wanted = [entry for entry in manifest.files if only is None or entry.section in only]
-    check_sizes(checkpoint, wanted, _sizes(checkpoint))
+    entries = [entry for entry in manifest.files if only is None or entry.section in only]
+    check_sizes(checkpoint, entries, _sizes(checkpoint))
     tensors: dict[str, dict[str, Tensor]] = {}
     skeletons: dict[str, tuple[FileEntry, Any]] = {}
     sections: dict[str, Tree | bytes] = {}
-    for entry in wanted:
+    for entry in entries:
         if entry.kind == "tensors":
-            found = _read(checkpoint, entry, lambda file: read_tensors(file.fill, file.entry.size))
-            tensors.setdefault(entry.section, {}).update(found)
+            file_tensors = _read(checkpoint, entry, lambda file: read_tensors(file.fill, file.entry.size))
+            tensors.setdefault(entry.section, {}).update(file_tensors)
         elif entry.kind == "tree":
             skeletons[entry.section] = entry, _read(checkpoint, entry, _skeleton)
         else:
@@ -229,12 +229,12 @@ def _read(checkpoint: Checkpoint, entry: FileEntry | SharedFile, content: Callab
         with checkpoint.storage.open(_path(checkpoint, entry)) as reading:
             file = _Verified(reading, entry)
             try:
-                found = content(file)
+                result = content(file)
             except BadCheckpointError:
                 file.rest()  # a wrong hash is the cause, so report that instead
                 raise
             file.rest()
-            return found
+            return result
     except BadCheckpointError as error:
         raise checkpoint.bad(entry.name, error) from error
 

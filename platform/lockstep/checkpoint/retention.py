@@ -47,22 +47,26 @@ def surplus(known: Iterable[Known], keep: Keep) -> list[int]:
 
     A damaged checkpoint goes when a newer one is good; until then it stays as evidence.
     """
-    found = sorted(known, key=lambda checkpoint: checkpoint.step)
-    good = [checkpoint for checkpoint in found if checkpoint.good]
+    ordered = sorted(known, key=lambda checkpoint: checkpoint.step)
+    good = [checkpoint for checkpoint in ordered if checkpoint.good]
     if not good:
         return []
-    kept = {checkpoint.step for checkpoint in good[-keep.last :]} | keep.pinned
-    kept |= {checkpoint.step for checkpoint in good if keep.every and checkpoint.step % keep.every == 0}
-    kept |= _best(good, keep)
+    retained = {checkpoint.step for checkpoint in good[-keep.last :]} | keep.pinned
+    retained |= {checkpoint.step for checkpoint in good if keep.every and checkpoint.step % keep.every == 0}
+    retained |= _best(good, keep)
     newest = good[-1].step
     return [
-        checkpoint.step for checkpoint in found if checkpoint.step not in kept and checkpoint.step <= newest
+        checkpoint.step
+        for checkpoint in ordered
+        if checkpoint.step not in retained and checkpoint.step <= newest
     ]
 
 
 def essential(known: Iterable[Known], keep: Keep) -> list[int]:
     """The steps without which a run would lose something: the newest good one, the best one and the pinned ones; newest first."""
-    good = sorted((one for one in known if one.good), key=lambda checkpoint: checkpoint.step)
+    good = sorted(
+        (candidate for candidate in known if candidate.good), key=lambda checkpoint: checkpoint.step
+    )
     newest = {checkpoint.step for checkpoint in good[-1:]}
     pinned = {checkpoint.step for checkpoint in good if checkpoint.step in keep.pinned}
     return sorted(newest | _best(good, keep) | pinned, reverse=True)
@@ -98,10 +102,10 @@ def leftovers(folders: Iterable[StepFolder], current: int, *, fenced: bool = Tru
     file whose name this store did not make. Where ended attempts are not `fenced` off, the manifest
     that names their files may still be on its way: they stay until the current attempt has published that step or a later one.
     """
-    known = list(folders)
-    published = max((folder.step for folder in known if folder.attempt == current), default=-1)
-    found = {folder.step: _leftovers(folder, current, published, fenced=fenced) for folder in known}
-    return {step: names for step, names in found.items() if names}
+    step_folders = list(folders)
+    published = max((folder.step for folder in step_folders if folder.attempt == current), default=-1)
+    by_step = {folder.step: _leftovers(folder, current, published, fenced=fenced) for folder in step_folders}
+    return {step: names for step, names in by_step.items() if names}
 
 
 def _leftovers(folder: StepFolder, current: int, published: int, *, fenced: bool) -> list[str]:

@@ -130,16 +130,16 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """The steps that have a folder, newest first, whether or not it holds a checkpoint."""
-        found = (layout.step_of(item.name) for item in self.storage.list(self.run_id) if item.is_folder)
-        return sorted((step for step in found if step is not None), reverse=True)
+        candidates = (layout.step_of(item.name) for item in self.storage.list(self.run_id) if item.is_folder)
+        return sorted((step for step in candidates if step is not None), reverse=True)
 
     def fence(self) -> Fence:
         """The attempt that may publish and delete."""
         if not self.storage.fences:
             return Fence(*max(self._claims(), default=(0, "")))
         try:
-            found = self._read(layout.ATTEMPT)
-            return Fence(int(found["number"]), component(found["token"]))
+            document = self._read(layout.ATTEMPT)
+            return Fence(int(document["number"]), component(document["token"]))
         except LostFileError:
             return Fence(0, "")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -195,11 +195,11 @@ class RunFolder:
 
     def _begin_by_name(self, attempt: Attempt) -> None:
         """Begin an attempt by an object's name. TakenError where another process begins one of this number, or a newer one, at the same time."""
-        own = (attempt.number, attempt.token)
-        self.storage.put(self._claim_path(own), b"")
-        others = [claim for claim in self._claims() if claim != own]
+        own_claim = (attempt.number, attempt.token)
+        self.storage.put(self._claim_path(own_claim), b"")
+        others = [claim for claim in self._claims() if claim != own_claim]
         rivals = [claim for claim in others if claim[0] >= attempt.number]
-        for claim in [own] if rivals else others:
+        for claim in [own_claim] if rivals else others:
             with suppress(LostFileError):  # another process has deleted it too
                 self.storage.delete(self._claim_path(claim))
         if rivals:
@@ -308,11 +308,11 @@ class Attempt:
     def withdraw(self, path: tuple[str, ...]) -> None:
         """Delete the file that makes others count, only as the current attempt; it may be gone."""
         self.ensure_current()
-        whole = self.run.path(*path)
+        full_path = self.run.path(*path)
         try:
-            self.run.storage.delete(whole, staging=self.staging)
+            self.run.storage.delete(full_path, staging=self.staging)
         except LostFileError as error:
-            if self.run.storage.exists(whole):
+            if self.run.storage.exists(full_path):
                 raise self._over(error) from error
 
     def discard(self, path: tuple[str, ...]) -> None:

@@ -42,8 +42,8 @@ def claim(
 def check_step(run_id: str, step: int, there: Sequence[int]) -> None:
     """SpecError where `step` is none of the steps that have a checkpoint."""
     if step not in there:
-        kept = ", ".join(map(str, sorted(there))) or "none"
-        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+        available = ", ".join(map(str, sorted(there))) or "none"
+        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {available}")
 
 
 def saved_steps(folder: RunFolder) -> list[int]:
@@ -87,21 +87,21 @@ def read_shared(storage: str, run_id: str, name: str) -> bytes:
 
 def opened(storage: str, run_id: str) -> RunFolder:
     """The run's folder. It is created if the run ended before its first checkpoint, or on another machine."""
-    place = open_storage(storage)
+    store = open_storage(storage)
     try:
-        return RunFolder.open(place, run_id)
+        return RunFolder.open(store, run_id)
     except LostFileError:
-        return RunFolder.create(place, run_id)
+        return RunFolder.create(store, run_id)
 
 
 def _begun(storage: str, run_id: str) -> RunFolder:
     """The folder of a run that has trained."""
-    place = open_storage(storage)
+    store = open_storage(storage)
     try:
-        return RunFolder.open(place, run_id)
+        return RunFolder.open(store, run_id)
     except LostFileError as error:
         raise StorageError(
-            f"checkpoint.storage: nothing is left of run {run_id} in {place.shown!r}, though it has trained; mount the storage, or put its folder "
+            f"checkpoint.storage: nothing is left of run {run_id} in {store.shown!r}, though it has trained; mount the storage, or put its folder "
             "back, and resume the run; if its checkpoints are lost, start a new run with its spec"
         ) from error
 
@@ -114,8 +114,8 @@ def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
 
 def on_disk(storage: str) -> Path | None:
     """The folder of a storage on a disk; None for an object store."""
-    place = open_storage(storage)
-    return place.root if isinstance(place, LocalStorage) else None
+    store = open_storage(storage)
+    return store.root if isinstance(store, LocalStorage) else None
 
 
 _ASIDE = ".download-"
@@ -157,7 +157,7 @@ def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
     """
     run, root = opened(storage, run_id), on_disk(storage)
     assert root is not None
-    place, shared = root / run.path(step_folder(step)), root / run.path(SHARED)
+    target, shared = root / run.path(step_folder(step)), root / run.path(SHARED)
     for file in files.iterdir():
         file.chmod(files.stat().st_mode & 0o666)
     for file in [file for file in files.iterdir() if is_shared(file.name)]:
@@ -165,10 +165,10 @@ def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
         flush(file)
         file.replace(shared / file.name)
         flush(shared)
-    if place.exists():  # what is there is not a checkpoint
-        shutil.rmtree(place)
+    if target.exists():  # what is there is not a checkpoint
+        shutil.rmtree(target)
     for file in files.iterdir():
         flush(file)
     flush(files)
-    files.rename(place)
-    flush(place.parent)
+    files.rename(target)
+    flush(target.parent)

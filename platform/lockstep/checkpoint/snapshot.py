@@ -51,7 +51,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's tensors."""
-        return sum(tensor.nbytes for own in self.tensors.values() for tensor in own.values())
+        return sum(tensor.nbytes for section in self.tensors.values() for tensor in section.values())
 
     def wait(self) -> None:
         """Wait until the copies are made."""
@@ -72,28 +72,34 @@ def snapshot(
     JobError for what is not a tree, StorageError where there is no memory for the copy.
     """
     packed, blocks = _packed(sections)
-    sources = [tensor for found in packed.values() for tensor in found.tensors.values()]
+    sources = [tensor for packed_section in packed.values() for tensor in packed_section.tensors.values()]
     shares = _shares(sources, ranks)
-    own = shares[rank] if rank < len(shares) else range(0)
+    share = shares[rank] if rank < len(shares) else range(0)
     buffers = into.buffers if into is not None else Buffers()
-    mine = [tensor for tensor in sources[own.start : own.stop] if isinstance(tensor, Tensor)]
-    if len(mine) < len(own):
-        raise RuntimeError(f"rank {rank} was not given {len(own) - len(mine)} of the tensors that it writes")
+    mine = [tensor for tensor in sources[share.start : share.stop] if isinstance(tensor, Tensor)]
+    if len(mine) < len(share):
+        raise RuntimeError(
+            f"rank {rank} was not given {len(share) - len(mine)} of the tensors that it writes"
+        )
     copies, copied = buffers.copy(mine)
     tensors, start = dict[str, dict[str, Tensor]](), 0
-    for section, found in packed.items():
-        held = range(max(own.start, start), min(own.stop, start + len(found.tensors)))
-        if held:
-            names = islice(found.tensors, held.start - start, held.stop - start)
-            tensors[section] = dict(zip(names, copies[held.start - own.start :], strict=False))
-        start += len(found.tensors)
-    trees = {section: found.skeleton for section, found in packed.items()}
+    for section, packed_section in packed.items():
+        overlap = range(max(share.start, start), min(share.stop, start + len(packed_section.tensors)))
+        if overlap:
+            names = islice(packed_section.tensors, overlap.start - start, overlap.stop - start)
+            tensors[section] = dict(zip(names, copies[overlap.start - share.start :], strict=False))
+        start += len(packed_section.tensors)
+    trees = {section: packed_section.skeleton for section, packed_section in packed.items()}
     return Snapshot(trees, blocks if rank == 0 else {}, tensors, rank, len(shares), buffers, copied)
 
 
 def writers(sections: Mapping[str, Tree | Block], ranks: int) -> dict[int, int]:
     """The rank that writes each tensor that stands as `Elsewhere`, by the id of that object. The same on every rank."""
-    sources = [tensor for found in _packed(sections)[0].values() for tensor in found.tensors.values()]
+    sources = [
+        tensor
+        for packed_section in _packed(sections)[0].values()
+        for tensor in packed_section.tensors.values()
+    ]
     return {
         id(sources[i]): rank
         for rank, share in enumerate(_shares(sources, ranks))
@@ -154,9 +160,9 @@ class Buffers:
     def copy(self, sources: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """A copy of each tensor and, for tensors on CUDA, the event after which the copies are made."""
         on_cuda = any(tensor.is_cuda for tensor in sources)
-        wanted = [(tensor.dtype, tensor.shape) for tensor in sources]
-        if wanted != self._layout or (on_cuda and not self._for_cuda):
-            self._make(wanted, for_cuda=on_cuda)
+        new_layout = [(tensor.dtype, tensor.shape) for tensor in sources]
+        if new_layout != self._layout or (on_cuda and not self._for_cuda):
+            self._make(new_layout, for_cuda=on_cuda)
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, sources, non_blocking=on_cuda)

@@ -73,7 +73,7 @@ def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, 
 def _tensors(
     contents: dict[str, Any], remaining: int, fill: Callable[[memoryview], None]
 ) -> dict[str, Tensor]:
-    found, end = {}, 0
+    tensors, end = {}, 0
     for name in sorted(contents, key=lambda name: contents[name]["data_offsets"]):
         entry = contents[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
@@ -87,10 +87,10 @@ def _tensors(
         end = stop
         tensor = torch.empty(shape, dtype=dtype)
         fill(_bytes(tensor))
-        found[name] = tensor
+        tensors[name] = tensor
     if end != remaining:
         raise ValueError(f"{remaining - end} bytes belong to no tensor")
-    return {name: found[name] for name in contents}
+    return {name: tensors[name] for name in contents}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

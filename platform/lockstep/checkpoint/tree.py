@@ -118,7 +118,7 @@ Shared = set[frozenset[tuple[str, int]]]
 def sharing(tree: Tree, where: str) -> Shared:
     """What is shared within a tree; each place begins with `where`."""
     pieces = [
-        frozenset((f"{where}{one.path}", one.start - block.start) for one in block.spans)
+        frozenset((f"{where}{span.path}", span.start - block.start) for span in block.spans)
         for block in _blocks(_spans(tree, where))
     ]
     return {piece for piece in pieces if len(piece) > 1}
@@ -136,8 +136,8 @@ class _Span(NamedTuple):
     def dense(self) -> bool:
         """Whether the tensor is all of these bytes, each of them once, as they are."""
         tensor = self.tensor
-        whole = tensor.nbytes == self.stop - self.start and not (tensor.is_conj() or tensor.is_neg())
-        return whole and _in_order_of_memory(tensor)[0].data_ptr() == self.start
+        complete = tensor.nbytes == self.stop - self.start and not (tensor.is_conj() or tensor.is_neg())
+        return complete and _in_order_of_memory(tensor)[0].data_ptr() == self.start
 
 
 class _Block(NamedTuple):
@@ -172,18 +172,22 @@ def _spans(tree: Tree, where: str) -> list[_Span]:
 
 def _blocks(spans: list[_Span]) -> list[_Block]:
     """The pieces of memory in which spans overlap, in the order of addresses; their spans in the order of the tree."""
-    found: list[tuple[int, list[int]]] = []
+    groups: list[tuple[int, list[int]]] = []
     stop = 0
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
-        if not found or spans[i].start >= stop:
-            found.append((spans[i].start, []))
-        found[-1][1].append(i)
+        if not groups or spans[i].start >= stop:
+            groups.append((spans[i].start, []))
+        groups[-1][1].append(i)
         stop = max(stop, spans[i].stop)
     blocks = [
         _Block(start, max(spans[i].stop for i in members), [spans[i] for i in sorted(members)])
-        for start, members in found
+        for start, members in groups
     ]
-    return [one for one in blocks if len(one.spans) > 1 or one.spans[0].tensor.nbytes > one.stop - one.start]
+    return [
+        block
+        for block in blocks
+        if len(block.spans) > 1 or block.spans[0].tensor.nbytes > block.stop - block.start
+    ]
 
 
 class _Packing:
@@ -245,12 +249,12 @@ class _Packing:
         if (number := self._ended.get(id(value))) is not None:
             return {"$same": number}
         if kind is list:
-            found: Any = [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
+            encoded: Any = [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         else:
-            found = self._mapping(value, path, depth + 1)
+            encoded = self._mapping(value, path, depth + 1)
         if not self._by_value:
             self._ended[id(value)] = len(self._ended)
-        return found
+        return encoded
 
     def _mapping(self, mapping: Mapping[Any, Any], path: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in mapping):
@@ -272,20 +276,20 @@ class _Packing:
             raise self._refused(path, f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}")
         if tensor.requires_grad:
             tensor = tensor.detach()
-        start, held = tensor.data_ptr(), tensor
+        start, original = tensor.data_ptr(), tensor
         if self._blocks and (block := self._block_at(start)) is not None and tensor.numel():
             return self._view(tensor, block, path)
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
         tensor, order = _in_order_of_memory(tensor)
-        copied = tensor is not held and tensor.data_ptr() != start
+        copied = tensor is not original and tensor.data_ptr() != start
         nbytes = tensor.nbytes
-        reach = _reach(held) if copied else nbytes
+        reach = _reach(original) if copied else nbytes
         if self.spans is not None and reach:
-            self.spans.append(_Span(start, start + reach, held, path))
-        if reach and (known := self._at.get(start)) is not None:
-            if known[1] is not None and not copied and self._same(self.tensors[known[1]], tensor):
-                return _tensor_word(known[1], order)
+            self.spans.append(_Span(start, start + reach, original, path))
+        if reach and (earlier := self._at.get(start)) is not None:
+            if earlier[1] is not None and not copied and self._same(self.tensors[earlier[1]], tensor):
+                return _tensor_word(earlier[1], order)
             self._overlap = True
         name = self._named(path, tensor)
         if reach:
@@ -352,9 +356,9 @@ class _Packing:
         return name
 
     def _refused(self, path: str, what: str) -> JobError:
-        place = f"{self._where}{path}"
+        location = f"{self._where}{path}"
         return JobError(
-            f"checkpoint: {place if len(place) < 200 else place[:200] + '…'} is {what}, which a checkpoint cannot hold; "
+            f"checkpoint: {location if len(location) < 200 else location[:200] + '…'} is {what}, which a checkpoint cannot hold; "
             "wanted tensors, numbers, text, true, false, None, and lists, tuples or mappings of these"
         )
 

@@ -157,9 +157,9 @@ def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memory
 
 def _replaced(number: int, names: Iterable[str], files: Iterable[FileEntry]) -> list[str]:
     """Receipts, which are no longer needed, and the files of an older attempt's checkpoint of this step."""
-    known = [(name, layout.file_name(name)) for name in set(names) - {entry.name for entry in files}]
+    parsed = [(name, layout.file_name(name)) for name in set(names) - {entry.name for entry in files}]
     return [
-        name for name, parts in known if parts and (parts.kind == layout.RECEIPT or parts.attempt < number)
+        name for name, parts in parsed if parts and (parts.kind == layout.RECEIPT or parts.attempt < number)
     ]
 
 

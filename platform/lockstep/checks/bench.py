@@ -89,10 +89,10 @@ class Benched:
         With the efficiency they add up to 1. A part that takes less than in the first run is below 0.
         """
         first = self.speeds[0]
-        whole = speed.workers * speed.step_s
+        total_s = speed.workers * speed.step_s
         return {
-            part: (speed.workers * now - first.workers * before) / whole
-            for part, now, before in zip(PARTS, speed.taken, first.taken, strict=True)
+            part: (speed.workers * part_s - first.workers * first_part_s) / total_s
+            for part, part_s, first_part_s in zip(PARTS, speed.taken, first.taken, strict=True)
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,18 +167,18 @@ def usable_cores() -> int:
 def first_difference(speeds: Sequence[Speed]) -> str:
     """The first loss, or else the final weights, in which a run differs from the first one; empty where none does."""
     first = speeds[0]
-    for other in speeds:
-        for step, (wanted, got) in enumerate(zip(first.losses, other.losses, strict=True), 1):
+    for speed in speeds:
+        for step, (wanted, got) in enumerate(zip(first.losses, speed.losses, strict=True), 1):
             if got != wanted:
                 return (
                     f"step {step}: the loss is {float.fromhex(wanted)!r} on {first.workers} and "
-                    f"{float.fromhex(got)!r} on {other.workers} workers"
+                    f"{float.fromhex(got)!r} on {speed.workers} workers"
                 )
-        for rank, digest in enumerate(other.digests):
+        for rank, digest in enumerate(speed.digests):
             if digest != first.digests[0]:
                 return (
                     f"after step {len(first.losses)} the weights are {first.digests[0]} on {first.workers} and {digest} on rank "
-                    f"{rank} of {other.workers} workers"
+                    f"{rank} of {speed.workers} workers"
                 )
     return ""
 

@@ -79,23 +79,23 @@ class StepClock(NoProbe):
         began, held_up = self._now(), self._held_up()
         yield
         # Where what learns changes, the reduction is made anew, and its clock with it.
-        whole, reduction = self._now() - began, max(0.0, self._held_up() - held_up)
+        total_s, reduction = self._now() - began, max(0.0, self._held_up() - held_up)
         # A ragged step may leave a worker no micro-batch: it is in the reduction all the same.
         compute = max(0.0, self._computed - reduction)
-        self.steps.append(Taken(self._data, compute, reduction, whole - self._data - compute - reduction))
+        self.steps.append(Taken(self._data, compute, reduction, total_s - self._data - compute - reduction))
 
     def _held_up(self) -> float:
         if self._cuda is not None:
             return 0.0
         reductions = (phase.reduction for phase in self._phases)
-        return sum(one.held_up_s for one in reductions if one is not None)
+        return sum(reduction.held_up_s for reduction in reductions if reduction is not None)
 
 
 def main(request: str) -> int:
     """Take the steps that the request asks for. Returns the exit code; an error is one line on standard error."""
-    wanted = json.loads(request)
+    settings = json.loads(request)
     try:
-        _bench(wanted)
+        _bench(settings)
     except LockstepError as error:
         complain(str(error))
         return error.exit_code
@@ -111,9 +111,9 @@ def _bench(wanted: dict[str, Any]) -> None:
     spec, out = validate(wanted["spec"]), Path(wanted["out"])
     device = _device(spec, wanted["ranks"])
     with _meeting(out, device, wanted["rank"], wanted["ranks"]):
-        found = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
+        result = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
     if wanted["rank"] == 0:
-        (out / RESULT).write_text(json.dumps(found), encoding="utf-8")
+        (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _device(spec: Spec, ranks: int) -> torch.device:

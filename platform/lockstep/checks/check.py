@@ -58,22 +58,22 @@ class Examination:
 
     def _of_each_phase(self, look: Callable[[str, PhaseSeen], list[Finding]]) -> list[Finding]:
         """What a look finds in each phase, with its name; one pass where it finds nothing in any."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for name, phase in self.first.phases.items():
             of = f"phase {name!r}: " if name else ""
-            found += [replace(one, evidence=of + one.evidence) for one in look(name, phase)]
-        return [one for one in found if one.result != "pass"] or found[:1]
+            findings += [replace(finding, evidence=of + finding.evidence) for finding in look(name, phase)]
+        return [finding for finding in findings if finding.result != "pass"] or findings[:1]
 
     def memory(self) -> list[Finding]:
         """What a worker needs beside what it can have."""
-        found = estimated(self.specimen)
+        estimate = estimated(self.specimen)
         evidence = (
-            f"a worker needs {shown(found.total_bytes)} at the peak of a step, {shown(found.activations_bytes)} of it activations; there "
-            f"are {shown(found.available_bytes)} for each of {found.workers} on this machine ({found.device})"
+            f"a worker needs {shown(estimate.total_bytes)} at the peak of a step, {shown(estimate.activations_bytes)} of it activations; there "
+            f"are {shown(estimate.available_bytes)} for each of {estimate.workers} on this machine ({estimate.device})"
         )
-        if found.fits:
+        if estimate.fits:
             return [passed("memory", evidence)]
-        largest = found.largest_micro_batch
+        largest = estimate.largest_micro_batch
         remedy = (
             f"set batch.micro={largest}"
             if largest
@@ -82,9 +82,9 @@ class Examination:
         return [failed("memory", evidence, f"{remedy}; lockstep estimate shows the parts")]
 
     def overfit(self) -> list[Finding]:
-        found = self.learning
-        judged = len(found.phases) == 1 and not found.broke and not found.moving
-        slow = judged and abs(found.fall) < of_model.MOVED
+        learning = self.learning
+        judged = len(learning.phases) == 1 and not learning.broke and not learning.moving
+        slow = judged and abs(learning.fall) < of_model.MOVED
         faster = learn(self.specimen, self.first, FASTER) if slow else None
         return of_model.overfit(self.learning, faster, self.specimen.spec.clip_norm)
 
@@ -126,19 +126,19 @@ def check(spec: Spec, say: Callable[[Finding], None] = lambda finding: None) -> 
 
     Raises SpecError where the spec itself is wrong. All else that is wrong is a failure in the report. Nothing is left behind.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     not_reached: list[str] = []
     exam = Examination(spec)
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
-        for one in CHECKS:
-            lost = {finding.name for finding in found if finding.result == "failure"} | set(not_reached)
-            if lost & set(one.needs):
-                not_reached.append(one.name)
+        for entry in CHECKS:
+            lost = {finding.name for finding in findings if finding.result == "failure"} | set(not_reached)
+            if lost & set(entry.needs):
+                not_reached.append(entry.name)
                 continue
-            for finding in _looked(one, exam):
-                found.append(finding)
+            for finding in _looked(entry, exam):
+                findings.append(finding)
                 say(finding)
-    return Report(found, not_reached)
+    return Report(findings, not_reached)
 
 
 def _by_phase(first: FirstStep) -> str:

@@ -56,10 +56,10 @@ def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
 
 def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:
     """Evaluation samples that are training samples too, and how many were looked at where it was not all of them."""
-    found = None if eval_data is None else leakage_of(train_data, eval_data, seed, LEAKAGE_S)
-    if found is None:
+    leakage = None if eval_data is None else leakage_of(train_data, eval_data, seed, LEAKAGE_S)
+    if leakage is None:
         return None
-    return {name: value for name, value in found._asdict().items() if value is not None}
+    return {name: value for name, value in leakage._asdict().items() if value is not None}
 
 
 def leakage_of(train_data: Any, eval_data: Any, seed: int, within_s: float) -> Leakage | None:
@@ -90,8 +90,8 @@ def as_text(report: dict[str, Any]) -> str:
         f"evaluation        {plan['eval_samples']} samples",
     ]
     if (plan["leakage"] or {}).get("rows"):
-        found = Leakage(**plan["leakage"])
-        lines.append(f"leakage           {found.described(plan['eval_samples'])}")
+        leakage = Leakage(**plan["leakage"])
+        lines.append(f"leakage           {leakage.described(plan['eval_samples'])}")
     if report["spec"]["optimizer"]["sharded"]:
         lines.append(
             "optimizer         sharded: of W workers each keeps 1/W of its state, and the bits are the same"
@@ -107,8 +107,8 @@ def as_text(report: dict[str, Any]) -> str:
         )
     for spread in plan["workers"]:
         shares = ", ".join(
-            f"worker {rank}: {own} ({steps} accumulation steps, sends {sums})"
-            for rank, (own, steps, sums) in enumerate(
+            f"worker {rank}: {micro_batch_range} ({steps} accumulation steps, sends {sums})"
+            for rank, (micro_batch_range, steps, sums) in enumerate(
                 zip(spread["micro_batch_ranges"], spread["accumulation_steps"], spread["sums"], strict=True)
             )
         )

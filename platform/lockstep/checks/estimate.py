@@ -136,9 +136,9 @@ def estimate(spec: Spec) -> Estimate:
     """Measure one micro-batch of the run in this process, in every precision. Leaves nothing behind. Raises LockstepError."""
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
         specimen = Specimen(spec)
-        found = estimated(specimen)
-        variants = [_variant(specimen.beside(other)) for other in _others(specimen)]
-    return Estimate(**{**asdict(found), "variants": variants})
+        base = estimated(specimen)
+        variants = [_variant(specimen.beside(variant)) for variant in _others(specimen)]
+    return Estimate(**{**asdict(base), "variants": variants})
 
 
 def _others(specimen: Specimen) -> Iterable[Spec]:
@@ -146,12 +146,12 @@ def _others(specimen: Specimen) -> Iterable[Spec]:
     named = bool(list(specimen.job.activation_checkpoints(specimen.fresh().model)))
     for checkpointing in (False, True) if named else (False,):
         for precision in PRECISIONS:
-            other = {"precision": precision, "activation_checkpointing": checkpointing}
-            if other != {
+            settings = {"precision": precision, "activation_checkpointing": checkpointing}
+            if settings != {
                 "precision": spec.precision,
                 "activation_checkpointing": spec.activation_checkpointing,
             }:
-                variant = spec.model_copy(update=other)
+                variant = spec.model_copy(update=settings)
                 with suppress(SpecError):  # what the job's phases do not go with is no variant
                     check_combination(specimen.job, variant)
                     yield variant
@@ -165,19 +165,19 @@ def _variant(specimen: Specimen) -> dict[str, Any]:
         "total_bytes",
         "largest_micro_batch",
     )
-    found = asdict(estimated(specimen))
-    return {name: found[name] for name in shown}
+    values = asdict(estimated(specimen))
+    return {name: values[name] for name in shown}
 
 
 def estimated(specimen: Specimen) -> Estimate:
     """The estimate of a specimen's own spec, without variants."""
     spec, plan, device = specimen.spec, specimen.plan, specimen.device
     key = specimen.step_keys()[0]
-    whole = measured(specimen, key)
+    full = measured(specimen, key)
     half = (
         measured(specimen, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
         if len(key.ids) > 1
-        else whole
+        else full
     )
     workers, available = specimen.workers, available_bytes(device, specimen.workers)
     largest = None
@@ -185,19 +185,19 @@ def estimated(specimen: Specimen) -> Estimate:
         count = plan.global_batch // micro
         if count < spec.workers.min:
             break
-        if total_bytes(spec, at(whole, half, micro), count, min(workers, count)) <= ROOM * available:
+        if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
             largest = micro
     return Estimate(
-        parameters_bytes=whole.parameters,
-        buffers_bytes=whole.buffers,
-        gradients_bytes=whole.gradients,
-        optimizer_bytes=optimizer_bytes(spec, whole, workers),
-        average_bytes=whole.average,
-        activations_bytes=whole.activations,
-        reduction_bytes=reduction_bytes(spec, whole.summed, plan.micro_batches, workers),
-        communication_bytes=communication_bytes(spec, whole.gradients, plan.micro_batches, workers),
-        checkpoint_bytes=whole.checkpoint,
-        total_bytes=total_bytes(spec, whole, plan.micro_batches, workers),
+        parameters_bytes=full.parameters,
+        buffers_bytes=full.buffers,
+        gradients_bytes=full.gradients,
+        optimizer_bytes=optimizer_bytes(spec, full, workers),
+        average_bytes=full.average,
+        activations_bytes=full.activations,
+        reduction_bytes=reduction_bytes(spec, full.summed, plan.micro_batches, workers),
+        communication_bytes=communication_bytes(spec, full.gradients, plan.micro_batches, workers),
+        checkpoint_bytes=full.checkpoint,
+        total_bytes=total_bytes(spec, full, plan.micro_batches, workers),
         available_bytes=available,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         workers=workers,
@@ -256,7 +256,9 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
-        optimizer=tuple(one for optimizer in optimizers for one in states_of(optimizer)),
+        optimizer=tuple(
+            parameter_state for optimizer in optimizers for parameter_state in states_of(optimizer)
+        ),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
         workspace=len(modules) * workspace_bytes(specimen.device),
@@ -285,10 +287,10 @@ def states_of(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
 
 def at(whole: Measured, half: Measured, samples: int) -> Measured:
     """What another number of samples would measure: along the line through the two that were."""
-    apart = whole.samples - half.samples
+    span = whole.samples - half.samples
 
     def along(first: int, second: int) -> int:
-        slope = (first - second) / apart if apart else first / whole.samples
+        slope = (first - second) / span if span else first / whole.samples
         return max(0, round(first + slope * (samples - whole.samples)))
 
     changed = {
@@ -304,11 +306,11 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     """The optimizer's state, where it is sharded that of the worker that holds most of it."""
     if not is_sharded(spec, workers):
-        return sum(one.scalars + one.others for one in found.optimizer)
-    held = [0] * workers
+        return sum(parameter_state.scalars + parameter_state.others for parameter_state in found.optimizer)
+    bytes_by_worker = [0] * workers
     for stretch in _stretches(found, workers):
-        held[stretch.owner] += found.optimizer[stretch.parameter].bytes(stretch)
-    return max(held)
+        bytes_by_worker[stretch.owner] += found.optimizer[stretch.parameter].bytes(stretch)
+    return max(bytes_by_worker)
 
 
 def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
@@ -339,9 +341,9 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     sums = reduction_bytes(spec, found.summed, micro_batches, workers)
     moving = communication_bytes(spec, found.gradients, micro_batches, workers)
     updating = updating_bytes(spec, found, workers)
-    held = found.batch * batches_held(found.phases, micro_batches, workers)
-    kept = 0 if found.phases == 1 else held - found.batch  # through the updates of all phases but the last
-    return standing + moving + max(sums + held + found.computing, kept + found.gradients + updating)
+    batches = found.batch * batches_held(found.phases, micro_batches, workers)
+    kept = 0 if found.phases == 1 else batches - found.batch  # through the updates of all phases but the last
+    return standing + moving + max(sums + batches + found.computing, kept + found.gradients + updating)
 
 
 def batches_held(phases: int, micro_batches: int, workers: int) -> int:

@@ -49,8 +49,8 @@ def draw_bench(found: Benched, file: Path) -> Path:
         below.bar(places, heights, bottom=bottom, color=_COLOURS[part], label=part, width=0.6)
         bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
     below.axhline(bottom[0], linestyle="--", color=_GREY)  # what is above it is lost
-    for place, top, speed in zip(places, bottom, found.speeds, strict=True):
-        below.annotate(f"{found.efficiency(speed):.0%}", (place, top), ha="center", va="bottom")
+    for position, top, speed in zip(places, bottom, found.speeds, strict=True):
+        below.annotate(f"{found.efficiency(speed):.0%}", (position, top), ha="center", va="bottom")
     below.set_xticks(list(places), [str(count) for count in workers])
     below.margins(y=0.1)
     below.set(ylabel="ms of all workers, a step", xlabel="workers, and their efficiency")

@@ -60,18 +60,22 @@ class FirstStep:
 def walk(specimen: Specimen) -> FirstStep:
     """Compute the first step's micro-batches, and the first of the evaluation. Raises the JobError or NumericsError that a run would."""
     state = specimen.fresh()
-    modules, found = specimen.modules(specimen.job, state.model), FirstStep()
-    found.phases = {module.phase.name: PhaseSeen() for module in modules}
+    modules, first_step = specimen.modules(specimen.job, state.model), FirstStep()
+    first_step.phases = {module.phase.name: PhaseSeen() for module in modules}
     silent = {name for module in modules for name in module.names if name not in module.conditional}
     for key in specimen.step_keys():
         spent = 0.0
         for module in modules:
-            batch, modes, phase = specimen.fetch(key), Modes(state.model), found.phases[module.phase.name]
+            batch, modes, phase = (
+                specimen.fetch(key),
+                Modes(state.model),
+                first_step.phases[module.phase.name],
+            )
             began = time.perf_counter()
             with LossesSeen(phase.seen):
                 loss = specimen.backward(module, state, batch, key)
             spent += time.perf_counter() - began
-            found.changed_mode = found.changed_mode or modes.changed_where_it_learns()
+            first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
             phase.total += float(loss.total.detach())
             phase.weight += float(loss.weight)
             phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
@@ -79,13 +83,13 @@ def walk(specimen: Specimen) -> FirstStep:
             silent -= {name for name, p in named if p.grad is not None and bool(p.grad.any())}
             state.model.zero_grad(set_to_none=True)
             modes.restore()
-        found.compute_s = min(found.compute_s, spent)
-    found.silent, found.written = frozenset(silent), specimen.written
+        first_step.compute_s = min(first_step.compute_s, spent)
+    first_step.silent, first_step.written = frozenset(silent), specimen.written
     if specimen.evaluation_count:
         with DropoutSeen() as dropout:
-            found.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
-        found.drops = dropout.called
-    return found
+            first_step.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
+        first_step.drops = dropout.called
+    return first_step
 
 
 def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
@@ -112,11 +116,11 @@ def labels_of(specimen: Specimen, phase: str | None) -> Seen:
     state, seen, held_out = specimen.fresh(), Seen(), phase is None
     if held_out and not (specimen.evaluation_count and has_evaluation_loss(state.job)):
         return seen
-    modules = {one.phase.name: one for one in specimen.modules(state.job, state.model)}
+    modules = {module.phase.name: module for module in specimen.modules(state.job, state.model)}
     loss = state.job.loss if phase is None else modules[phase].phase.loss
     until = time.perf_counter() + LABELS_S
-    held = (specimen.evaluation_micro_batch(i) for i in range(specimen.evaluation_count))
-    keys = held if held_out else specimen.sampler(range(specimen.plan.micro_batches))
+    evaluation_keys = (specimen.evaluation_micro_batch(i) for i in range(specimen.evaluation_count))
+    keys = evaluation_keys if held_out else specimen.sampler(range(specimen.plan.micro_batches))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
             if time.perf_counter() > until or (key.step > 0 and key.step >= specimen.plan.steps_per_epoch):

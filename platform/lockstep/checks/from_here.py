@@ -66,21 +66,21 @@ def compared(sights: Mapping[str, Sight]) -> list[Finding]:
         for address, sight in sights.items()
         for line in sight.problems.values()
     ]
-    whole = {address: sight.facts for address, sight in sights.items() if not sight.problems}
-    first = next(iter(whole), None)
-    for address, facts in whole.items():
+    facts_by_address = {address: sight.facts for address, sight in sights.items() if not sight.problems}
+    first = next(iter(facts_by_address), None)
+    for address, facts in facts_by_address.items():
         for name, value in facts.items():
-            if first is not None and value != whole[first].get(name):
+            if first is not None and value != facts_by_address[first].get(name):
                 findings.append(
                     failed(
                         "nodes",
-                        f"{name} on {first} is {whole[first].get(name)}, on {address} {value}",
+                        f"{name} on {first} is {facts_by_address[first].get(name)}, on {address} {value}",
                         "use machines of one kind, with the same code and the same data; initial weights come from the seeded generators alone",
                     )
                 )
     if findings:
         return findings
-    same = ", ".join(whole[first]) if first is not None else "nothing"
+    same = ", ".join(facts_by_address[first]) if first is not None else "nothing"
     return [
         passed(
             "nodes", f"{len(sights)} nodes write, reach the store and read the data; the same on all: {same}"

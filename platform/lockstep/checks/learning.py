@@ -70,18 +70,19 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
     for group in state.optimizer.param_groups:
         group["lr"] *= faster
     full = {
-        name: FunctionOfUpdates(one, lambda _: 1.0) for name, one in optimizers_of(state.optimizer).items()
+        name: FunctionOfUpdates(optimizer, lambda _: 1.0)
+        for name, optimizer in optimizers_of(state.optimizer).items()
     }
     state.schedule = PhaseSchedules(full) if isinstance(state.optimizer, PhaseOptimizers) else full[""]
     size = len(key.ids)
     plan = replace(specimen.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     parts = {name: phase.parts for name, phase in first.phases.items()}
     step = Stepper(state.job, exact, plan, specimen.group, state, parts=parts, written_buffers=first.written)
-    batch, found = specimen.fetch(key), Learning(state.schedule.base[0])
+    batch, outcome = specimen.fetch(key), Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
-    found.phases = tuple(phase.name for phase in phases)
+    outcome.phases = tuple(phase.name for phase in phases)
     buffers = [name for name, _ in state.model.named_buffers()]
-    found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
+    outcome.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
     silent, began = set(first.silent), time.perf_counter()
     for update in range(UPDATES):
         at = time.perf_counter()
@@ -90,22 +91,26 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
         try:
             result = step(plan.position(0), iter([batch]))
         except NumericsError as error:
-            found.broke = str(error)
+            outcome.broke = str(error)
             break
-        found.step_s = min(found.step_s, time.perf_counter() - at)
-        found.losses.append(result.loss)
-        found.skipped += result.skipped
+        outcome.step_s = min(outcome.step_s, time.perf_counter() - at)
+        outcome.losses.append(result.loss)
+        outcome.skipped += result.skipped
         silent -= {name for name, parameter in _learning(phases).items() if _any(parameter.grad)}
     # Those that rest in the first step are not judged.
     learning = _learning(phases)
-    found.silent, found.names = frozenset(silent & learning.keys()), tuple(learning)
-    found.matrices = frozenset(name for name, parameter in learning.items() if parameter.dim() > 1)
-    return found
+    outcome.silent, outcome.names = frozenset(silent & learning.keys()), tuple(learning)
+    outcome.matrices = frozenset(name for name, parameter in learning.items() if parameter.dim() > 1)
+    return outcome
 
 
 def _learning(phases: Sequence[PhaseStep]) -> dict[str, nn.Parameter]:
     """What learns in any phase, by name."""
-    return {name: one for phase in phases for name, one in zip(phase.names, phase.parameters, strict=True)}
+    return {
+        name: parameter
+        for phase in phases
+        for name, parameter in zip(phase.names, phase.parameters, strict=True)
+    }
 
 
 def _any(gradient: Any) -> bool:

@@ -25,18 +25,18 @@ class Peak:
 @contextmanager
 def peak_of(device: torch.device) -> Iterator[Peak]:
     """The most memory that is held within the block beyond what was held before it."""
-    found = Peak()
+    peak = Peak()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        baseline = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        yield found
+        yield peak
         torch.cuda.synchronize(device)
-        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        peak.bytes = torch.cuda.max_memory_allocated(device) - baseline
         return
     with LiveBytes() as live:
-        yield found
-    found.bytes = live.most
+        yield peak
+    peak.bytes = live.most
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own, without types
@@ -53,10 +53,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(storage) for storage in _storages((args, kwargs or {}))}
+        input_ids = {id(storage) for storage in _storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            self._note(storage, given)
+            self._note(storage, input_ids)
         return result
 
     def _note(self, storage: Any, given: set[int]) -> None:

@@ -51,21 +51,21 @@ class ClassLabels:
         """Count one call. `logits` are (rows, classes), `labels` (rows,); with `logs` they are log-probabilities."""
         counted = labels != ignore
         self.ignored += int((~counted).sum())
-        used, own = logits[counted].double(), labels[counted]
-        if not len(own):
+        used, counted_labels = logits[counted].double(), labels[counted]
+        if not len(counted_labels):
             return
-        counts = torch.bincount(own, minlength=self.classes)[: self.classes].cpu()
+        counts = torch.bincount(counted_labels, minlength=self.classes)[: self.classes].cpu()
         self.counts += counts
         self.calls_with += counts > 0
         self.calls += 1
-        self.rows += len(own)
+        self.rows += len(counted_labels)
         if logs:
             self.logs = True
             self.unnormalised += int(((used.exp().sum(1) - 1).abs() > _FAR).sum())
         if self.classes > 1:
             sums = (used.sum(1) - 1).abs() < _ROUNDING
             self.probabilities += int((sums & (used >= 0).all(1)).sum())
-        self.loss += float(F.nll_loss(used if logs else used.log_softmax(1), own, reduction="sum"))
+        self.loss += float(F.nll_loss(used if logs else used.log_softmax(1), counted_labels, reduction="sum"))
 
     @property
     def chance(self) -> float:
@@ -88,13 +88,13 @@ class BinaryLabels:
     loss: float = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        own = labels.double()
+        targets = labels.double()
         self.probabilities += int(((logits > 0) & (logits < 1)).sum())
         self.spread = max(self.spread, float(logits.max() - logits.min())) if logits.numel() else self.spread
-        self.rows += own.numel()
-        self.positive += float(own.sum())
-        self.outside += int(((own < 0) | (own > 1)).sum())
-        self.loss += float(F.binary_cross_entropy_with_logits(logits.double(), own, reduction="sum"))
+        self.rows += targets.numel()
+        self.positive += float(targets.sum())
+        self.outside += int(((targets < 0) | (targets > 1)).sum())
+        self.loss += float(F.binary_cross_entropy_with_logits(logits.double(), targets, reduction="sum"))
 
     chance = math.log(2)
     """The mean loss of one who says one half."""
@@ -118,12 +118,12 @@ class Numbers:
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Count one call of a squared error."""
-        given = outputs.double()
-        own = targets.double() + torch.zeros_like(given)
-        self.rows += own.numel()
-        self.sum += float(own.sum())
-        self.squares += float((own * own).sum())
-        self.loss += float(((given - own) ** 2).sum())
+        predicted = outputs.double()
+        expected = targets.double() + torch.zeros_like(predicted)
+        self.rows += expected.numel()
+        self.sum += float(expected.sum())
+        self.squares += float((expected * expected).sum())
+        self.loss += float(((predicted - expected) ** 2).sum())
 
     @property
     def chance(self) -> float:
@@ -152,12 +152,12 @@ class LossesSeen(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _NOTED:
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            if any(_is_symbolic(given.arguments[name]) for name in ("input", "target")):
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            if any(_is_symbolic(bound.arguments[name]) for name in ("input", "target")):
                 return result
-            with torch.no_grad(), torch.autocast(given.arguments["input"].device.type, enabled=False):
-                self._note(func, given.arguments)
+            with torch.no_grad(), torch.autocast(bound.arguments["input"].device.type, enabled=False):
+                self._note(func, bound.arguments)
         return result
 
     def _note(self, func: Callable[..., Any], given: dict[str, Any]) -> None:

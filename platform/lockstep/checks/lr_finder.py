@@ -134,8 +134,8 @@ def lr_find(
             f"lr-find: the loss is not finite at the first step already, with a rate of {lowest:g}; lower the rate, or look at the loss"
         )
     end = curve.rates[-1] if curve.diverged or not_finite else None
-    found = RateRange(curve.rates, curve.losses, curve.smoothed, end, 0.0)
-    return replace(found, suggestion=float(f"{found.rises_from / 10:.2g}"))
+    rate_range = RateRange(curve.rates, curve.losses, curve.smoothed, end, 0.0)
+    return replace(rate_range, suggestion=float(f"{rate_range.rises_from / 10:.2g}"))
 
 
 def _rising(

@@ -126,9 +126,9 @@ def wrong_versions() -> Iterator[str]:
         yield "lockstep is not installed as a package: which versions it needs is not known"
         return
     needed = [Requirement(line) for line in package.get_all("Requires-Dist") or ()]
-    found = {one.name: _installed(one.name) for one in needed}
-    wanted = "".join(package.get_all("Requires-Python") or ())
-    yield from out_of_range(wanted, platform.python_version(), needed, found)
+    installed = {requirement.name: _installed(requirement.name) for requirement in needed}
+    python_range = "".join(package.get_all("Requires-Python") or ())
+    yield from out_of_range(python_range, platform.python_version(), needed, installed)
 
 
 def out_of_range(
@@ -137,14 +137,14 @@ def out_of_range(
     """A line for each version that is not wanted; `found` has None for what is not installed. Requirements of extras are passed over."""
     if not SpecifierSet(wanted).contains(python, prereleases=True):
         yield f"python {python} is out of range: Lockstep needs python {wanted}"
-    for one in needed:
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = found[one.name]
+        version = found[requirement.name]
         if version is None:
-            yield f"{one.name} is not installed: pip install '{one}'"
-        elif not one.specifier.contains(version, prereleases=True):
-            yield f"{one.name} {version} is out of range: pip install '{one}'"
+            yield f"{requirement.name} is not installed: pip install '{requirement}'"
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} is out of range: pip install '{requirement}'"
 
 
 def wrong_limits(found: Mapping[str, Any]) -> Iterator[str]:

@@ -48,11 +48,11 @@ def data(specimen: Specimen) -> list[Finding]:
     for key in [*keys, *held_out]:
         for tensor in tensors_in(specimen.fetch(key)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                place = "the evaluation" if key in held_out else f"step {key.step_number}"
+                location = "the evaluation" if key in held_out else f"step {key.step_number}"
                 return [
                     failed(
                         "data",
-                        f"{int((~tensor.isfinite()).sum())} numbers of micro-batch {key.micro_batch} of {place} (samples "
+                        f"{int((~tensor.isfinite()).sum())} numbers of micro-batch {key.micro_batch} of {location} (samples "
                         f"{_first(key)}) are not finite",
                         "leave these samples out, or fill what is missing before the model sees it",
                     )
@@ -100,17 +100,17 @@ def shards(specimen: Specimen) -> list[Finding]:
                 "make len(train_data) and train_data.block_sizes say what the data hold",
             )
         ]
-    found = [
+    notes = [
         f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers{'' if own else ', each once'}"
     ]
-    left = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
-    if left:
-        found.append(f"{left} an epoch left out by data.drop_last")
+    dropped = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
+    if dropped:
+        notes.append(f"{dropped} an epoch left out by data.drop_last")
     if specimen.data[1] is not None:
         size = dataset_size(specimen.data[1], "eval_data")
         shares = evaluation_ranges(size, plan.micro_batch, workers)
-        found.append(f"{sum(map(len, shares))} evaluation micro-batches shared out")
-    return [passed("shards", "; ".join(found))]
+        notes.append(f"{sum(map(len, shares))} evaluation micro-batches shared out")
+    return [passed("shards", "; ".join(notes))]
 
 
 def leakage(specimen: Specimen) -> list[Finding]:
@@ -118,23 +118,23 @@ def leakage(specimen: Specimen) -> list[Finding]:
     train_data, eval_data = specimen.data
     if eval_data is None:
         return [passed("leakage", "no evaluation data")]
-    found = leakage_of(train_data, eval_data, specimen.spec.seed, LEAKAGE_S)
+    overlap = leakage_of(train_data, eval_data, specimen.spec.seed, LEAKAGE_S)
     size = dataset_size(eval_data, "eval_data")
-    if found is None:
+    if overlap is None:
         return [passed("leakage", "not compared: what the samples hold cannot be read")]
-    if not found.rows:
-        looked = "all" if found.whole else f"{found.eval_looked_at or size}"
-        beside = "all" if found.train_looked_at is None else str(found.train_looked_at)
+    if not overlap.rows:
+        looked = "all" if overlap.whole else f"{overlap.eval_looked_at or size}"
+        compared_with = "all" if overlap.train_looked_at is None else str(overlap.train_looked_at)
         return [
             passed(
                 "leakage",
-                f"{looked} of {size} evaluation samples compared with {beside} training samples: none is in both",
+                f"{looked} of {size} evaluation samples compared with {compared_with} training samples: none is in both",
             )
         ]
     return [
         warned(
             "leakage",
-            f"{found.described(size)}; they flatter every metric",
+            f"{overlap.described(size)}; they flatter every metric",
             "leave them out of one of the two",
         )
     ]
@@ -155,10 +155,10 @@ def loader(specimen: Specimen, compute_s: float) -> list[Finding]:
     )
     if share <= WAITING:
         return [passed("loader", evidence)]
-    wanted = max(processes + 1, math.ceil(1.2 * fetch_s / compute_s))
+    suggested = max(processes + 1, math.ceil(1.2 * fetch_s / compute_s))
     remedy = (
-        f"set data.loader_processes={wanted}"
-        if wanted <= 16
+        f"set data.loader_processes={suggested}"
+        if suggested <= 16
         else "make the dataset faster: fetch many at once with __getitems__"
     )
     return [warned("loader", evidence, remedy)]

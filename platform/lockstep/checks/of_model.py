@@ -297,8 +297,8 @@ def chance(specimen: Specimen, first: PhaseSeen) -> list[Finding]:
         if loss > high * guess:
             remedy = "scale the inputs or the targets, or begin with smaller weights in the last layer"
             return [warned("chance", evidence, remedy)]
-        given = specimen.spec.initial_weights or specimen.spec.fork
-        if loss < LOW * guess and not given:
+        pretrained = specimen.spec.initial_weights or specimen.spec.fork
+        if loss < LOW * guess and not pretrained:
             remedy = "look for the label among the inputs; where the model comes with trained weights, this is right"
             return [warned("chance", evidence, remedy)]
     return [passed("chance", evidence)]

@@ -54,8 +54,10 @@ def optimizer(specimen: Specimen) -> list[Finding]:
     state = specimen.fresh()
     every = optimizers_of(state.optimizer)
     groups = state.optimizer.param_groups
-    held = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
-    pulled, name = max(_pull_on_norms(specimen, state.model, one) for one in every.values())
+    trainable = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
+    pulled, name = max(
+        _pull_on_norms(specimen, state.model, phase_optimizer) for phase_optimizer in every.values()
+    )
     if pulled > PULLED:
         return [
             warned(
@@ -66,11 +68,15 @@ def optimizer(specimen: Specimen) -> list[Finding]:
             )
         ]
     if len(every) > 1:
-        kinds = ", ".join(f"{type(one).__name__} in phase {phase!r}" for phase, one in every.items())
-        return [passed("optimizer", f"{kinds} hold {held:,} trainable numbers, in {len(groups)} groups")]
+        kinds = ", ".join(
+            f"{type(phase_optimizer).__name__} in phase {phase!r}" for phase, phase_optimizer in every.items()
+        )
+        return [passed("optimizer", f"{kinds} hold {trainable:,} trainable numbers, in {len(groups)} groups")]
     kind = type(state.optimizer).__name__
     return [
-        passed("optimizer", f"{kind} holds each of {held:,} trainable numbers once, in {len(groups)} groups")
+        passed(
+            "optimizer", f"{kind} holds each of {trainable:,} trainable numbers once, in {len(groups)} groups"
+        )
     ]
 
 
@@ -79,24 +85,24 @@ def _pull_on_norms(
 ) -> tuple[float, str]:
     """The greatest sum over the run of rate times weight decay on a parameter of a norm, and the parameter's name."""
     of_norms = {
-        id(p): f"{name}.{own}".lstrip(".")
+        id(p): f"{name}.{parameter_name}".lstrip(".")
         for name, module in model.named_modules()
         if isinstance(module, _NORMS)
-        for own, p in module.named_parameters(recurse=False)
+        for parameter_name, p in module.named_parameters(recurse=False)
     }
     steps = specimen.plan.total_steps
     rates: tuple[float, ...] = (1.0,)
     if specimen.job.schedule(optimizer, steps) is None:
         rates = tuple(rate_factor(specimen.spec.schedule, steps * i // 100, steps) for i in range(100))
-    found = (0.0, "")
+    greatest = (0.0, "")
     for group in optimizer.param_groups:
         # Adam adds the decay to the gradient, which it then divides by its size: how far that pulls is not known.
         if not (group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.SGD)):
             continue
         pull = steps * group["lr"] * group["weight_decay"] * sum(rates) / len(rates)
         first = next((of_norms[id(p)] for p in group["params"] if id(p) in of_norms), "")
-        found = max(found, (float(pull) if first else 0.0, first))
-    return found
+        greatest = max(greatest, (float(pull) if first else 0.0, first))
+    return greatest
 
 
 def schedule(specimen: Specimen) -> list[Finding]:
@@ -114,8 +120,8 @@ def schedule(specimen: Specimen) -> list[Finding]:
                 "lower schedule.warmup_steps, or train longer",
             )
         ]
-    after = [factor < VANISHED for factor in factors[50:]]
-    if all(after):
+    vanished = [factor < VANISHED for factor in factors[50:]]
+    if all(vanished):
         return [
             warned(
                 "schedule",
@@ -184,12 +190,15 @@ def evaluation(specimen: Specimen) -> list[Finding]:
     names = shown and shown.names
     check_metric(spec, names)
     repeated = "; the first micro-batch repeats after the last one" if strict else ""
-    known = (
+    evidence = (
         ", ".join(names)
         if names is not None
         else "metrics of the whole set are known after a run's first evaluation"
     )
-    return [*[advised("evaluation", text) for text in warnings], passed("evaluation", f"{known}{repeated}")]
+    return [
+        *[advised("evaluation", text) for text in warnings],
+        passed("evaluation", f"{evidence}{repeated}"),
+    ]
 
 
 # --- resume -----------------------------------------------------------------------------------------------
@@ -206,10 +215,10 @@ def resume(specimen: Specimen) -> list[Finding]:
     """Three steps in one go, and two, a checkpoint, and the third of a new process's state: the same weights."""
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         spec = _short(specimen.spec, folder)
-        whole, rows = _fitted(specimen, spec, AttemptOrigin())
+        uninterrupted, rows = _fitted(specimen, spec, AttemptOrigin())
         resumed, again = _fitted(specimen, spec, claim(folder, _RUN_ID, 2))
         size = sum(path.stat().st_size for path in Path(folder).rglob("step-*2/*"))
-    if resumed["weights_digest"] == whole["weights_digest"] and rows[-1].loss == again[-1].loss:
+    if resumed["weights_digest"] == uninterrupted["weights_digest"] and rows[-1].loss == again[-1].loss:
         return [
             passed(
                 "resume",
@@ -287,5 +296,5 @@ def record_answers(spec: Spec) -> str:
         return "record.uri is off: runs are recorded in folders alone"
     if uri.startswith("sqlite"):
         return database_opens(Path(database_path(uri)))
-    found = reader(uri, spec.folder).runs(None, 1)
-    return f"{without_password(uri)} answers" + (f"; its newest run is {found[0].run_id}" if found else "")
+    runs = reader(uri, spec.folder).runs(None, 1)
+    return f"{without_password(uri)} answers" + (f"; its newest run is {runs[0].run_id}" if runs else "")

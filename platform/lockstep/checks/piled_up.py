@@ -46,9 +46,9 @@ def zero_grad(specimen: Specimen) -> list[Finding]:
     key = specimen.step_keys()[0]
     for module in specimen.modules(state.job, state.model):
         specimen.backward(module, state, specimen.fetch(key), key)  # an update may read what the loss makes
-    found = _Updates(specimen, state)()
-    if found is not None:
-        return [found]
+    finding = _Updates(specimen, state)()
+    if finding is not None:
+        return [finding]
     return [
         passed(
             NAME,
@@ -70,13 +70,13 @@ class _Updates:
         }
 
     def __call__(self) -> Finding | None:
-        seen: list[Mapping[str, Tensor]] = []
+        snapshots: list[Mapping[str, Tensor]] = []
         for update in range(UPDATES):
             stale = self._update(update)
             if stale is not None:
                 return stale
-            seen.append({place: one.detach().clone() for place, one in self._held().items()})
-        return self._sums(seen)
+            snapshots.append({path: tensor.detach().clone() for path, tensor in self._held().items()})
+        return self._sums(snapshots)
 
     def _update(self, update: int) -> Finding | None:
         """One update of each phase from the initial weights, and what follows it."""
@@ -87,8 +87,8 @@ class _Updates:
         for phase in phases_of(state.job, state.model):
             for name in phase.names:
                 self._own[name].grad = self._gradients[name].clone()
-            held = {place: one for place, one in self._leaves().items() if not self._is_own(one)}
-            with _poisoned(held, by_hand=True) as added:
+            leaves = {path: tensor for path, tensor in self._leaves().items() if not self._is_own(tensor)}
+            with _poisoned(leaves, by_hand=True) as added:
                 seed_all(spec.seed, "update", update, *phase.key)
                 try:
                     state.optimizer_of(phase.name).step()
@@ -110,22 +110,24 @@ class _Updates:
 
     def _leaves(self) -> dict[str, Tensor]:
         """What may get a gradient: the model's parameters, and those of the job's own."""
-        own: dict[str, Tensor] = dict(self._own)
-        return own | {place: one for place, one in self._held().items() if one.is_leaf and one.requires_grad}
+        leaves: dict[str, Tensor] = dict(self._own)
+        return leaves | {
+            path: tensor for path, tensor in self._held().items() if tensor.is_leaf and tensor.requires_grad
+        }
 
     def _is_own(self, tensor: Tensor) -> bool:
         return any(tensor is parameter for parameter in self._own.values())
 
     def _sums(self, seen: Sequence[Mapping[str, Tensor]]) -> Finding | None:
         """A tensor that has become the sum of all gradients."""
-        for place, first in seen[0].items():
+        for path, first in seen[0].items():
             names = [name for name, gradient in self._gradients.items() if _is_multiple(first, gradient)]
             if not names or not all(
-                place in later and _is_times(later[place], i + 2, first) for i, later in enumerate(seen[1:])
+                path in later and _is_times(later[path], i + 2, first) for i, later in enumerate(seen[1:])
             ):
                 continue
-            evidence = f"{place} is the sum of all gradients of {names[0]!r} so far: after {UPDATES} updates with one gradient it is {UPDATES} times that"
-            if place.startswith("optimizer.state"):
+            evidence = f"{path} is the sum of all gradients of {names[0]!r} so far: after {UPDATES} updates with one gradient it is {UPDATES} times that"
+            if path.startswith("optimizer.state"):
                 remedy = "zero it after each update; if the method is dual averaging, this is right"
                 return warned(NAME, evidence, remedy)
             return failed(
@@ -142,16 +144,16 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
     added: list[str] = []
     versions: dict[str, tuple[Tensor, int]] = {}
     hooks = []
-    for place, leaf in leaves.items():
+    for path, leaf in leaves.items():
         gradient = leaf.grad
         # Zero is what zero_grad(set_to_none=False) leaves: to add to that is right.
         if gradient is None or not gradient.is_floating_point() or not bool(gradient.any()):
             continue
         with torch.no_grad():
             gradient.fill_(math.nan)
-        versions[place] = (gradient, gradient._version)
+        versions[path] = (gradient, gradient._version)
 
-        def accumulated(tensor: Tensor, place: str = place) -> None:
+        def accumulated(tensor: Tensor, place: str = path) -> None:
             if tensor.grad is not None and bool(tensor.grad.isnan().any()):
                 added.append(place)
 
@@ -161,10 +163,10 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
     finally:
         for hook in hooks:
             hook.remove()
-    for place, (gradient, version) in versions.items():
-        is_kept = leaves[place].grad is gradient and bool(gradient.isnan().any())
+    for path, (gradient, version) in versions.items():
+        is_kept = leaves[path].grad is gradient and bool(gradient.isnan().any())
         if by_hand and is_kept and gradient._version > version:
-            added.append(place)
+            added.append(path)
 
 
 def _stale(place: str, where: str) -> Finding:
@@ -179,13 +181,13 @@ def _is_multiple(tensor: Tensor, gradient: Tensor) -> bool:
     """Whether it is a multiple, other than zero, of a gradient of more than one element."""
     if tensor.shape != gradient.shape or tensor.numel() < 2 or not tensor.is_floating_point():
         return False
-    one, other = tensor.double().flatten(), gradient.to(tensor.device).double().flatten()
-    factor = float(one @ other / (other @ other))
-    return factor != 0.0 and bool((one - factor * other).norm() <= CLOSE * one.norm())
+    flat, flat_gradient = tensor.double().flatten(), gradient.to(tensor.device).double().flatten()
+    factor = float(flat @ flat_gradient / (flat_gradient @ flat_gradient))
+    return factor != 0.0 and bool((flat - factor * flat_gradient).norm() <= CLOSE * flat.norm())
 
 
 def _is_times(tensor: Tensor, times: int, first: Tensor) -> bool:
     if tensor.shape != first.shape:
         return False
-    one, other = tensor.double(), times * first.double()
-    return bool((one - other).norm() <= CLOSE * other.norm())
+    actual, expected = tensor.double(), times * first.double()
+    return bool((actual - expected).norm() <= CLOSE * expected.norm())

@@ -31,11 +31,11 @@ def advise(spec: Spec) -> list[str]:
 
 def find_initial_weights(spec: Spec) -> Spec:
     """`initial_weights` as a file: a run id stands for the final weights in that run's folder. SpecError without them."""
-    given = spec.initial_weights
-    if given is None:
+    initial_weights = spec.initial_weights
+    if initial_weights is None:
         return spec
-    of_run = Path(spec.folder, given, "weights", "final.safetensors")
-    path = of_run if re.fullmatch("[0-9a-f]{32}", given) else Path(given)
+    of_run = Path(spec.folder, initial_weights, "weights", "final.safetensors")
+    path = of_run if re.fullmatch("[0-9a-f]{32}", initial_weights) else Path(initial_weights)
     if not path.is_file():
         raise SpecError(
             f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in record.folder"

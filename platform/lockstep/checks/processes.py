@@ -50,8 +50,8 @@ def run_together(starts: Sequence[Callable[[], Process]]) -> list[Ended]:
 
 def first_failure(ended: Sequence[Ended]) -> Ended | None:
     """The first that failed by itself; one that lost another, or was killed, where there is no such. None where all went well."""
-    failed = [one for one in ended if one.code]
-    return min(failed, key=lambda one: one.code < 0 or one.code == LOST, default=None)
+    failed = [process for process in ended if process.code]
+    return min(failed, key=lambda process: process.code < 0 or process.code == LOST, default=None)
 
 
 def _left(pending: set[Future[Ended]]) -> set[Future[Ended]]:
@@ -62,7 +62,7 @@ def _left(pending: set[Future[Ended]]) -> set[Future[Ended]]:
         done, pending = wait(pending, patience, FIRST_COMPLETED)
         if not done:
             break
-        if until is None and any(one.result().code for one in done):
+        if until is None and any(future.result().code for future in done):
             until = time.monotonic() + GRACE_S
     return pending
 
@@ -83,12 +83,12 @@ def interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    for kind, handler in before.items():
+    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    for kind, handler in handlers.items():
         if handler is not signal.SIG_IGN:
             signal.signal(kind, signal.default_int_handler)
     try:
         yield
     finally:
-        for kind, handler in before.items():
+        for kind, handler in handlers.items():
             signal.signal(kind, handler)

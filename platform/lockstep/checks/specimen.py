@@ -48,9 +48,9 @@ class Specimen:
 
     def beside(self, spec: Spec) -> Specimen:
         """The specimen of another spec of the same job on the same data, which are not opened again."""
-        other = Specimen(spec)
-        other.job, other.data = self.job, self.data
-        return other
+        specimen = Specimen(spec)
+        specimen.job, specimen.data = self.job, self.data
+        return specimen
 
     @cached_property
     def job(self) -> Job:
@@ -133,7 +133,7 @@ class Specimen:
 
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
         """Make the parameters that a lazy module leaves to its first forward."""
-        if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
             key = self.step_keys()[0]
             with evaluating(model), self.with_place(key):
                 for module in self.modules(job, model):
@@ -176,7 +176,7 @@ class Specimen:
         if key.step == EVALUATION:
             return f"evaluation micro-batch {key.micro_batch}"
         ranges = self.plan.ranges(self.workers)
-        rank = next(rank for rank, own in enumerate(ranges) if key.micro_batch in own)
+        rank = next(rank for rank, micro_batches in enumerate(ranges) if key.micro_batch in micro_batches)
         return f"step {key.step_number}, micro-batch {key.micro_batch}, rank {rank} of {self.workers}"
 
 

@@ -70,12 +70,12 @@ def folded(text: str, columns: int) -> str:
 
 
 def _folded(line: str, columns: int) -> str:
-    found = _SEVERAL.match(line)
-    if found is None or len(line) <= columns:
+    match = _SEVERAL.match(line)
+    if match is None or len(line) <= columns:
         return line
-    margin = " " * max(4, found.end())
-    lines, begun = [found[0]], False
-    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[found.end() :]):
+    margin = " " * max(4, match.end())
+    lines, begun = [match[0]], False
+    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
         if begun and len(lines[-1]) + len(gap) + len(thing) > columns:
             lines.append(margin)
             gap = ""
@@ -83,7 +83,7 @@ def _folded(line: str, columns: int) -> str:
             thing, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
         )
         lines[-1] += gap + words[0]
-        lines += [margin + rest for rest in words[1:]]
+        lines += [margin + word for word in words[1:]]
         begun = True
     return "\n".join(lines)
 

@@ -61,8 +61,8 @@ def estimate(
         from lockstep.calls.checking import estimate_spec
         from lockstep.checks.estimate import as_text
 
-        found = estimate_spec(spec, overrides or [])
-        answer(found.as_dict(), lambda: as_text(found))
+        result = estimate_spec(spec, overrides or [])
+        answer(result.as_dict(), lambda: as_text(result))
 
 
 def bench(
@@ -90,9 +90,9 @@ def bench(
 
         counts = _numbers(workers)
         hear = None if json_ else say
-        found = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=hear)
-        answer(found.as_dict(), lambda: as_text(found))
-    if found.same_bits is False:
+        result = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=hear)
+        answer(result.as_dict(), lambda: as_text(result))
+    if result.same_bits is False:
         raise typer.Exit(1)
 
 

@@ -49,11 +49,11 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
         from lockstep.clusters import local_cluster
         from lockstep.clusters.submission import status_of
 
-        found = local_cluster.running_cluster()
-        if found is None:
+        local = local_cluster.running_cluster()
+        if local is None:
             answer({"running": False}, lambda: "no cluster runs here; start one with lockstep cluster up")
             return
-        report = {**local_cluster.described(found), **status_of(found.dashboard, found.address)}
+        report = {**local_cluster.described(local), **status_of(local.dashboard, local.address)}
         answer(report, lambda: _status(report))
 
 
@@ -76,8 +76,8 @@ def leave(
     with answered(json_, verbose) as answer:
         from lockstep.clusters.leaving import leave as drained
 
-        found = drained(address, node, why, seconds, _say, wait=wait)
-        answer({"nodes": found}, lambda: f"{len(found)} node{'s' if len(found) > 1 else ''} drained")
+        node_ids = drained(address, node, why, seconds, _say, wait=wait)
+        answer({"nodes": node_ids}, lambda: f"{len(node_ids)} node{'s' if len(node_ids) > 1 else ''} drained")
 
 
 @cluster.command()
@@ -101,12 +101,12 @@ def notices(
             raise SpecError(
                 "notices: --cloud and --metadata belong together; give both, or neither to react to SIGTERM alone"
             )
-        asked = [] if cloud is None or metadata is None else sources(cloud, metadata)
+        notice_sources = [] if cloud is None or metadata is None else sources(cloud, metadata)
 
         def leave_here(notice: Notice, wait: bool) -> None:
             leave_by_command(notice, wait, address=address, node=node)
 
-        Agent(asked, leave_here, grace, _say).run()
+        Agent(notice_sources, leave_here, grace, _say).run()
 
 
 @cluster.command()

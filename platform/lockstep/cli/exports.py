@@ -52,7 +52,7 @@ def export(
         from lockstep.calls.exporting import export as export_run
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
-            found = export_run(
+            result = export_run(
                 run,
                 form=format_,
                 best=best,
@@ -64,7 +64,7 @@ def export(
                 options=options,
                 sandboxed=sandbox,
             )
-        answer(found.as_dict(), lambda: exported_as_text(found))
+        answer(result.as_dict(), lambda: exported_as_text(result))
 
 
 def predict(
@@ -92,10 +92,10 @@ def predict(
     with answered(json_, verbose) as answer:
         from lockstep.calls.exporting import predict as predict_file
 
-        found = predict_file(
+        result = predict_file(
             run, file, form=format_, best=best, out=output, batch=batch, uri=uri, storage=storage
         )
-        answer(found.as_dict(), lambda: predicted_as_text(found))
+        answer(result.as_dict(), lambda: predicted_as_text(result))
 
 
 def exported_as_text(found: Exported) -> str:
@@ -103,12 +103,12 @@ def exported_as_text(found: Exported) -> str:
     from lockstep.export.arrays import shape_text
 
     artifact, parity, path = found.artifact, found.artifact.parity, Path(found.path)
-    here = Path.cwd()
+    working_directory = Path.cwd()
     lines = [
         f"exported: {artifact.weights} weights of run {artifact.run}, step {artifact.step}, as {artifact.format}"
     ]
     for kind, values in (("input", artifact.inputs), ("output", artifact.outputs)):
-        lines += [f"{kind:17} {one.name}: {one.dtype} {shape_text(one)}" for one in values]
+        lines += [f"{kind:17} {tensor.name}: {tensor.dtype} {shape_text(tensor)}" for tensor in values]
     if not artifact.inputs:
         lines.append(f"compared          {parity.elements} weights, read again: every bit is equal")
     else:
@@ -119,7 +119,7 @@ def exported_as_text(found: Exported) -> str:
         [
             *lines,
             f"weights_digest    {artifact.weights_digest}",
-            f"written           {path.relative_to(here) if path.is_relative_to(here) else path}",
+            f"written           {path.relative_to(working_directory) if path.is_relative_to(working_directory) else path}",
         ]
     )
 

@@ -34,10 +34,10 @@ def take_signals(*, as_json: bool) -> None:
     """From now on the two signals are this command's, except one that its caller has it ignore. For the main thread."""
     _reader.json_to = 1 if as_json else None
     taken = [kind for kind in _SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
-    before = {kind: signal.signal(kind, _interrupt) for kind in taken}
+    handlers = {kind: signal.signal(kind, _interrupt) for kind in taken}
 
     def forget() -> None:
-        for kind, handler in before.items():
+        for kind, handler in handlers.items():
             if signal.getsignal(kind) is _interrupt:
                 signal.signal(kind, handler)
 
@@ -74,8 +74,8 @@ def _end(status: str, message: str, code: int) -> NoReturn:
     with suppress(OSError):  # there is nobody to tell
         os.write(2, f"lockstep: {message}\n".encode())
         if _reader.json_to is not None:
-            told = {"status": status, "error": message, "exit_code": code}
-            os.write(_reader.json_to, f"{json.dumps(told)}\n".encode())
+            answer = {"status": status, "error": message, "exit_code": code}
+            os.write(_reader.json_to, f"{json.dumps(answer)}\n".encode())
     os._exit(code)
 
 

@@ -136,9 +136,9 @@ def lockstep(
         with answered(json_, verbose=False) as answer:
             from lockstep.record.versions import versions
 
-            found = {name: versions().get(name) for name in _TOLD_VERSIONS}
-            lines = [f"{name:<9} {number or 'not installed'}" for name, number in found.items()]
-            answer(dict(found), lambda: "\n".join(lines))
+            installed = {name: versions().get(name) for name in _TOLD_VERSIONS}
+            lines = [f"{name:<9} {number or 'not installed'}" for name, number in installed.items()]
+            answer(dict(installed), lambda: "\n".join(lines))
         raise typer.Exit
     if context.invoked_subcommand is None:
         context.fail("Missing command.")
@@ -315,9 +315,9 @@ def ui(
         from lockstep.calls.ui import Ui
         from lockstep.spec.locations import tracking_uri
 
-        found = Ui(tracking_uri(uri), port, host)
-        say(found.link)
-        found.serve()
+        server = Ui(tracking_uri(uri), port, host)
+        say(server.link)
+        server.serve()
 
 
 def _yaml(document: dict[str, Any]) -> str:

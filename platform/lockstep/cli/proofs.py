@@ -126,7 +126,7 @@ def verify(
             raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
         local = local or (sandbox is True and workers is None and address is None)
         with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
-            found = verify_run(
+            result = verify_run(
                 run,
                 from_step=from_,
                 steps=steps,
@@ -139,8 +139,8 @@ def verify(
                 options=options,
                 sandboxed=sandbox is True,
             )
-        answer(found.as_dict(), lambda: as_text(found))
-    if not found.same:
+        answer(result.as_dict(), lambda: as_text(result))
+    if not result.same:
         raise typer.Exit(1)
 
 
@@ -163,9 +163,11 @@ def diff(
         from lockstep.calls.difference import diff as diff_runs
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
-            found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options, sandboxed=sandbox)
-        answer(found.as_dict(), lambda: difference_as_text(found))
-    if not found.same:
+            result = diff_runs(
+                a, b, steps=steps, uri=uri, storage=storage, options=options, sandboxed=sandbox
+            )
+        answer(result.as_dict(), lambda: difference_as_text(result))
+    if not result.same:
         raise typer.Exit(1)
 
 
@@ -195,7 +197,7 @@ def guard(
         if against is None:
             raise SpecError("guard: wanted --base REV, the commit to compare with, such as --base HEAD~1")
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
-            found = guard_bits(
+            result = guard_bits(
                 spec,
                 against,
                 overrides or [],
@@ -204,8 +206,8 @@ def guard(
                 workers=workers,
                 options=options,
             )
-        answer(found.as_dict(), lambda: guarded_as_text(found))
-    if not found.same:
+        answer(result.as_dict(), lambda: guarded_as_text(result))
+    if not result.same:
         raise typer.Exit(1)
 
 
@@ -241,7 +243,7 @@ def replay(
         from lockstep.calls.inspection import replay as replay_step
 
         with running(json_ or pdb, began_at=began_at, local=True, verbose=verbose) as options:
-            found = replay_step(
+            result = replay_step(
                 run,
                 step,
                 micro_batch=micro_batch,
@@ -254,8 +256,8 @@ def replay(
                 options=options,
                 sandboxed=sandbox,
             )
-        answer(found.as_dict(), lambda: inspected_as_text(found))
-    if found.difference:
+        answer(result.as_dict(), lambda: inspected_as_text(result))
+    if result.difference:
         raise typer.Exit(1)
 
 
@@ -276,8 +278,8 @@ def attest(
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.attestation import attest as attest_run
 
-        found = attest_run(run, key=key, out=out, uri=uri, storage=storage)
-        answer(found.as_dict(), lambda: attested_as_text(found))
+        result = attest_run(run, key=key, out=out, uri=uri, storage=storage)
+        answer(result.as_dict(), lambda: attested_as_text(result))
 
 
 def attested_as_text(found: Attested) -> str:
@@ -298,8 +300,8 @@ def checked_as_text(found: Checked) -> str:
     by = "" if found.signed_by is None else f", of key {found.signed_by[:16]}…"
     lines = [f"signature         {signature[found.signature]}{by}"]
     if found.disagreement is not None:
-        what, stated, other = found.disagreement
-        lines.insert(0, f"different: {what} is stated as {stated} and was found as {other}")
+        what, stated, actual = found.disagreement
+        lines.insert(0, f"different: {what} is stated as {stated} and was found as {actual}")
         lines += [f"seed              {found.seed}"] * (found.verified is not None)
     elif found.verified is not None:
         lines = [
@@ -327,23 +329,27 @@ def inspected_as_text(found: Inspected) -> str:
     """What a step came to, for a person."""
     lines = [f"step {found.step}: loss {found.loss!r}, gradient norm {found.grad_norm!r}"]
     lines.append(f"different: {found.difference}" if found.difference else "same: its row is as recorded")
-    for one in found.micro_batches:
-        ids = ", ".join(map(str, one["samples"][:8])) + (", …" if len(one["samples"]) > 8 else "")
-        phase = f", phase {one['phase']}" if "phase" in one else ""
-        lines.append(f"micro-batch {one['micro_batch']}{phase}: total loss {one['loss']!r}, samples {ids}")
-        for seen in [*one.get("modules", ()), *one.get("gradients", ())]:
+    for micro_batch in found.micro_batches:
+        ids = ", ".join(map(str, micro_batch["samples"][:8])) + (
+            ", …" if len(micro_batch["samples"]) > 8 else ""
+        )
+        phase = f", phase {micro_batch['phase']}" if "phase" in micro_batch else ""
+        lines.append(
+            f"micro-batch {micro_batch['micro_batch']}{phase}: total loss {micro_batch['loss']!r}, samples {ids}"
+        )
+        for entry in [*micro_batch.get("modules", ()), *micro_batch.get("gradients", ())]:
             values = "  ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in seen.items()
+                for name, value in entry.items()
                 if name != "what"
             )
-            lines.append(f"  {seen['what']:40} {values}")
+            lines.append(f"  {entry['what']:40} {values}")
     return "\n".join([*lines, *(f"written           {path}" for path in found.files)])
 
 
 def difference_as_text(found: Difference) -> str:
     """How two runs differ, for a person."""
-    lines = [one.change for one in found.fields]
+    lines = [field.change for field in found.fields]
     lines += found.source.splitlines()
     if found.first_difference is None:
         return "\n".join([*lines, f"same: every bit of {found.steps} steps is equal"])
@@ -352,7 +358,7 @@ def difference_as_text(found: Difference) -> str:
 
 def guarded_as_text(found: Guarded) -> str:
     """What a guard found, for a person."""
-    lines = [one.change for one in found.fields]
+    lines = [field.change for field in found.fields]
     base = found.base[:12]
     if found.first_difference is None:
         lines.append(f"same: every bit of {found.steps} steps is equal to those of commit {base}")
@@ -389,12 +395,12 @@ def as_text(found: Verified) -> str:
     within = "" if found.tolerance is None else f" within {found.tolerance:g}"
     lines = []
     if found.first_difference is None:
-        said = "every bit is equal" if found.same_bits else f"not the same bits, and equal{within}"
-        lines.append(f"same: {found.steps} steps of run {found.run_id} ({taken}): {said}")
+        outcome = "every bit is equal" if found.same_bits else f"not the same bits, and equal{within}"
+        lines.append(f"same: {found.steps} steps of run {found.run_id} ({taken}): {outcome}")
     else:
-        step, micro_batch, quantity, recorded, other = found.first_difference.as_dict().values()
+        step, micro_batch, quantity, recorded, actual = found.first_difference.as_dict().values()
         where = f"step {step}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
-        lines.append(f"different: {where}: {quantity} is recorded as {recorded} and was found as {other}")
+        lines.append(f"different: {where}: {quantity} is recorded as {recorded} and was found as {actual}")
         lines.append(f"cause             {found.cause}")
         lines.append(f"taken again       steps {taken} of run {found.run_id}")
         if within:

@@ -51,10 +51,10 @@ def runs(
                 f"storage: there is no folder {str(storage)!r}; name the one that contains the run folders"
             )
         there = reader(store, storage)
-        found = there.runs(experiment, limit)
+        stored_runs = there.runs(experiment, limit)
         for line in there.passed_over:
             say(f"lockstep: {line}")
-        answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
+        answer({"runs": [_row(run) for run in stored_runs]}, lambda: _table(stored_runs))
 
 
 def show(
@@ -78,7 +78,7 @@ def show(
             from lockstep.views.terminal import drawn, series_of
 
             series = series_of(_curves(run, uri, storage), keys or [])
-            curves = {one.key: {"steps": one.steps, "values": one.values} for one in series}
+            curves = {curve.key: {"steps": curve.steps, "values": curve.values} for curve in series}
             answer({"run_id": run, "curves": curves}, lambda: drawn(series, screen))
             return
         if keys:
@@ -88,12 +88,12 @@ def show(
         from lockstep.spec.locations import tracking_uri
 
         store = reader(tracking_uri(uri), storage)
-        found, artifacts = store.run(run), store.artifacts(run)
+        stored_run, artifacts = store.run(run), store.artifacts(run)
         listed = "attempts.json" in artifacts
         attempts = attempts_in(store.text(run, "attempts.json").encode()) if listed else []
         answer(
-            {**found._asdict(), "artifacts": artifacts, "attempts": attempts},
-            lambda: _page(found, artifacts) + _attempts(attempts),
+            {**stored_run._asdict(), "artifacts": artifacts, "attempts": attempts},
+            lambda: _page(stored_run, artifacts) + _attempts(attempts),
         )
 
 
@@ -147,15 +147,22 @@ def check(
     with answered(json_, verbose) as answer:
         from lockstep.calls.record_check import check_record
 
-        found = check_record(_folder(run, uri, storage), uri, repair=repair)
-        left = [one for one in found if not one.mended]
-        lines = [f"{one.where}: {one.what}{' (mended)' if one.mended else ''}" for one in found]
-        verdict = "the record is whole" if not left else f"{len(left)} differences are left"
+        differences = check_record(_folder(run, uri, storage), uri, repair=repair)
+        remaining = [difference for difference in differences if not difference.mended]
+        lines = [
+            f"{difference.where}: {difference.what}{' (mended)' if difference.mended else ''}"
+            for difference in differences
+        ]
+        verdict = "the record is whole" if not remaining else f"{len(remaining)} differences are left"
         answer(
-            {"run_id": run, "whole": not left, "differences": [one._asdict() for one in found]},
+            {
+                "run_id": run,
+                "whole": not remaining,
+                "differences": [difference._asdict() for difference in differences],
+            },
             lambda: "\n".join([*lines, f"run {run}: {verdict}"]),
         )
-        if left:
+        if remaining:
             raise typer.Exit(1)
 
 
@@ -175,11 +182,13 @@ def tensorboard(
         from lockstep.views.tensorboard import check_installed, write_events
 
         check_installed()
-        found = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
-        written = [write_events(curves, logdir) for curves in found]
-        lines = [f"run {one.run_id}: {one.rows} rows, {one.added} new, in {one.file}" for one in written]
+        recorded = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
+        written = [write_events(curves, logdir) for curves in recorded]
+        lines = [
+            f"run {entry.run_id}: {entry.rows} rows, {entry.added} new, in {entry.file}" for entry in written
+        ]
         answer(
-            {"logdir": str(logdir), "runs": [one._asdict() for one in written]},
+            {"logdir": str(logdir), "runs": [entry._asdict() for entry in written]},
             lambda: "\n".join([*lines, f"look at it        tensorboard --logdir {logdir}"]),
         )
 
@@ -200,15 +209,15 @@ def wandb(
         from lockstep.views.wandb import check_installed, write_offline_run
 
         check_installed()
-        found = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
-        written = [write_offline_run(curves, directory) for curves in found]
+        recorded = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
+        written = [write_offline_run(curves, directory) for curves in recorded]
         lines = [
-            f"run {one.run_id}: {one.steps} steps in {one.folder}{'' if one.changed else ', as before'}"
-            for one in written
+            f"run {entry.run_id}: {entry.steps} steps in {entry.folder}{'' if entry.changed else ', as before'}"
+            for entry in written
         ]
-        folders = " ".join(one.folder for one in written)
+        folders = " ".join(entry.folder for entry in written)
         answer(
-            {"dir": str(directory), "runs": [one._asdict() for one in written]},
+            {"dir": str(directory), "runs": [entry._asdict() for entry in written]},
             lambda: "\n".join([*lines, f"send it        wandb sync {folders}"]),
         )
 

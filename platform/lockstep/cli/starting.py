@@ -47,8 +47,8 @@ def schema(
     with answered(as_json=False, verbose=verbose) as answer:
         from lockstep.spec.schema import spec_schema, sweep_schema
 
-        found = sweep_schema() if sweep else spec_schema()
-        answer(found, lambda: json.dumps(found, indent=2))
+        document = sweep_schema() if sweep else spec_schema()
+        answer(document, lambda: json.dumps(document, indent=2))
 
 
 def doctor(
@@ -66,8 +66,8 @@ def doctor(
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.diagnosis import diagnose
 
-        found = diagnose(spec, overrides or [], address=address, uri=uri)
-        answer(found, lambda: "\n".join(_report(found)))
+        report = diagnose(spec, overrides or [], address=address, uri=uri)
+        answer(report, lambda: "\n".join(_report(report)))
 
 
 def _report(found: Mapping[str, Any]) -> Iterator[str]:
@@ -102,7 +102,7 @@ def _machine(facts: Mapping[str, Any]) -> str:
 def _gpus(facts: Mapping[str, Any]) -> str:
     if facts["driver"] is None:
         return str(facts["why"])
-    devices = (f"{one['name']} of {_gib(one['memory_bytes'])}" for one in facts["devices"])
+    devices = (f"{device['name']} of {_gib(device['memory_bytes'])}" for device in facts["devices"])
     return f"driver {facts['driver']}: {', '.join(devices) or 'no device'}"
 
 

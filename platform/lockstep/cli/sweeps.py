@@ -69,8 +69,8 @@ def sweep(
 
 def planned(sweep: Any) -> dict[str, Any]:
     """What a dry run tells: the sweep, and the trials that are known beforehand."""
-    known = range(sweep.total) if sweep.search != "optuna" else ()
-    return {"sweep": sweep.document(), "trials": [sweep.sample(index) for index in known]}
+    indices = range(sweep.total) if sweep.search != "optuna" else ()
+    return {"sweep": sweep.document(), "trials": [sweep.sample(index) for index in indices]}
 
 
 def plan_as_text(report: dict[str, Any]) -> str:
@@ -133,11 +133,11 @@ def lr_find(
         from lockstep.checks.lr_finder import as_text
 
         sys.path.insert(0, str(Path.cwd()))
-        found, kept = find_rate(
+        rate_range, measurement = find_rate(
             spec, overrides or [], lowest=lowest, highest=highest, steps=steps, uri=uri, plot=plot
         )
-        lines = [] if kept is None else [f"run {kept.run_id}", *filter(None, [kept.url])]
+        lines = [] if measurement is None else [f"run {measurement.run_id}", *filter(None, [measurement.url])]
         answer(
-            {**found.as_dict(), "run_id": kept and kept.run_id},
-            lambda: "\n".join([as_text(found), *lines]),
+            {**rate_range.as_dict(), "run_id": measurement and measurement.run_id},
+            lambda: "\n".join([as_text(rate_range), *lines]),
         )

@@ -28,10 +28,10 @@ LOOPBACK_ONLY = {
 def is_loopback(host: str) -> bool:
     """Whether a name or an address resolves only to this machine's loopback."""
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
 def refuse_open(host: str, *, token: bool) -> None:

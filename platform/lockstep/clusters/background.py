@@ -25,7 +25,7 @@ _threads: list[threading.Thread] = []
 def in_background(work: Callable[..., object], *args: Any, name: str) -> None:
     """Run `work` in a daemon thread, for whose end `disconnect` waits. Work without an end of its own must return once `leaving` is set."""
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
-    _threads[:] = [*(one for one in _threads if one.is_alive()), thread]
+    _threads[:] = [*(earlier for earlier in _threads if earlier.is_alive()), thread]
     thread.start()
 
 

@@ -146,8 +146,8 @@ def _refuse_another(named: str | None) -> None:
     if named in (None, "auto", LOCAL) or "://" in named:
         return
     joined = ray.get_runtime_context().gcs_address
-    (host, port), (own, own_port) = host_and_port(named), host_and_port(joined)
-    if port != own_port or not _may_be_one(host, own):
+    (host, port), (own_host, own_port) = host_and_port(named), host_and_port(joined)
+    if port != own_port or not _may_be_one(host, own_host):
         raise SpecError(
             f"address: got {named!r}, and this process is connected to {joined}; leave address out to train there, or call ray.shutdown() first"
         )
@@ -158,7 +158,7 @@ def _may_be_one(host: str, other: str) -> bool:
     if is_loopback(host) or is_loopback(other):
         return True
     try:
-        first, second = ({found[4][0] for found in socket.getaddrinfo(one, None)} for one in (host, other))
+        first, second = ({entry[4][0] for entry in socket.getaddrinfo(name, None)} for name in (host, other))
     except OSError:
         return True
     return bool(first & second)
@@ -232,7 +232,7 @@ class _Joining:
         stop = stop or StopSignal()
         threading.Thread(target=self._join, name="lockstep-connect", daemon=True).start()
         began = heard = time.monotonic()
-        told = False
+        announced = False
         while not self._over.wait(0.2):
             now = time.monotonic()
             try:
@@ -245,8 +245,8 @@ class _Joining:
             except ClusterError as error:
                 if time.monotonic() - heard > SILENT_S:
                     self._give_up(error)
-            if now - began > TOLD_S and not told:
-                told = True
+            if now - began > TOLD_S and not announced:
+                announced = True
                 say(f"the cluster at {self._address} answers, but has not yet let this driver in; waiting")
             if now - began > JOIN_S:
                 self._give_up(

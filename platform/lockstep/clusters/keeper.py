@@ -120,9 +120,9 @@ class Keeper:
     def _is_over(self) -> bool:
         """Look at the newest job of the run, and start the next one if it was lost. True when the keeper has nothing left to do."""
         listed = within(ANSWER_S, "the cluster's job API", self._client.list_jobs)
-        found = {job.submission_id: job for job in listed}
-        number = retries_so_far(self._first, found)
-        newest = found.get(retry_of(self._first, number))
+        jobs_by_id = {job.submission_id: job for job in listed}
+        number = retries_so_far(self._first, jobs_by_id)
+        newest = jobs_by_id.get(retry_of(self._first, number))
         if newest is None:
             return True  # someone has deleted it
         status = str(getattr(newest.status, "value", newest.status))
@@ -160,7 +160,7 @@ def _start_keeper(first: str, retries: int) -> Any:
     """The keeper of the run: the one that has started this job, or a new one."""
     import ray
 
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
     return (
@@ -170,7 +170,7 @@ def _start_keeper(first: str, retries: int) -> Any:
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
-            scheduling_strategy=here,
+            scheduling_strategy=strategy,
         )
         .remote(first, retries)
     )

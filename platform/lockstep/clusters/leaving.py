@@ -35,29 +35,29 @@ def leave(
         raise ClusterError(f"leave: this version of Ray cannot drain a node on request ({problem})")
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
-        found = _nodes_here(node)
-        for each in found:
+        node_ids = _nodes_here(node)
+        for each in node_ids:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
             say(f"node {each[:12]} is drained: {why}")
-        while wait and time.time() < deadline and any(_busy(each) for each in found):
+        while wait and time.time() < deadline and any(_busy(each) for each in node_ids):
             time.sleep(LOOK_S)
-    return found
+    return node_ids
 
 
 def _nodes_here(node: str | None) -> list[str]:
     import ray
 
-    here = ray.util.get_node_ip_address()
+    own_address = ray.util.get_node_ip_address()
     alive = [each for each in ray.nodes() if each["Alive"]]
     if node is None:
-        found = [each["NodeID"] for each in alive if each["NodeManagerAddress"] == here]
-        missing = f"on this machine ({here})"
+        node_ids = [each["NodeID"] for each in alive if each["NodeManagerAddress"] == own_address]
+        missing = f"on this machine ({own_address})"
     else:
-        found = [each["NodeID"] for each in alive if each["NodeID"].startswith(node)]
+        node_ids = [each["NodeID"] for each in alive if each["NodeID"].startswith(node)]
         missing = f"with an id that begins with {node!r}"
-    if not found:
+    if not node_ids:
         raise ClusterError(f"leave: the cluster has no live node {missing}; look at ray list nodes")
-    return found
+    return node_ids
 
 
 def _busy(node: str) -> bool:

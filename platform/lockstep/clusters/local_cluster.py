@@ -100,8 +100,8 @@ def state_folder() -> Path:
 def recorded_cluster() -> LocalCluster | None:
     """The cluster that was started last and not taken down, whether it runs or not."""
     try:
-        found = json.loads(Path(state_folder(), "cluster.json").read_text())
-        return LocalCluster(**found)
+        state = json.loads(Path(state_folder(), "cluster.json").read_text())
+        return LocalCluster(**state)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -123,13 +123,15 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
     from its first process on: whatever ends this one, `down` ends that.
     """
     refuse_open(host, token=token)
-    before = recorded_cluster()
-    if before is not None and before.running():
+    previous = recorded_cluster()
+    if previous is not None and previous.running():
         where = (
-            f"is already running at {before.dashboard}" if before.dashboard else "is already being started"
+            f"is already running at {previous.dashboard}"
+            if previous.dashboard
+            else "is already being started"
         )
         raise SpecError(f"cluster: one {where}; stop it with lockstep cluster down")
-    if before is not None:
+    if previous is not None:
         down()
     state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     mark = uuid.uuid4().hex
@@ -164,11 +166,11 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
 
 def _environment(mark: str, token: Path | None, host: str, folder: Path) -> dict[str, str]:
     """What the nodes, their workers and the drivers of jobs are started with."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     access = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}  # fmt: skip
     local = LOOPBACK_ONLY if is_loopback(host) else {}
     return {
-        **kept,
+        **inherited,
         **RAY_SETTINGS,
         **sent_environment(),
         **access,
@@ -230,17 +232,17 @@ def _take_down(cluster: LocalCluster) -> None:
 
 
 def _end(cluster: LocalCluster) -> None:
-    left = {process.pid: process for process in marked(cluster.mark)}
+    processes = {process.pid: process for process in marked(cluster.mark)}
     if cluster.running():
         os.kill(cluster.pid, signal.SIGTERM)
         until = time.monotonic() + STOP_S
         while cluster.running() and time.monotonic() < until and not _reaped(cluster.pid):
             time.sleep(0.1)
-    left |= {process.pid: process for process in marked(cluster.mark)}
-    for process in left.values():
+    processes |= {process.pid: process for process in marked(cluster.mark)}
+    for process in processes.values():
         with suppress(psutil.NoSuchProcess):  # it has ended; a new process with its id is not meant either
             process.kill()
-    psutil.wait_procs(list(left.values()), timeout=STOP_S)
+    psutil.wait_procs(list(processes.values()), timeout=STOP_S)
     shutil.rmtree(cluster.folder, ignore_errors=True)  # a temporary folder; a file that is left hurts nobody
 
 
@@ -257,14 +259,14 @@ def marked(mark: str) -> list[psutil.Process]:
 
     Ray's workers rename themselves, and with a long name write over their environment.
     """
-    found: dict[int, psutil.Process] = {}
+    processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            if process.pid not in found and process.environ().get(MARK) == mark:
-                found |= {child.pid: child for child in (process, *process.children(recursive=True))}
+            if process.pid not in processes and process.environ().get(MARK) == mark:
+                processes |= {child.pid: child for child in (process, *process.children(recursive=True))}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone, or another user's
-    return list(found.values())
+    return list(processes.values())
 
 
 # --- the holder -------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def notices(address: str, drivers: set[str]) -> list[dict[str, Any]]:
     """The runs of the cluster whose GCS is at `address`, newest first; `drivers` are Ray's ids of the live drivers."""
     if unavailable("key-values"):
         return []
-    found = [Notice(**json.loads(value)) for value in key_values.values(address, PREFIX, NAMESPACE)]
-    seen = [
+    posted = [Notice(**json.loads(value)) for value in key_values.values(address, PREFIX, NAMESPACE)]
+    current = [
         replace(notice, status="LOST")
         if notice.status == "RUNNING" and notice.driver not in drivers
         else notice
-        for notice in found
+        for notice in posted
     ]
-    return [asdict(notice) for notice in sorted(seen, key=lambda notice: -notice.began)]
+    return [asdict(notice) for notice in sorted(current, key=lambda notice: -notice.began)]

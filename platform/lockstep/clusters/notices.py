@@ -87,38 +87,38 @@ class Aws:
 
     def notices(self) -> Iterator[Notice | None]:
         """Yields what each request finds, EVERY_S apart; None for no news."""
-        before: set[str] = set()
+        reported: set[str] = set()
         while True:
             for path, read in (
                 ("spot/instance-action", _instance_action),
                 ("events/recommendations/rebalance", _rebalance),
             ):
                 text = self._get(f"/latest/meta-data/{path}")
-                notice = read(text) if text is not None and text not in before else None
+                notice = read(text) if text is not None and text not in reported else None
                 if text is not None:
-                    before.add(text)
+                    reported.add(text)
                 yield notice
             time.sleep(EVERY_S)
 
     def _renew(self) -> None:
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{self._url}/latest/api/token",
             method="PUT",
             headers={"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)},
         )
-        with _open(asked, timeout=ANSWER_S) as answer:
+        with _open(request, timeout=ANSWER_S) as answer:
             self._token = answer.read().decode()
 
     def _get(self, path: str) -> str | None:
         """The text at `path`; None for 404, by which the service says that there is no notice."""
         for attempt in range(2):
-            asked = urllib.request.Request(
+            request = urllib.request.Request(
                 self._url + path, headers={"X-aws-ec2-metadata-token": self._token}
             )
             try:
-                with _open(asked, timeout=ANSWER_S) as answer:
-                    found: str = answer.read().decode()
-                    return found
+                with _open(request, timeout=ANSWER_S) as answer:
+                    text: str = answer.read().decode()
+                    return text
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code == 404:
@@ -130,8 +130,8 @@ class Aws:
 
 
 def _instance_action(text: str) -> Notice:
-    told = json.loads(text)
-    return Notice(f"AWS will {told['action']} this spot instance", _unix(told["time"]))
+    document = json.loads(text)
+    return Notice(f"AWS will {document['action']} this spot instance", _unix(document["time"]))
 
 
 def _rebalance(text: str) -> Notice:
@@ -159,24 +159,24 @@ class Gcp:
 
     def notices(self) -> Iterator[Notice | None]:
         """Yields what each answer says: the first at once, the others when the value changes or after CHANGE_S; None for no news."""
-        before: Notice | None = None
+        previous: Notice | None = None
         # No answer has the tag 0, so the current value is returned at once.
         self._tag = "0"
         while True:
-            found = self._read(
+            notice = self._read(
                 self._ask(f"?wait_for_change=true&timeout_sec={CHANGE_S}&last_etag={self._tag}")
             )
-            yield found if found is not None and before is None else None
-            before = found
+            yield notice if notice is not None and previous is None else None
+            previous = notice
 
     def _ask(self, query: str) -> str:
-        asked = urllib.request.Request(self._url + query, headers={"Metadata-Flavor": "Google"})
-        with _open(asked, timeout=ANSWER_S + (CHANGE_S if query else 0)) as answer:
+        request = urllib.request.Request(self._url + query, headers={"Metadata-Flavor": "Google"})
+        with _open(request, timeout=ANSWER_S + (CHANGE_S if query else 0)) as answer:
             if answer.headers.get("Metadata-Flavor") != "Google":
                 raise ValueError("the answer is not the metadata service's")
             self._tag = answer.headers.get("ETag", "0")
-            found: str = answer.read().decode().strip()
-            return found
+            text: str = answer.read().decode().strip()
+            return text
 
 
 def _preempted(text: str) -> Notice | None:
@@ -268,10 +268,10 @@ def leave_by_command(notice: Notice, wait: bool, *, address: str | None, node: s
     words += ["--wait"] if wait else []
     for _ in range(TRIES):
         left_s = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
-        given = [] if left_s is None else ["--seconds", f"{left_s:.0f}"]
+        seconds_option = [] if left_s is None else ["--seconds", f"{left_s:.0f}"]
         limit_s = DRAIN_S + (left_s or 0.0 if wait else 0.0)
         try:
-            if subprocess.run([*words, *given], timeout=limit_s, check=False).returncode == 0:
+            if subprocess.run([*words, *seconds_option], timeout=limit_s, check=False).returncode == 0:
                 return
         except subprocess.TimeoutExpired:
             continue

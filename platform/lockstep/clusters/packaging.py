@@ -61,14 +61,14 @@ def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EX
 
 def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
     """The size of each file that Ray would pack, by name."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def take(path: Path) -> None:
         if path.is_file():
-            found[str(path.relative_to(folder))] = path.stat().st_size
+            sizes[str(path.relative_to(folder))] = path.stat().st_size
 
     packages.walk(folder, excludes, take)
-    return found
+    return sizes
 
 
 def _too_large(folder: Path, package: Package, limit: int) -> SpecError:

@@ -42,17 +42,17 @@ def cluster_address(given: str | None) -> str:
         return _found_here()
     if named is not None:
         return named
-    own = running_cluster()
-    return own.address if own is not None else LOCAL
+    cluster = running_cluster()
+    return cluster.address if cluster is not None else LOCAL
 
 
 def _found_here() -> str:
     """The cluster that `auto` means: RAY_ADDRESS, the user's own, or the one that `ray start` noted on this machine."""
-    named, own = os.environ.get("RAY_ADDRESS"), running_cluster()
+    named, cluster = os.environ.get("RAY_ADDRESS"), running_cluster()
     if named and named != "auto":
         return named
-    if own is not None:
-        return own.address
+    if cluster is not None:
+        return cluster.address
     try:
         return address_file(default_folder()).read_text(encoding="utf-8").strip()
     except OSError:

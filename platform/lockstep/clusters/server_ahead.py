@@ -67,14 +67,14 @@ def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_
         yield
         return
     secret = os.urandom(32).hex()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place:
-        place.bind(address_ahead(secret))
-        place.listen(8)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address_ahead(secret))
+        listener.listen(8)
         serving = "import sys; sys.path.pop(0); from lockstep.clusters.server_ahead import serve_ahead; serve_ahead()"
         server = subprocess.Popen(
-            [sys.executable, "-c", serving, str(place.fileno()), str(os.getpid()), *modules],
+            [sys.executable, "-c", serving, str(listener.fileno()), str(os.getpid()), *modules],
             env={**environment, CLUSTER_SECRET: secret},
-            pass_fds=[place.fileno()],
+            pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -101,9 +101,9 @@ def serve_ahead() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
     this, taken = os.getpid(), None
     while taken is None and os.getppid() == driver:
-        if (asked := next_asking(ahead)) is not None:
-            with asked, suppress(OSError):  # the client was killed meanwhile
-                taken = _taken(asked, ahead, environment, imported)
+        if (connection := next_asking(ahead)) is not None:
+            with connection, suppress(OSError):  # the client was killed meanwhile
+                taken = _taken(connection, ahead, environment, imported)
     if taken is None:
         os._exit(0)
     ahead.close()
@@ -122,7 +122,7 @@ def _taken(
         stack.callback(worker.close)  # or its place would stay taken
         set_since = {name: value for name, value in os.environ.items() if name not in environment}
         this, theirs = (
-            _imported_under({**set_since, **given}) for given in (environment, worker.environment)
+            _imported_under({**set_since, **variables}) for variables in (environment, worker.environment)
         )
         if has_left(asked) or theirs != this:
             return None
@@ -139,13 +139,13 @@ def _taken(
 
 def _imported_files() -> dict[str, tuple[int, int]]:
     """Which file each module was read from, as far as they are there: its inode, and when it was last changed, in nanoseconds of Unix time."""
-    found = {}
+    files = {}
     for module in list(sys.modules.values()):
         if file := getattr(module, "__file__", None):
             with suppress(OSError):
-                seen = Path(file).stat()
-                found[file] = seen.st_ino, seen.st_ctime_ns
-    return found
+                file_status = Path(file).stat()
+                files[file] = file_status.st_ino, file_status.st_ctime_ns
+    return files
 
 
 def _imported_under(environment: Mapping[str, str]) -> dict[str, str]:

@@ -150,10 +150,10 @@ def entrypoint(
                 f"{override.partition('=')[0]}: contains a password, which every process list on the cluster would show; "
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"
             )
-    kept = ["--retries", str(retries)] if retries else []
-    kept += [] if notify is None else ["--notify", notify]
+    options = ["--retries", str(retries)] if retries else []
+    options += [] if notify is None else ["--notify", notify]
     if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
-        return ["python", "-m", "lockstep", "resume", what, *kept, *overrides]
+        return ["python", "-m", "lockstep", "resume", what, *options, *overrides]
     spec = Path(folder, what).resolve()
     if not spec.is_file():
         raise SpecError(f"spec: cannot read {what!r}: there is no such file, and it is not a run id")
@@ -163,7 +163,7 @@ def entrypoint(
         )
     named = [] if name is None else ["--run", name]
     return [
-        "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *kept, *overrides
+        "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *options, *overrides
     ]  # fmt: skip
 
 
@@ -269,19 +269,19 @@ def _jobs(client: Any, address: str) -> set[str | None]:
 def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -> Submitted:
     from aiohttp import ClientError
 
-    output, known = _Output(write), False
+    output, confirmed = _Output(write), False
     answered_at = time.monotonic()
     while True:
         # The stream may break or fall silent; only the job's state counts.
         with suppress(RuntimeError, OSError, ClientError):
             asyncio.run(output.take(client, job))
         try:
-            now = look(client, job, address, output.run_id)
+            submitted = look(client, job, address, output.run_id)
         except ClusterError:
             if time.monotonic() - answered_at > PATIENCE_S:
                 raise
         except SpecError as error:
-            if not known:
+            if not confirmed:
                 raise
             again = (
                 "submit its run again"
@@ -292,9 +292,9 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
                 f"job: {address} knows no job {job!r} any more, as a cluster that was started anew; {again}"
             ) from error
         else:
-            answered_at, known = time.monotonic(), True
-            if now.exit_code is not None:
-                return now
+            answered_at, confirmed = time.monotonic(), True
+            if submitted.exit_code is not None:
+                return submitted
         time.sleep(POLL_S)
 
 
@@ -322,23 +322,23 @@ class _Output:
                 self._shown = at
                 self._write(new)
                 self._tail = (self._tail + new)[-4096:]
-                found = RUN_ID.findall(self._tail)
-                self.run_id = found[-1] if found else self.run_id
+                run_ids = RUN_ID.findall(self._tail)
+                self.run_id = run_ids[-1] if run_ids else self.run_id
 
 
 def look(client: Any, job: str, address: str, run_id: str | None = None) -> Submitted:
     """The state of a job. SpecError where the cluster has no such job, ClusterError where it does not answer."""
     with _job_api(address):
         try:
-            found = within(ANSWER_S, address, lambda: client.get_job_info(job))
+            info = within(ANSWER_S, address, lambda: client.get_job_info(job))
         except RuntimeError as error:
             if f"Job {job} does not exist" not in str(error):
                 raise
             raise SpecError(
                 f"job: {address} has no job {job!r}; ray job list --address {address} lists them"
             ) from error
-    status = str(getattr(found.status, "value", found.status))
-    code: int | None = found.driver_exit_code
+    status = str(getattr(info.status, "value", info.status))
+    code: int | None = info.driver_exit_code
     if status == "SUCCEEDED":
         code = 0
     elif status == "STOPPED":
@@ -347,16 +347,16 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
         code = code or 1
     else:
         code = None
-    asked = RETRIES.search(found.entrypoint or "")
+    match = RETRIES.search(info.entrypoint or "")
     return Submitted(
         job,
         address,
         status,
         code,
         run_id,
-        found.message or "",
-        was_lost(status, found.driver_exit_code),
-        int(asked[1]) if asked else 0,
+        info.message or "",
+        was_lost(status, info.driver_exit_code),
+        int(match[1]) if match else 0,
     )
 
 

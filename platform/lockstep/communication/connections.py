@@ -33,13 +33,13 @@ def connected() -> Sockets:
     listed = Path("/proc/self/fd")
     if not listed.is_dir():
         return {}
-    found = {}
+    sockets = {}
     for path in listed.iterdir():
         with suppress(OSError):  # closed since it was listed, or not connected
             fd = int(path.name)
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                found[fd] = _ends(fd)
-    return found
+                sockets[fd] = _ends(fd)
+    return sockets
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def opened_since(before: Sockets) -> Sockets:
 def listening() -> frozenset[tuple[int, int]]:
     """The listening TCP sockets of this process, by descriptor and inode; none where the system does not list them."""
     listed = Path("/proc/self/fd")
-    found = set()
+    listeners = set()
     for path in listed.iterdir() if listed.is_dir() else ():
         with suppress(OSError):  # closed since it was listed
             fd = int(path.name)
@@ -80,8 +80,8 @@ def listening() -> frozenset[tuple[int, int]]:
                 with _opened(fd) as opened:
                     tcp = opened.family in (socket.AF_INET, socket.AF_INET6)
                     if tcp and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found.add((fd, status.st_ino))
-    return frozenset(found)
+                        listeners.add((fd, status.st_ino))
+    return frozenset(listeners)
 
 
 _ATTACH_FILTER = 26
@@ -135,23 +135,23 @@ Inodes = Mapping[int, int]
 
 def inodes(sockets: Sockets) -> Inodes:
     """Those of the sockets that are still open: the owner of a connection may close it as soon as its other end is gone."""
-    found = {}
+    open_inodes = {}
     for fd, ends in sockets.items():
         with suppress(OSError):
             inode = os.fstat(fd).st_ino
             if _ends(fd) == ends:  # asked last: another file that had the descriptor before has other ends
-                found[fd] = inode
-    return found
+                open_inodes[fd] = inode
+    return open_inodes
 
 
 def still_open(known: Inodes) -> list[int]:
     """The descriptors that nobody in this process has closed."""
-    found = []
+    descriptors = []
     for fd, inode in known.items():
         with suppress(OSError):  # it is closed
             if os.fstat(fd).st_ino == inode:
-                found.append(fd)
-    return found
+                descriptors.append(fd)
+    return descriptors
 
 
 def take_away(descriptors: Iterable[int]) -> None:

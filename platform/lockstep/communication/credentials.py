@@ -36,15 +36,15 @@ class Secret:
 
     def answer(self, challenge: bytes) -> bytes:
         """What a client answers to a server's challenge."""
-        own = os.urandom(CHALLENGE_BYTES)
-        return own + self._proof(b"client", challenge + own)
+        client_challenge = os.urandom(CHALLENGE_BYTES)
+        return client_challenge + self._proof(b"client", challenge + client_challenge)
 
     def confirmed(self, challenge: bytes, answer: bytes) -> bytes | None:
         """What the server of this challenge sends to a client that knows the secret; None for any other client."""
-        own, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(b"client", challenge + own)):
+        client_challenge, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(b"client", challenge + client_challenge)):
             return None
-        return self._proof(b"server", challenge + own)
+        return self._proof(b"server", challenge + client_challenge)
 
     def is_confirmed(self, challenge: bytes, answer: bytes, confirmation: bytes) -> bool:
         """Whether a server's confirmation of this client's answer shows that it knows the secret."""
@@ -61,17 +61,17 @@ def challenge() -> bytes:
 
 def is_server(connection: socket.socket, secret: Secret) -> bool:
     """As a client, whether the other end knows the secret, after it was shown that this one does. OSError where the connection ends or times out."""
-    asked = _received(connection, CHALLENGE_BYTES)
-    answer = secret.answer(asked)
+    server_challenge = _received(connection, CHALLENGE_BYTES)
+    answer = secret.answer(server_challenge)
     connection.sendall(answer)
-    return secret.is_confirmed(asked, answer, _received(connection, PROOF_BYTES))
+    return secret.is_confirmed(server_challenge, answer, _received(connection, PROOF_BYTES))
 
 
 def is_client(connection: socket.socket, secret: Secret) -> bool:
     """As a server, whether the other end knows the secret; if so it learns that this one does. OSError where the connection ends or times out."""
-    asked = challenge()
-    connection.sendall(asked)
-    confirmation = secret.confirmed(asked, _received(connection, ANSWER_BYTES))
+    server_challenge = challenge()
+    connection.sendall(server_challenge)
+    confirmation = secret.confirmed(server_challenge, _received(connection, ANSWER_BYTES))
     if confirmation is None:
         return False
     connection.sendall(confirmation)

@@ -86,12 +86,12 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(dist.get_world_size(), groups=1)
-        before, listeners = connected(), listening()
+        sockets_before, listeners = connected(), listening()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         if device.type == "cpu":  # NCCL connects later
             refuse_connections(listening() - listeners)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(
-            before, _get_default_store()
+            sockets_before, _get_default_store()
         )
 
     @classmethod
@@ -104,10 +104,10 @@ class Group:
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
-        before, listeners = connected(), listening()
+        sockets_before, listeners = connected(), listening()
         hidden, dist.group.WORLD = dist.group.WORLD, None
         # torch names a group by the number of groups its process has made, and members meet under that name: a newcomer has made fewer.
-        made, _world.group_count = _world.group_count, FIRST_FORMED + number
+        group_count, _world.group_count = _world.group_count, FIRST_FORMED + number
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
@@ -115,29 +115,29 @@ class Group:
             channel = dist.group.WORLD
             refuse_connections(listening() - listeners)
         finally:
-            dist.group.WORLD, _world.group_count = hidden, made
-        return cls(rank, size, device, channel, store)._with_sockets(before, store)
+            dist.group.WORLD, _world.group_count = hidden, group_count
+        return cls(rank, size, device, channel, store)._with_sockets(sockets_before, store)
 
     def _with_sockets(self, before: Sockets, store: Any) -> Group:
         """The group with its connections: those opened since `before` whose other end is a member's, as the members say at `store`."""
         if self.device.type != "cpu":
             return self
-        own = opened_since(before)
-        known = inodes(own)  # while all members are here: what one of them leaves afterwards is closed
-        found = between_members(own, store, self.channel.group_name, self.rank, self.size)
-        if len(found) < self.size - 1:
+        opened = opened_since(before)
+        inode_of = inodes(opened)  # while all members are here: what one of them leaves afterwards is closed
+        sockets = between_members(opened, store, self.channel.group_name, self.rank, self.size)
+        if len(sockets) < self.size - 1:
             return self
-        host = next(iter(found.values())).own[0]
+        host = next(iter(sockets.values())).own[0]
         links = linked(self.rank, self.size, host, self.gather, COLLECTIVE_TIMEOUT.total_seconds())
         if links is not None:
-            found, known = {**found, **links.ends}, {**known, **links.inodes}
-        waits = Waits(partial(is_cut, found))
+            sockets, inode_of = {**sockets, **links.ends}, {**inode_of, **links.inodes}
+        waits = Waits(partial(is_cut, sockets))
         if links is not None:
             links.look = waits.look
         return replace(
             self,
-            sockets=found,
-            inodes={fd: known[fd] for fd in found if fd in known},
+            sockets=sockets,
+            inodes={fd: inode_of[fd] for fd in sockets if fd in inode_of},
             waits=waits,
             links=links,
         )
@@ -204,9 +204,13 @@ class Group:
         """
         waits: list[Callable[[], None]] = []
         if self.links is not None:
-            small = [[one for one in each if one[1].nbytes <= DIRECT_BYTES] for each in (outgoing, incoming)]
+            small = [
+                [message for message in each if message[1].nbytes <= DIRECT_BYTES]
+                for each in (outgoing, incoming)
+            ]
             outgoing, incoming = (
-                [one for one in each if one[1].nbytes > DIRECT_BYTES] for each in (outgoing, incoming)
+                [message for message in each if message[1].nbytes > DIRECT_BYTES]
+                for each in (outgoing, incoming)
             )
             waits = [self.links.pass_on(*small)] if any(small) else []
         sends = [dist.P2POp(dist.isend, part, peer, self.channel) for peer, part in outgoing if part.numel()]
@@ -284,9 +288,9 @@ class Group:
         """`value` of rank `source`, on every rank. For objects outside the step."""
         if self.size == 1:
             return value
-        given = [value if self.rank == source else None]
-        self.called(lambda: dist.broadcast_object_list(given, group_src=source, group=self.channel))
-        return given[0]
+        object_list = [value if self.rank == source else None]
+        self.called(lambda: dist.broadcast_object_list(object_list, group_src=source, group=self.channel))
+        return object_list[0]
 
     def together(self, action: Callable[[], T]) -> T:
         """The result of `action`, which is no collective, on this rank. An error of the job on any rank is raised on all: their own, or the first.
@@ -296,7 +300,7 @@ class Group:
         """
         wrong: LockstepError | None = None
         try:
-            found = action()
+            result = action()
         except LockstepError as error:
             if kind_of(error).kind != "job":
                 raise
@@ -304,7 +308,7 @@ class Group:
         first = next((error for error in self.gather(wrong) if error is not None), None)
         if first is not None:
             raise wrong or first
-        return found
+        return result
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor`, of one shape and layout on all ranks, with that of rank `source`."""
@@ -312,8 +316,8 @@ class Group:
             return
         if self.links is not None and tensor.nbytes <= DIRECT_BYTES and tensor.is_contiguous():
             others = [(rank, tensor) for rank in range(self.size) if rank != source]
-            own = self.rank == source
-            self.links.pass_on(others if own else [], [] if own else [(source, tensor)])()
+            is_source = self.rank == source
+            self.links.pass_on(others if is_source else [], [] if is_source else [(source, tensor)])()
         else:
             self.wait(dist.broadcast(tensor, group_src=source, group=self.channel, async_op=True))
 
@@ -359,12 +363,12 @@ def ensure_descriptors(ranks: int, groups: int) -> None:
 def form_default_group(backend: str, store: Any, rank: int, size: int) -> None:
     """Make the default process group of `size` processes that meet at `store`. ClusterError as in `between_members`."""
     ensure_descriptors(size, groups=2)
-    before, listeners = connected(), listening()
+    sockets_before, listeners = connected(), listening()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     if backend == "gloo":
         refuse_connections(listening() - listeners)
         try:
-            between_members(opened_since(before), store, "default", rank, size)
+            between_members(opened_since(sockets_before), store, "default", rank, size)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -379,19 +383,19 @@ def between_members(own: Sockets, store: Any, name: str, rank: int, size: int) -
     store.set(f"lockstep-ends/{name}/{rank}", json.dumps([*own.values()]))
     others = [
         [
-            Ends(tuple(here), tuple(there))
-            for here, there in json.loads(store.get(f"lockstep-ends/{name}/{other}"))
+            Ends(tuple(own_end), tuple(peer_end))
+            for own_end, peer_end in json.loads(store.get(f"lockstep-ends/{name}/{other_rank}"))
         ]
-        for other in range(size)
-        if other != rank
+        for other_rank in range(size)
+        if other_rank != rank
     ]
-    found = shared(own, others)
-    if own and len(found) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+    connections = shared(own, others)
+    if own and len(connections) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
         raise ClusterError(
-            f"rank {rank} has a connection to {len(found)} of {size - 1} other ranks: another process has connected in the place of one; "
+            f"rank {rank} has a connection to {len(connections)} of {size - 1} other ranks: another process has connected in the place of one; "
             "resume the run, and look at who else uses this machine"
         )
-    return found
+    return connections
 
 
 @contextmanager

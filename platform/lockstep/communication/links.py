@@ -48,7 +48,8 @@ class Links:
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
         """`sockets` by rank. A wait in which nothing moves for `timeout_s` raises RuntimeError. OSError where one is no longer connected."""
         self.ends: Sockets = {
-            one.fileno(): Ends(one.getsockname()[:2], one.getpeername()[:2]) for one in sockets.values()
+            connection.fileno(): Ends(connection.getsockname()[:2], connection.getpeername()[:2])
+            for connection in sockets.values()
         }
         """Their addresses, by their descriptors."""
         self.inodes = inodes(self.ends)
@@ -71,8 +72,8 @@ class Links:
             self._links[rank].receive(_memory(into))
         links = {rank: self._links[rank] for rank, _ in (*outgoing, *incoming)}.values()
         ends = [(link, link.wanted_out, link.wanted_in) for link in links]
-        held = (outgoing, incoming)  # keeps the tensors alive: a link knows only their addresses
-        return lambda: self._wait(ends, held)
+        messages = (outgoing, incoming)  # keeps the tensors alive: a link knows only their addresses
+        return lambda: self._wait(ends, messages)
 
     def _wait(self, ends: Sequence[tuple[_Link, int, int]], _held: object) -> None:
         """Wait until each link has sent and received so many messages."""
@@ -199,7 +200,9 @@ def linked(
         addresses: list[_Address | None] = gather(server and (host, server.getsockname()[1], key))
         if server is not None and None not in addresses:
             with suppress(OSError):
-                _connect(rank, [one for one in addresses if one is not None], server, key, sockets)
+                _connect(
+                    rank, [address for address in addresses if address is not None], server, key, sockets
+                )
                 for opened in sockets.values():
                     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     opened.setblocking(False)
@@ -236,9 +239,9 @@ def _connect(
 ) -> None:
     """Connect to the ranks below, and accept those above. OSError where one of them is late; `sockets` has those that came."""
     until = time.monotonic() + CONNECT_S
-    for other, (host, port, theirs) in enumerate(addresses[:rank]):
+    for peer, (host, port, theirs) in enumerate(addresses[:rank]):
         opened = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
-        sockets[other] = opened
+        sockets[peer] = opened
         if not is_server(opened, Secret(theirs)):
             raise ConnectionRefusedError("another process listens in a rank's place")
         opened.sendall(rank.to_bytes(2))
@@ -247,11 +250,11 @@ def _connect(
         server.settimeout(max(0.001, until - time.monotonic()))
         opened, _ = server.accept()
         opened.settimeout(SAID_S)
-        other = -1
+        peer = -1
         with suppress(OSError):
             if is_client(opened, secret):
-                other = int.from_bytes(opened.recv(2, socket.MSG_WAITALL))
-        if rank < other < len(addresses) and other not in sockets:
-            sockets[other] = opened
+                peer = int.from_bytes(opened.recv(2, socket.MSG_WAITALL))
+        if rank < peer < len(addresses) and peer not in sockets:
+            sockets[peer] = opened
         else:  # not a member of the group
             opened.close()

@@ -263,14 +263,14 @@ class RendezvousStore(Store):
 
     def _until_there(self, keys: Sequence[str], timeout: timedelta, operation: bytes) -> list[bytes]:
         until, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_LOOK_S
-        while not (found := self._ask(operation, *(key.encode() for key in keys))):
+        while not (answer := self._ask(operation, *(key.encode() for key in keys))):
             if time.monotonic() > until:
                 raise dist.DistStoreError(
                     f"{self._where}: no {', '.join(keys)} within {timeout.total_seconds():g} s"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-        return found
+        return answer
 
     def _ask(self, *request: bytes) -> list[bytes]:
         with self._lock:

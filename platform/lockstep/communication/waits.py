@@ -78,9 +78,9 @@ class Waits:
 
 
 def _called(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (given := calls.get()) is not None:
-        future, call = given
-        del given
+    while (item := calls.get()) is not None:
+        future, call = item
+        del item
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for

@@ -17,11 +17,11 @@ def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
     try:
         return path.read_text()
     except OSError:  # not there, or not readable: it is found again
-        found = find()
+        text = find()
     # A home that cannot be written costs the time to read the files again, and nothing else.
     with suppress(OSError):
-        write_text(path, found)  # flushed: an empty file would pass for what was found
-    return found
+        write_text(path, text)  # flushed: an empty file would pass for what was found
+    return text
 
 
 def cache_path(kind: str, identity: str) -> Path:

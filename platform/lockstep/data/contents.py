@@ -58,10 +58,10 @@ def leaves(value: Any, path: str = "", *, opaque: bool = False) -> Iterator[tupl
 
 def digest(value: Any) -> bytes:
     """sha256 over the leaves of a value. Raises UnreadableError."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for leaf in leaves(value):
-        found.update(repr(leaf).encode())
-    return found.digest()
+        hasher.update(repr(leaf).encode())
+    return hasher.digest()
 
 
 def tree_of(value: Any) -> Any:
@@ -79,7 +79,7 @@ def _said(value: Any) -> Opaque:
 def _is_plain(value: Any) -> bool:
     """Whether all of a value can be told, and the same in every process."""
     if isinstance(value, Mapping):
-        return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
+        return type(value) is dict and all(_is_plain(item) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple):
         return type(value) in {list, tuple, torch.Size} and all(map(_is_plain, value))
     return type(value) in _PLAIN or isinstance(value, _SAID)
@@ -144,20 +144,20 @@ class _Walk:
             yield from self.leaves(inner, f"{path}[{name!r}]")
 
     def _tensor(self, value: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
-        whole = value.detach()
-        if whole.layout != torch.strided:
-            yield path, f"{whole.layout} {whole.dtype} {tuple(whole.shape)}"
-            for name in PARTS.get(whole.layout, ()):
-                yield from self.leaves(getattr(whole, name)(), f"{path}.{name}")
-            if whole.layout not in PARTS:
-                yield from self._unreadable(value, path, f"its layout is {whole.layout}")
-        elif whole.is_quantized or whole.is_nested or whole.device.type == "meta":
+        tensor = value.detach()
+        if tensor.layout != torch.strided:
+            yield path, f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)}"
+            for name in PARTS.get(tensor.layout, ()):
+                yield from self.leaves(getattr(tensor, name)(), f"{path}.{name}")
+            if tensor.layout not in PARTS:
+                yield from self._unreadable(value, path, f"its layout is {tensor.layout}")
+        elif tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
             yield from self._reduced(value, path)
         else:
-            whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
-            content = whole.view(torch.uint8) if whole.dim() else whole.reshape(1).view(torch.uint8)
-            found = hashlib.sha256(content.numpy().data).hexdigest()  # the memory itself: no copy
-            yield path, f"{whole.dtype} {tuple(whole.shape)} {found}"
+            tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+            content = tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+            content_digest = hashlib.sha256(content.numpy().data).hexdigest()  # the memory itself: no copy
+            yield path, f"{tensor.dtype} {tuple(tensor.shape)} {content_digest}"
 
     def _array(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
         if value.dtype.hasobject or value.dtype.names:  # pointers, or padding between the fields
@@ -171,11 +171,11 @@ class _Walk:
             yield path, str(value)
             return
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", value.__name__)
-        found: Any = sys.modules.get(module or "")
+        resolved: Any = sys.modules.get(module or "")
         for part in name.split("."):
-            found = getattr(found, part, None)
+            resolved = getattr(resolved, part, None)
         if (
-            found is value
+            resolved is value
             or getattr(value, "__self__", None) is not None
             or isinstance(value, type | np.ufunc)
         ):
@@ -191,14 +191,14 @@ class _Walk:
         """What an object of a derived type carries beside its content."""
         if type(value).__module__ in {"builtins", "torch", "numpy"}:
             return
-        own = {
+        attributes = {
             name: inner
             for name, inner in getattr(value, "__dict__", {}).items()
             if not _is_view(inner, value)
         }
-        if own:
-            yield path, f"{_kind(value)} with {list(own)}"
-            for name, inner in own.items():
+        if attributes:
+            yield path, f"{_kind(value)} with {list(attributes)}"
+            for name, inner in attributes.items():
                 yield from self.leaves(inner, f"{path}.{name}")
 
     def _reduced(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -232,10 +232,10 @@ class _Walk:
 
     def _digest(self, value: Any) -> str:
         """A member of a set, or a key: its place among the others is no part of it."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for leaf in self.leaves(value, ""):
-            found.update(repr(leaf).encode())
-        return found.hexdigest()
+            hasher.update(repr(leaf).encode())
+        return hasher.hexdigest()
 
 
 PARTS = {

@@ -69,22 +69,22 @@ def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:
 
 
 def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any] | None]) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     chosen = sorted({i * (samples - 1) // (SAMPLES - 1) for i in range(SAMPLES)}) if samples else []
     for index in chosen:
         sample = read(index)
         if sample is None:
-            found.update(b"cannot be fetched")
+            hasher.update(b"cannot be fetched")
             continue
         try:
             for leaf in leaves(sample[0]):
-                found.update(repr(leaf).encode())
+                hasher.update(repr(leaf).encode())
         except UnreadableError as error:
             raise JobError(
                 f"data: sample {index} holds a {error.kind}, whose content cannot be read ({error.reason}), so a change of it "
                 f"would go unseen; return tensors, arrays or objects that pickle takes, or give {type(dataset).__name__} a fingerprint()"
             ) from error
-    return found.hexdigest()[:32]
+    return hasher.hexdigest()[:32]
 
 
 def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
@@ -122,10 +122,10 @@ def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
             f"data: the first micro-batch holds a {error.kind}, whose content cannot be read ({error.reason}), so nothing shows "
             "whether it repeats; collate to tensors, arrays or objects that pickle takes, or give the dataset a fingerprint()"
         ) from error
-    place = _first_difference(pairs)
-    if place is not None:
+    location = _first_difference(pairs)
+    if location is not None:
         raise JobError(
-            f"data: the first micro-batch, fetched twice under one seed, differs{place}; "
+            f"data: the first micro-batch, fetched twice under one seed, differs{location}; "
             "the dataset keeps something from one fetch to the next, draws in threads or draws from a generator of its own: "
             "draw from the default generators or from lockstep.rng(), in the thread that fetches"
         )

@@ -66,7 +66,7 @@ class ImageFolder(Dataset[EncodedImage]):
         for folder in place.folders():
             if folder in found or (named is not None and folder not in named):
                 continue
-            endings = ", ".join(sorted(one or "none" for one in place.endings(folder)))
+            endings = ", ".join(sorted(ending or "none" for ending in place.endings(folder)))
             if named is None or endings:
                 raise DataError(
                     f"data: {f'{place.shown}/{folder}'!r} holds no image ({f'files with the endings {endings}' if endings else 'no files'}); wanted "
@@ -87,11 +87,11 @@ class ImageFolder(Dataset[EncodedImage]):
         read = (
             {i * (count - 1) // (FILES - 1) for i in range(FILES)} if self.content != "full" else range(count)
         )
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for i, (name, file) in enumerate(zip(self._names, self.files, strict=True)):
             digest = content_digest(file.identity, file.size, file.pieces, "full") if i in read else ""
-            found.update(f"{name}|{file.size}|{digest}\n".encode())
-        return {"classes": ", ".join(self.classes), "files": f"{count}, {found.hexdigest()[:32]}"}
+            hasher.update(f"{name}|{file.size}|{digest}\n".encode())
+        return {"classes": ", ".join(self.classes), "files": f"{count}, {hasher.hexdigest()[:32]}"}
 
 
 def opened_image(content: bytes, name: str) -> Any:

@@ -61,8 +61,12 @@ def opened() -> list[Opened]:
     """What this process has open at the moment, but for its standard streams; nothing where the system does not list it."""
     streams = [_seen(fd) for fd in range(3)]
     every = [_seen(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
-    known = {one[1:] for one in streams if one is not None}
-    return [one for one in every if one is not None and one.fd > 2 and one[1:] not in known]
+    stream_files = {descriptor[1:] for descriptor in streams if descriptor is not None}
+    return [
+        descriptor
+        for descriptor in every
+        if descriptor is not None and descriptor.fd > 2 and descriptor[1:] not in stream_files
+    ]
 
 
 def set_apart() -> None:
@@ -73,9 +77,9 @@ def set_apart() -> None:
 
 def make_own(inherited: Iterable[Opened]) -> None:
     """In a forked process: part from its parent in what was open there."""
-    for one in sorted(inherited, key=lambda one: (one in _APART, one.fd)):
-        if _seen(one.fd) == one:  # else its number has become another's before the fork
-            _part(one.fd)
+    for descriptor in sorted(inherited, key=lambda descriptor: (descriptor in _APART, descriptor.fd)):
+        if _seen(descriptor.fd) == descriptor:  # else its number has become another's before the fork
+            _part(descriptor.fd)
     for pool in _pools():
         _start_anew(pool)
 
@@ -96,14 +100,14 @@ def _is_cut(error: BaseException) -> bool:
     """Whether an error, or one that it follows from, is that of a reader whose other side is gone."""
     chain: list[BaseException] = []
     following: BaseException | None = error
-    while following is not None and not any(following is seen for seen in chain):  # it may be its own cause
+    while following is not None and not any(following is link for link in chain):  # it may be its own cause
         chain.append(following)
         following = following.__cause__ or following.__context__
     return any(
-        (isinstance(one, ConnectionError) and not isinstance(one, ConnectionRefusedError))
-        or (isinstance(one, EOFError) and not one.args)  # a file that is cut short has more to say
-        or (isinstance(one, OSError) and one.errno == errno.EBADF)
-        for one in chain
+        (isinstance(raised, ConnectionError) and not isinstance(raised, ConnectionRefusedError))
+        or (isinstance(raised, EOFError) and not raised.args)  # a file that is cut short has more to say
+        or (isinstance(raised, OSError) and raised.errno == errno.EBADF)
+        for raised in chain
     )
 
 
@@ -167,13 +171,13 @@ def _part(fd: int) -> None:
 def _own_position(fd: int, flags: int) -> None:
     position = os.lseek(fd, 0, os.SEEK_CUR)
     try:
-        own = os.open(_LISTED / str(fd), flags & _KEPT_FLAGS)
+        reopened = os.open(_LISTED / str(fd), flags & _KEPT_FLAGS)
     except OSError as error:
         _CUT.append(f"the file {str((_LISTED / str(fd)).readlink())!r} ({error.strerror})")
-        own = os.open(os.devnull, os.O_WRONLY)  # reading from it fails
+        reopened = os.open(os.devnull, os.O_WRONLY)  # reading from it fails
     else:
-        os.lseek(own, position, os.SEEK_SET)
-    _replace(fd, own)
+        os.lseek(reopened, position, os.SEEK_SET)
+    _replace(fd, reopened)
 
 
 def _close_connection(fd: int) -> None:
@@ -181,18 +185,18 @@ def _close_connection(fd: int) -> None:
     if peer is None or _TORCHS_OWN in str(peer):
         return
     with _no_timeout():
-        own, other = socket.socketpair()
-    other.close()
-    os.set_blocking(own.fileno(), os.get_blocking(fd))
-    _replace(fd, own.detach())
+        near_end, far_end = socket.socketpair()
+    far_end.close()
+    os.set_blocking(near_end.fileno(), os.get_blocking(fd))
+    _replace(fd, near_end.detach())
     _CUT.append(f"the connection to {peer}" if peer else "a connection")
 
 
 def _peer(fd: int) -> Any:
     """The address of the other side of a connection; None for a socket that is none."""
-    with _no_timeout(), closing(socket.socket(fileno=os.dup(fd))) as held:
+    with _no_timeout(), closing(socket.socket(fileno=os.dup(fd))) as duplicate:
         try:
-            return None if held.type == socket.SOCK_DGRAM else held.getpeername()
+            return None if duplicate.type == socket.SOCK_DGRAM else duplicate.getpeername()
         except OSError:  # it waits for connections
             return None
 
@@ -227,11 +231,11 @@ def _pools() -> Iterator[thread_pools.ThreadPoolExecutor]:
 
 def _start_anew(pool: thread_pools.ThreadPoolExecutor) -> None:
     """Forget the threads that have stayed in the parent, with what they had yet to do."""
-    left, pool._work_queue = pool._work_queue, queue.SimpleQueue()
+    old_queue, pool._work_queue = pool._work_queue, queue.SimpleQueue()
     pool._threads, pool._idle_semaphore = set(), threading.Semaphore(0)
     pool._shutdown_lock = threading.Lock()
     with suppress(queue.Empty):
         while True:
-            work = left.get_nowait()
+            work = old_queue.get_nowait()
             if work is not None:
                 work.future.cancel()

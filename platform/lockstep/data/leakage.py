@@ -83,39 +83,39 @@ def leaked_samples(train: Any, evaluation: Any, seed: int, within_s: float) -> L
     that is varied at random comes out the same in both. Raises UnreadableError.
     """
     began, of_train = time.perf_counter(), number_of_ids(train)
-    own = _digests(evaluation, len(evaluation), seed, began + within_s / 4)
-    wanted = {content for content, _ in own}
+    eval_digests = _digests(evaluation, len(evaluation), seed, began + within_s / 4)
+    eval_contents = {content for content, _ in eval_digests}
     looked_at, first = 0, dict[bytes, int]()
     for content, index in _digests(train, of_train, seed, began + within_s):
         looked_at += 1
-        if content in wanted and index < first.get(content, of_train):
+        if content in eval_contents and index < first.get(content, of_train):
             first[content] = index
-    leaked = sorted((index, first[content]) for content, index in own if content in first)
+    leaked = sorted((index, first[content]) for content, index in eval_digests if content in first)
     eval_row, train_row = leaked[0] if leaked else (None, None)
     return Leakage(
         len(leaked),
         eval_row,
         train_row,
-        None if len(own) == len(evaluation) else len(own),
+        None if len(eval_digests) == len(evaluation) else len(eval_digests),
         None if looked_at == of_train else looked_at,
     )
 
 
 def _digests(dataset: Any, size: int, seed: int, until: float) -> list[tuple[bytes, int]]:
     """Digest and index of the samples 0 … size - 1, in an order drawn from the seed, until the time is over."""
-    found = list[tuple[bytes, int]]()
+    digests = list[tuple[bytes, int]]()
     order = Bijection(size, (seed, "leakage"))
     for start in range(0, size, DRAWN):
         for index in order(np.arange(start, min(start + DRAWN, size))).tolist():
-            if time.perf_counter() > until and found:
-                return found
+            if time.perf_counter() > until and digests:
+                return digests
             seed_all(seed, "leakage")
             try:
                 sample = fetch_one(dataset, index)
             except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
                 continue
-            found.append((digest(sample), index))
-    return found
+            digests.append((digest(sample), index))
+    return digests
 
 
 def known_leakage(train: Table, evaluation: Table) -> Leakage | None:
@@ -123,8 +123,8 @@ def known_leakage(train: Table, evaluation: Table) -> Leakage | None:
     if "blocks" in (train.residence, evaluation.residence):
         return None
     identity = repr((train.identity(), evaluation.identity()))
-    found = cached("leakage", identity, lambda: json.dumps(leaked_rows(train, evaluation)))
-    return Leakage(*json.loads(found))
+    text = cached("leakage", identity, lambda: json.dumps(leaked_rows(train, evaluation)))
+    return Leakage(*json.loads(text))
 
 
 def leaked_rows(train: Table, evaluation: Table) -> Leakage:
@@ -135,18 +135,18 @@ def leaked_rows(train: Table, evaluation: Table) -> Leakage:
     names = [d.name for d in train.decoders if d.name in {e.name for e in evaluation.decoders}]
     if not names:
         return Leakage(0, None, None)
-    own = np.concatenate([np.empty(0, np.uint64), *_hashes(evaluation, names)])
-    wanted = np.unique(own)
+    eval_hashes = np.concatenate([np.empty(0, np.uint64), *_hashes(evaluation, names)])
+    distinct_hashes = np.unique(eval_hashes)
     first: dict[int, int] = {}
     for start, hashes in zip(range(0, len(train), ROWS), _hashes(train, names), strict=True):
-        places = np.searchsorted(wanted, hashes)
-        places[places == len(wanted)] = 0
-        for hit in np.flatnonzero(wanted[places] == hashes).tolist() if len(wanted) else ():
+        places = np.searchsorted(distinct_hashes, hashes)
+        places[places == len(distinct_hashes)] = 0
+        for hit in np.flatnonzero(distinct_hashes[places] == hashes).tolist() if len(distinct_hashes) else ():
             first.setdefault(int(hashes[hit]), start + hit)
-    rows = np.flatnonzero(np.isin(own, np.array(list(first), np.uint64)))
+    rows = np.flatnonzero(np.isin(eval_hashes, np.array(list(first), np.uint64)))
     if not rows.size:
         return Leakage(0, None, None)
-    return Leakage(len(rows), int(rows[0]), first[int(own[rows[0]])])
+    return Leakage(len(rows), int(rows[0]), first[int(eval_hashes[rows[0]])])
 
 
 def _hashes(table: Table, names: list[str]) -> Iterator[NDArray[np.uint64]]:
@@ -160,14 +160,14 @@ def _hashes(table: Table, names: list[str]) -> Iterator[NDArray[np.uint64]]:
         for i, name in enumerate(names):
             decoder = next(d for d in table.decoders if d.name == name)
             if decoder.kind == "dense":
-                own = _dense(batch[name].numpy().reshape(len(ids), -1), i)
+                column_hashes = _dense(batch[name].numpy().reshape(len(ids), -1), i)
             elif decoder.kind == "bytes":
-                own = _each([v.encode() if isinstance(v, str) else v for v in batch[name]], i)
+                column_hashes = _each([v.encode() if isinstance(v, str) else v for v in batch[name]], i)
             else:
                 lengths = batch[f"{name}_lengths"].tolist()
                 rows = zip(batch[name].numpy(), lengths, strict=True)
-                own = _each([row[:length].tobytes() for row, length in rows], i)
-            total += own
+                column_hashes = _each([row[:length].tobytes() for row, length in rows], i)
+            total += column_hashes
         yield total
 
 

@@ -111,17 +111,17 @@ class Loader:
 
     def _compare(self, key: MicroBatch, batch: Any) -> None:
         """Refuse a micro-batch that is another one when it is fetched now. Raises SpecError or DeterminismError, which no other attempt can mend."""
-        own = default_convert(self._dataset[key._replace(due=())])  # type: ignore[no-untyped-call]
-        if isinstance(own, LockstepError):
-            raise own
+        refetched = default_convert(self._dataset[key._replace(due=())])  # type: ignore[no-untyped-call]
+        if isinstance(refetched, LockstepError):
+            raise refetched
         if self._processes:
-            own = _handed_over(own)
+            refetched = _handed_over(refetched)
         if self.device.type == "cuda":
-            own = next(_copied_ahead(iter([own]), self.device))
-        place = difference(batch, own)
-        if place is None:
+            refetched = next(_copied_ahead(iter([refetched]), self.device))
+        location = difference(batch, refetched)
+        if location is None:
             return
-        where = f"step {key.step_number}, micro-batch {key.micro_batch}, differs{place} from what the worker fetches itself"
+        where = f"step {key.step_number}, micro-batch {key.micro_batch}, differs{location} from what the worker fetches itself"
         advice = (
             "samples or their collation depend on what training changes, such as an attribute that job.after_step sets, or on the process: let "
             "them depend on the seed, the epoch and the sample alone, and do in job.loss what changes with the step"
@@ -189,7 +189,7 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         if isinstance(batch, LockstepError):
             return batch, None
         with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
-            there = map_tensors(batch, lambda tensor: _copied_dense(tensor, device), lambda other: other)
+            there = map_tensors(batch, lambda tensor: _copied_dense(tensor, device), lambda value: value)
         return there, stream.record_event()
 
     def ready(there: Any, event: torch.cuda.Event | None) -> Any:
@@ -199,17 +199,17 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         current.wait_event(event)
         # Sparse tensors and objects are copied here, by the stream that computes: what another one copies could be freed too early.
         return map_tensors(
-            there, lambda tensor: _used_on(tensor, device, current), lambda other: moved(other, device)
+            there, lambda tensor: _used_on(tensor, device, current), lambda value: moved(value, device)
         )
 
-    before = None
+    previous = None
     for batch in batches:
-        now = copied(batch)
-        if before is not None:
-            yield ready(*before)
-        before = now
-    if before is not None:
-        yield ready(*before)
+        latest = copied(batch)
+        if previous is not None:
+            yield ready(*previous)
+        previous = latest
+    if previous is not None:
+        yield ready(*previous)
 
 
 def _copied_dense(tensor: Tensor, device: torch.device) -> Tensor:

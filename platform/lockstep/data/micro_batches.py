@@ -88,8 +88,8 @@ class MicroBatches(Dataset[Any]):
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
-            one = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
-            raise _data_error(error, batch, one) from error
+            what = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
+            raise _data_error(error, batch, what) from error
         return samples
 
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
@@ -116,10 +116,10 @@ class MicroBatches(Dataset[Any]):
         if not self.draws_nothing:
             return
         seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
-        before, draws = Draws().state(), Draws()
+        initial_state, draws = Draws().state(), Draws()
         with one_thread():
             self.fetched(batch._replace(due=()))
-        if draws.state() == before:
+        if draws.state() == initial_state:
             return
         raise JobError(
             f"data: {type(self.samples).__name__} says draws_nothing = True, and draws random numbers for {_named(batch.ids)}: a thread "
@@ -154,7 +154,7 @@ def _is_torchs_own() -> bool:
         Subset.__getitems__,
         default_collate_fn_map.get(Tensor),
     )
-    return all(getattr(one, "__module__", "").startswith("torch.utils.data.") for one in functions) and not any(
+    return all(getattr(func, "__module__", "").startswith("torch.utils.data.") for func in functions) and not any(
         isinstance((), kind) for kind in default_collate_fn_map
     )  # fmt: skip
 

@@ -140,9 +140,9 @@ class MixtureOrder:
         source = np.searchsorted(self._ends, places, side="right")
         ids = np.empty_like(places)
         for s in np.unique(source).tolist():
-            own = source == s
-            draws = places[own] - (int(self._ends[s]) - self._counts[s]) + self._drawn[s]
-            ids[own] = self._first[s] + self._indices(s, draws)
+            mask = source == s
+            draws = places[mask] - (int(self._ends[s]) - self._counts[s]) + self._drawn[s]
+            ids[mask] = self._first[s] + self._indices(s, draws)
         return ids
 
     def _indices(self, s: int, draws: Ids) -> Ids:
@@ -152,8 +152,8 @@ class MixtureOrder:
             return within
         indices = np.empty_like(within)
         for number in np.unique(passes).tolist():
-            own = passes == number
-            indices[own] = Bijection(self._sizes[s], (*self._key, s, number))(within[own])
+            mask = passes == number
+            indices[mask] = Bijection(self._sizes[s], (*self._key, s, number))(within[mask])
         return indices
 
 

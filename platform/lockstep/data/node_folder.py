@@ -117,9 +117,9 @@ def _root(name: str, size: int) -> Path:
     for root in roots:
         if shutil.disk_usage(root).free >= ROOM * size:
             return root
-    wanted = f"{ROOM * size / 2**20:.0f} MiB"
+    required = f"{ROOM * size / 2**20:.0f} MiB"
     raise StorageError(
-        f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {wanted} free for what the processes of a node share; "
+        f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {required} free for what the processes of a node share; "
         "make room, or set TMPDIR to a larger folder"
     )
 

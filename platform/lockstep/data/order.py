@@ -112,13 +112,15 @@ class BlockOrder:
         """Positions at which the windows end."""
 
     def __getitem__(self, positions: slice) -> Ids:
-        asked = _arange(positions)
-        if not len(asked):
-            return asked
-        low, high = np.searchsorted(self._ends, (asked[0], asked[-1]), side="right")
-        cuts = np.searchsorted(asked, self._ends[low:high])
-        parts = pairwise([0, *cuts.tolist(), len(asked)])
-        return np.concatenate([self._in_window(int(low) + i, asked[a:b]) for i, (a, b) in enumerate(parts)])
+        requested = _arange(positions)
+        if not len(requested):
+            return requested
+        low, high = np.searchsorted(self._ends, (requested[0], requested[-1]), side="right")
+        cuts = np.searchsorted(requested, self._ends[low:high])
+        parts = pairwise([0, *cuts.tolist(), len(requested)])
+        return np.concatenate(
+            [self._in_window(int(low) + i, requested[a:b]) for i, (a, b) in enumerate(parts)]
+        )
 
     def due(self, position: int) -> list[int]:
         """Blocks of the next window that should be there once `position` is reached, for reading to keep pace with training.
@@ -127,8 +129,8 @@ class BlockOrder:
         """
         number = int(np.searchsorted(self._ends, position, side="right"))
         start = self._start(number)
-        own = slice((number + 1) * self._window, (number + 2) * self._window)
-        blocks: list[int] = self._blocks[own].tolist()
+        next_window = slice((number + 1) * self._window, (number + 2) * self._window)
+        blocks: list[int] = self._blocks[next_window].tolist()
         behind = position + 1 - start
         return blocks[: -(-len(blocks) * behind // (int(self._ends[number]) - start))]
 
@@ -140,10 +142,10 @@ class BlockOrder:
         """Ids at positions that all lie in one window."""
         start = self._start(number)
         rows = Bijection(int(self._ends[number]) - start, (*self._key, number))(positions - start)
-        own = slice(number * self._window, (number + 1) * self._window)
-        ends = np.cumsum(self._sizes[own])
+        window = slice(number * self._window, (number + 1) * self._window)
+        ends = np.cumsum(self._sizes[window])
         block = np.searchsorted(ends, rows, side="right")
-        shift = self._first[self._blocks[own]] - (ends - self._sizes[own])
+        shift = self._first[self._blocks[window]] - (ends - self._sizes[window])
         ids: Ids = rows + shift[block]
         return ids
 

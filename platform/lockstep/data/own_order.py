@@ -32,14 +32,14 @@ def number_of_ids(dataset: Any) -> int:
 
     It is the dataset's length, unless it has an order of its own and says another number, as `id_count`.
     """
-    own = getattr(dataset, "id_count", None) if orders_itself(dataset) else None
-    return len(dataset) if own is None else int(own)
+    id_count = getattr(dataset, "id_count", None) if orders_itself(dataset) else None
+    return len(dataset) if id_count is None else int(id_count)
 
 
 def says_of_neighbours(dataset: Any) -> bool | None:
     """Whether neighbours in the order of a dataset that orders itself share a micro-batch; None where it does not say."""
-    said = getattr(dataset, "neighbours_together", None) if orders_itself(dataset) else None
-    return None if said is None else bool(said)
+    declared = getattr(dataset, "neighbours_together", None) if orders_itself(dataset) else None
+    return None if declared is None else bool(declared)
 
 
 def own_order(
@@ -52,18 +52,18 @@ def own_order(
     what = f"epoch_order of {type(dataset).__name__}, epoch {epoch}"
     seed_all(seed, "epoch order", epoch)
     with guard(f"in {what}"):
-        given = dataset.epoch_order(seed, epoch, shuffle)
+        order = dataset.epoch_order(seed, epoch, shuffle)
         ids = number_of_ids(dataset)
-    if isinstance(given, MixtureOrder):
-        return given
-    if isinstance(given, list | tuple | torch.Tensor | np.ndarray):
-        return _array(given, samples, ids, f"data: {what}", "epoch")
-    if not hasattr(given, "__getitem__"):
+    if isinstance(order, MixtureOrder):
+        return order
+    if isinstance(order, list | tuple | torch.Tensor | np.ndarray):
+        return _array(order, samples, ids, f"data: {what}", "epoch")
+    if not hasattr(order, "__getitem__"):
         raise JobError(
-            f"data: {what}: got {type(given).__name__}, wanted an array of the {samples} ids of the epoch, or an object whose slices are the ids "
+            f"data: {what}: got {type(order).__name__}, wanted an array of the {samples} ids of the epoch, or an object whose slices are the ids "
             "at these positions"
         )
-    return _Sliced(given, what, ids, guard)
+    return _Sliced(order, what, ids, guard)
 
 
 def check_own_order(
@@ -79,14 +79,14 @@ def check_own_order(
 
     began = time.perf_counter()
     orders = [asked(0)]
-    seen = [_seen(orders[0], samples)]
+    probes = [_seen(orders[0], samples)]
     if epochs > 1 and time.perf_counter() - began < AGAIN_S:
         orders.append(asked(1))
-        seen.append(_seen(orders[1], samples))
+        probes.append(_seen(orders[1], samples))
     for epoch, order in enumerate(orders):
         # The first of it as well, before it is asked again: one that follows what was asked last gives another epoch's ids by now.
         if not (
-            _same(seen[epoch], _seen(order, samples)) and _same(seen[epoch], _seen(asked(epoch), samples))
+            _same(probes[epoch], _seen(order, samples)) and _same(probes[epoch], _seen(asked(epoch), samples))
         ):
             raise JobError(
                 f"data: epoch_order of {type(dataset).__name__} gives other ids when it is asked for epoch {epoch} again, so a resume or another "
@@ -103,7 +103,7 @@ def _seen(order: Order, samples: int) -> list[Ids]:
     slices = [
         slice(0, most, 1), slice(samples - most, samples, 1), slice(0, samples, -(-samples // PROBED) if samples else 1), slice(0, most, 2)
     ]  # fmt: skip
-    return [np.array(order[one]) for one in slices]
+    return [np.array(order[positions]) for positions in slices]
 
 
 def _same(seen: list[Ids], again: list[Ids]) -> bool:
@@ -120,31 +120,31 @@ class _Sliced:
 
     def __getitem__(self, positions: slice) -> Ids:
         try:
-            found = self._given[positions]
+            ids = self._given[positions]
         except (Exception, SystemExit):
             with self._guard(f"in {self._what}"):
                 raise
             raise
         count = len(range(positions.start, positions.stop, positions.step or 1))
-        return _array(found, count, self._ids, f"data: {self._what}", "slice")
+        return _array(ids, count, self._ids, f"data: {self._what}", "slice")
 
 
 def _array(given: Any, count: int, ids: int, what: str, of: str) -> Ids:
     """The ids as an int64 array. JobError unless they are `count` whole numbers of 0 … ids - 1."""
     try:
-        found = np.asarray(given)
+        raw = np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as error:  # lists of unlike lengths; a tensor on a GPU
         raise JobError(f"{what}: no array of ids ({error}); wanted {count} whole numbers") from error
-    if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+    if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
         raise JobError(
-            f"{what}: got an array of {found.dtype} of shape {found.shape}, wanted {count} ids, whole numbers in one dimension"
+            f"{what}: got an array of {raw.dtype} of shape {raw.shape}, wanted {count} ids, whole numbers in one dimension"
         )
-    if len(found) != count:
+    if len(raw) != count:
         raise JobError(
-            f"{what}: got {len(found)} ids, wanted {count}, one for each position of the {of}; __len__ says how many samples an epoch has"
+            f"{what}: got {len(raw)} ids, wanted {count}, one for each position of the {of}; __len__ says how many samples an epoch has"
         )
     # The dataset may write into its array again, while the ids of this epoch are still used.
-    array: Ids = found.astype(np.int64, copy=found.flags.writeable and not isinstance(given, list | tuple))
+    array: Ids = raw.astype(np.int64, copy=raw.flags.writeable and not isinstance(given, list | tuple))
     # As unsigned numbers those below 0 are large: one pass.
     if count and int(np.ascontiguousarray(array).view(np.uint64).max()) >= ids:
         strange = next(islice((int(i) for i in array if not 0 <= i < ids), 1))

@@ -55,9 +55,9 @@ class Packed(Dataset[dict[str, Tensor]]):
             raise JobError(
                 f"data: Packed got the lengths of {len(lengths)} documents, wanted those of all {count}"
             )
-        own = np.asarray(lengths, np.int64) + (end is not None)
-        self._ends = np.cumsum(own) if count else np.zeros(0, np.int64)
-        self._starts = self._ends - own
+        sizes = np.asarray(lengths, np.int64) + (end is not None)
+        self._ends = np.cumsum(sizes) if count else np.zeros(0, np.int64)
+        self._starts = self._ends - sizes
 
     @property
     def draws_nothing(self) -> bool:
@@ -70,8 +70,8 @@ class Packed(Dataset[dict[str, Tensor]]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __len__(self) -> int:
-        full, rest = divmod(self.tokens, self.length)
-        return full + (rest > 0 and self.pad is not None)
+        full, remainder = divmod(self.tokens, self.length)
+        return full + (remainder > 0 and self.pad is not None)
 
     def pieces(self, row: int) -> list[Piece]:
         """What a row is made of."""
@@ -94,20 +94,20 @@ class Packed(Dataset[dict[str, Tensor]]):
         filled = 0
         for number, piece in enumerate(self.pieces(row)):
             size = piece.stop - piece.start
-            own = slice(filled, filled + size)
-            tokens[own] = self._whole(piece.document)[piece.start : piece.stop]
-            documents[own] = number
-            positions[own] = torch.arange(size)
+            span = slice(filled, filled + size)
+            tokens[span] = self._whole(piece.document)[piece.start : piece.stop]
+            documents[span] = number
+            positions[span] = torch.arange(size)
             filled += size
         return {"tokens": tokens, "documents": documents, "positions": positions}
 
     def _whole(self, document: int) -> Tensor:
         """A document with its end token. Raises JobError where it is not as long as it was said to be."""
         read = self._read(document)
-        wanted = int(self._ends[document] - self._starts[document]) - (self.end is not None)
-        if len(read) != wanted:
+        expected = int(self._ends[document] - self._starts[document]) - (self.end is not None)
+        if len(read) != expected:
             raise JobError(
-                f"data: document {document} has {len(read)} tokens, but its given length is {wanted}; give the lengths of these documents"
+                f"data: document {document} has {len(read)} tokens, but its given length is {expected}; give the lengths of these documents"
             )
         return read if self.end is None else torch.cat([read, read.new_tensor([self.end])])
 

@@ -72,14 +72,16 @@ class Place:
             every = self._files.get_file_info(pafs.FileSelector(self._base, allow_not_found=True))
         except OSError as error:
             raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
-        names = sorted(PurePosixPath(one.path).name for one in every if one.type == pafs.FileType.Directory)
+        names = sorted(
+            PurePosixPath(info.path).name for info in every if info.type == pafs.FileType.Directory
+        )
         return [name for name in names if not name.startswith(("_", "."))]
 
     def endings(self, folder: str) -> set[str]:
         """The endings of all files below a folder in this place."""
         selector = pafs.FileSelector(f"{self._base}/{folder}", recursive=True, allow_not_found=True)
         every = self._files.get_file_info(selector)
-        return {PurePosixPath(one.path).suffix for one in every if one.type == pafs.FileType.File}
+        return {PurePosixPath(info.path).suffix for info in every if info.type == pafs.FileType.File}
 
     def _is_there(self) -> bool:
         try:
@@ -174,10 +176,10 @@ class StoredFile:
     def _told(self, source: pa.NativeFile) -> int:
         """When a store says that the file was last written, in nanoseconds; as before where it does not say."""
         try:
-            told = datetime.fromisoformat(source.metadata().get("Last-Modified", b"").decode())
+            modified = datetime.fromisoformat(source.metadata().get("Last-Modified", b"").decode())
         except ValueError:
             return self.changed_ns
-        return round(told.timestamp() * 1e9)
+        return round(modified.timestamp() * 1e9)
 
     def _changed(self, how: str) -> DataError:
         return DataError(
@@ -191,18 +193,18 @@ def find(
 ) -> list[StoredFile]:
     """The files of one place or several, in the order of their paths. DataError where there is none."""
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    places = [Place(os.fspath(one), suffixes) for one in sources]
-    found = [
+    places = [Place(os.fspath(path), suffixes) for path in sources]
+    files = [
         StoredFile(place, info.path, info.size, info.mtime_ns or 0)
         for place in places
         for info in place.files()
     ]
-    if not found:
-        wanted = ", ".join(place.shown for place in places)
+    if not files:
+        shown = ", ".join(place.shown for place in places)
         raise DataError(
-            f"data: there is no file for {wanted!r}; wanted {', '.join(suffixes)}, in a folder or by a glob"
+            f"data: there is no file for {shown!r}; wanted {', '.join(suffixes)}, in a folder or by a glob"
         )
-    return sorted(found, key=lambda file: file.path)
+    return sorted(files, key=lambda file: file.path)
 
 
 def _utc(time_ns: int) -> str:

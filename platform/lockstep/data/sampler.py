@@ -61,13 +61,15 @@ class LeftOut:
     def __init__(self, without: str | None) -> None:
         ranges = [] if without is None else parse(without)
         self.count = sum(map(len, ranges))
-        self.last = max((one.stop - 1 for one in ranges), default=-1)
-        self._edges = np.array([edge for one in ranges for edge in (one.start, one.stop)], np.int64)
+        self.last = max((interval.stop - 1 for interval in ranges), default=-1)
+        self._edges = np.array(
+            [edge for interval in ranges for edge in (interval.start, interval.stop)], np.int64
+        )
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
         """Which of `ids` are among them."""
-        found: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
-        return found
+        mask: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
+        return mask
 
     def has_one(self, index: int) -> bool:
         """Whether this id is among them."""
@@ -147,13 +149,15 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         """The first use of any of the samples `wanted` in the run, and how many of them it uses at all; None where it uses none."""
         plan, first, used = self.plan, None, set[int]()
         for epoch in range(-(-plan.total_steps // plan.steps_per_epoch)):
-            before = epoch * plan.steps_per_epoch
-            steps = min(plan.steps_per_epoch, plan.total_steps - before)
+            epoch_start = epoch * plan.steps_per_epoch
+            steps = min(plan.steps_per_epoch, plan.total_steps - epoch_start)
             order, end = self._order(epoch), min(steps * plan.global_batch, plan.samples)
             for start in range(0, end, _AT_ONCE):
                 ids = order[start : min(start + _AT_ONCE, end)]
                 for at in np.flatnonzero(wanted.has(ids)).tolist():
-                    first = first or FirstUse(before + (start + at) // plan.global_batch, int(ids[at]), 0)
+                    first = first or FirstUse(
+                        epoch_start + (start + at) // plan.global_batch, int(ids[at]), 0
+                    )
                     used.add(int(ids[at]))
             if len(used) == wanted.count:
                 break

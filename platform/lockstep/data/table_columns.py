@@ -62,36 +62,39 @@ class Decoder:
     def __init__(self, name: str, declared: Column, types: Mapping[str, pa.DataType]) -> None:
         self.name = name
         self.declared = declared
-        found = [types[source] for source in declared.sources]
+        source_types = [types[source] for source in declared.sources]
         self.kind: Literal["dense", "ragged", "bytes"] = "dense"
         self.shape: tuple[int, ...] = ()
         self.is_text = False
-        if len(found) > 1:
-            self.shape = (len(found),)
-            numbers = [self._number(kind) for kind in found]
-        elif pa.types.is_fixed_size_list(found[0]):
-            self.shape = (found[0].list_size,)
-            if declared.length not in (None, found[0].list_size):
+        if len(source_types) > 1:
+            self.shape = (len(source_types),)
+            numbers = [self._number(kind) for kind in source_types]
+        elif pa.types.is_fixed_size_list(source_types[0]):
+            self.shape = (source_types[0].list_size,)
+            if declared.length not in (None, source_types[0].list_size):
                 raise DataError(
-                    f"data: column {name!r}: length is {declared.length}, and each list of {declared.sources[0]!r} has {found[0].list_size}; leave "
+                    f"data: column {name!r}: length is {declared.length}, and each list of {declared.sources[0]!r} has {source_types[0].list_size}; leave "
                     "length out"
                 )
-            numbers = [self._number(found[0].value_type)]
-        elif pa.types.is_list(found[0]) or pa.types.is_large_list(found[0]):
-            numbers = [self._number(found[0].value_type)]
+            numbers = [self._number(source_types[0].value_type)]
+        elif pa.types.is_list(source_types[0]) or pa.types.is_large_list(source_types[0]):
+            numbers = [self._number(source_types[0].value_type)]
             self.kind = "ragged" if declared.length is None else "dense"
             self.shape = () if declared.length is None else (declared.length,)
-        elif _is_bytes(found[0]):
+        elif _is_bytes(source_types[0]):
             self.kind = "bytes"
-            self.is_text = pa.types.is_string(found[0]) or pa.types.is_large_string(found[0])
+            self.is_text = pa.types.is_string(source_types[0]) or pa.types.is_large_string(source_types[0])
             numbers = [np.dtype(np.uint8)]
         else:
-            numbers = [self._number(found[0])]
+            numbers = [self._number(source_types[0])]
         self.dtype = self._dtype(np.result_type(*numbers))
         if self.kind == "ragged":
             self._check_pad()
         self.keeps_memory = (
-            self.kind != "bytes" and len(found) == 1 and numbers[0] == self.dtype and self.dtype != np.bool_
+            self.kind != "bytes"
+            and len(source_types) == 1
+            and numbers[0] == self.dtype
+            and self.dtype != np.bool_
         )
         """Whether what is decoded lies in the memory of what was read."""
 
@@ -108,26 +111,28 @@ class Decoder:
         if self.declared.dtype is None:
             return stored
         try:
-            wanted = np.dtype(self.declared.dtype)
+            dtype = np.dtype(self.declared.dtype)
         except TypeError as error:
             raise DataError(f"data: column {self.name!r}: {error}; wanted one such as float32") from error
-        if wanted.name not in _TORCH:
-            raise DataError(f"data: column {self.name!r}: torch has no {wanted}; wanted one such as float32")
-        if self.kind == "bytes" or not np.can_cast(stored, wanted, "same_kind"):
+        if dtype.name not in _TORCH:
+            raise DataError(f"data: column {self.name!r}: torch has no {dtype}; wanted one such as float32")
+        if self.kind == "bytes" or not np.can_cast(stored, dtype, "same_kind"):
             raise DataError(
-                f"data: column {self.name!r} is {'bytes' if self.kind == 'bytes' else stored} and does not become {wanted} without loss"
+                f"data: column {self.name!r} is {'bytes' if self.kind == 'bytes' else stored} and does not become {dtype} without loss"
             )
-        return wanted
+        return dtype
 
     def _check_pad(self) -> None:
         """DataError for a pad that the column's type cannot hold."""
         pad = self.declared.pad
         try:
             with np.errstate(over="ignore", invalid="ignore"):
-                held = (
+                converted = (
                     np.array(pad).astype(self.dtype) if isinstance(pad, float) else np.array(pad, self.dtype)
                 )
-            fits = bool(np.isfinite(held) or not np.isfinite(pad)) and (self.dtype.kind == "f" or held == pad)
+            fits = bool(np.isfinite(converted) or not np.isfinite(pad)) and (
+                self.dtype.kind == "f" or converted == pad
+            )
         except (OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -187,14 +192,14 @@ class Decoder:
         """The numbers in the type of the column; `row_of` says in which row of the block one of them is. DataError for one that it does not hold."""
         values: Array = _without_nulls(array, source, file, block).to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):  # told below
-            found = np.ascontiguousarray(values, self.dtype)
-        lost = _first_lost(values, found)
+            numbers = np.ascontiguousarray(values, self.dtype)
+        lost = _first_lost(values, numbers)
         if lost is not None:
             raise DataError(
                 f"data: column {source!r} has {values[lost]} in row {row_of(lost)} of {file!r}, row group {block}, which {self.dtype} does not hold; "
                 "leave dtype out, or give one that does"
             )
-        return found
+        return numbers
 
     # --- a batch ---
 
@@ -228,20 +233,22 @@ class Decoder:
         padded = self._empty((rows, longest)).fill_(self.declared.pad)
         for piece in pieces:
             begins, ends = _bounds(piece, self.name)
-            own = np.full((len(begins), longest), self.declared.pad, self.dtype)
+            piece_rows = np.full((len(begins), longest), self.declared.pad, self.dtype)
             filled = np.arange(longest) < (ends - begins)[:, None]
-            own[filled] = piece.columns[self.name].values[(begins[:, None] + np.arange(longest))[filled]]
-            padded.numpy()[_all(piece)] = own
+            piece_rows[filled] = piece.columns[self.name].values[
+                (begins[:, None] + np.arange(longest))[filled]
+            ]
+            padded.numpy()[_all(piece)] = piece_rows
         return padded, lengths
 
     def _listed(self, pieces: Sequence[Piece], rows: int) -> list[Any]:
-        found: list[Any] = [b""] * rows
+        entries: list[Any] = [b""] * rows
         for piece in pieces:
             values = piece.columns[self.name].values
             places = np.arange(rows) if piece.places is None else piece.places
             for place, begin, end in zip(places.tolist(), *_bounds(piece, self.name), strict=True):
-                found[place] = values[begin:end].tobytes()
-        return [value.decode() for value in found] if self.is_text else found
+                entries[place] = values[begin:end].tobytes()
+        return [value.decode() for value in entries] if self.is_text else entries
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=_TORCH[self.dtype.name])
@@ -249,17 +256,17 @@ class Decoder:
 
 def _first_lost(values: Array, converted: Array) -> int | None:
     """Where the first value is of which more than precision is lost: an integer that is another one, a finite number that is infinite."""
-    before, after = values.dtype, converted.dtype
-    if not values.size or np.can_cast(before, after, "safe"):
+    source, target = values.dtype, converted.dtype
+    if not values.size or np.can_cast(source, target, "safe"):
         return None
-    if after.kind in "iu":
-        limits = np.iinfo(after)
+    if target.kind in "iu":
+        limits = np.iinfo(target)
         if int(values.min()) >= limits.min and int(values.max()) <= limits.max:
             return None
         return next(i for i, value in enumerate(values.tolist()) if not limits.min <= value <= limits.max)
-    if before.kind in "iu" and after != np.float16:  # the largest integer is far below the largest number
+    if source.kind in "iu" and target != np.float16:  # the largest integer is far below the largest number
         return None
-    if after == np.float16:  # by its bits: numpy computes with none of them
+    if target == np.float16:  # by its bits: numpy computes with none of them
         lost = (converted.view(np.uint16) & np.uint16(0x7FFF)) == np.uint16(0x7C00)
     else:
         lost = np.isinf(converted)
@@ -337,8 +344,10 @@ def _ends(lengths: Array) -> Array:
 def declared_columns(columns: Mapping[str, str | Sequence[str] | Column]) -> dict[str, Column]:
     """Declarations in full: a name stands for its column, a list for columns side by side."""
     return {
-        name: one if isinstance(one, Column) else Column(one if isinstance(one, str) else tuple(one))
-        for name, one in columns.items()
+        name: declaration
+        if isinstance(declaration, Column)
+        else Column(declaration if isinstance(declaration, str) else tuple(declaration))
+        for name, declaration in columns.items()
     }
 
 

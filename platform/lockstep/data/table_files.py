@@ -48,8 +48,8 @@ class DataFile:
         They are told by their place, for a column may be named `x.item` as a leaf of the column `x` is.
         """
         assert self.metadata is not None
-        told = self.metadata.row_group(group)
-        return (told.column(i) for i, owner in enumerate(self._owners) if owner in columns)
+        row_group = self.metadata.row_group(group)
+        return (row_group.column(i) for i, owner in enumerate(self._owners) if owner in columns)
 
     @cached_property
     def _owners(self) -> list[str]:
@@ -86,10 +86,10 @@ class TableFiles:
         types: dict[str, pa.DataType] = {}
         for name in wanted:
             for file in self.files:
-                found = self._type(file, name)
-                if found != types.setdefault(name, found):
+                column_type = self._type(file, name)
+                if column_type != types.setdefault(name, column_type):
                     raise DataError(
-                        f"data: column {name!r} is {found} in {file.name!r} and {types[name]} in {first.name!r}; "
+                        f"data: column {name!r} is {column_type} in {file.name!r} and {types[name]} in {first.name!r}; "
                         "write all files of a table with one schema"
                     )
         return types
@@ -111,9 +111,9 @@ class TableFiles:
                 continue
             for group in range(file.metadata.num_row_groups if file.metadata else 0):
                 for chunk in file.chunks(group, {column}):
-                    told = chunk.statistics
-                    if told is not None and told.has_null_count and told.null_count:
-                        raise nulls(column, told.null_count, file.name, group)
+                    statistics = chunk.statistics
+                    if statistics is not None and statistics.has_null_count and statistics.null_count:
+                        raise nulls(column, statistics.null_count, file.name, group)
 
     def where(self, block: int) -> str:
         """A block in words."""
@@ -161,10 +161,10 @@ class TableFiles:
             return None
         tables = []
         for f, b in self._blocks:
-            whole = pa.memory_map(self.files[f].path)
-            memory = whole.read_buffer()
-            whole.seek(0)
-            table = pa.Table.from_batches([pa.ipc.open_file(whole).get_batch(b)]).select(columns)
+            mapped_file = pa.memory_map(self.files[f].path)
+            memory = mapped_file.read_buffer()
+            mapped_file.seek(0)
+            table = pa.Table.from_batches([pa.ipc.open_file(mapped_file).get_batch(b)]).select(columns)
             if not all(_lies_in(buffer, memory) for buffer in _buffers(table)):
                 return None
             tables.append(table)
@@ -182,8 +182,8 @@ class TableFiles:
         if name in file.schema.names:
             return file.schema.field(name).type
         if name in file.keys:
-            whole = all(other.keys.get(name, "").lstrip("-").isdigit() for other in self.files)
-            return pa.int64() if whole else pa.string()
+            is_integer = all(data_file.keys.get(name, "").lstrip("-").isdigit() for data_file in self.files)
+            return pa.int64() if is_integer else pa.string()
         raise DataError(
             f"data: {file.name!r} has no column {name!r}{nearest(name, [*file.schema.names, *file.keys])}"
         )

@@ -176,8 +176,12 @@ class Table(Dataset[dict[str, Any]]):
         """Memory of a decoded block; of what has rows of any length, as the file tells it."""
         rows = self.block_sizes[block]
         dense = sum(rows * (d.row_bytes or 0) for d in self.decoders)
-        other = [s for d in self.decoders if d.row_bytes is None for s in d.declared.sources]
-        return dense + (self.files.stored_bytes(block, other) + 8 * rows * len(other) if other else 0)
+        unsized_sources = [s for d in self.decoders if d.row_bytes is None for s in d.declared.sources]
+        return dense + (
+            self.files.stored_bytes(block, unsized_sources) + 8 * rows * len(unsized_sources)
+            if unsized_sources
+            else 0
+        )
 
     def _bytes(self) -> int:
         return sum(map(self._block_bytes, range(len(self.block_sizes))))
@@ -215,8 +219,8 @@ class _Kept:
         decoded = self.blocks(blocks.tolist())
         places = np.split(order, starts[1:])
         return [
-            Piece(columns, rows[own] - self._first[block], own)
-            for block, columns, own in zip(blocks.tolist(), decoded, places, strict=True)
+            Piece(columns, rows[indices] - self._first[block], indices)
+            for block, columns, indices in zip(blocks.tolist(), decoded, places, strict=True)
         ]
 
     def blocks(self, numbers: list[int]) -> list[Decoded]:
@@ -275,13 +279,13 @@ class _Blocks(_Kept):
     def blocks(self, numbers: list[int]) -> list[Decoded]:
         """Blocks that no other process makes just now come first: workers that need the same ones share the work."""
         with self._one_at_a_time:
-            found = {number: self._used(number) for number in numbers if number in self._held}
+            available = {number: self._used(number) for number in numbers if number in self._held}
             for wait in (False, True):
                 for number in numbers:
-                    if number not in found and (decoded := self._shared(number, wait=wait)) is not None:
-                        found[number] = decoded
+                    if number not in available and (decoded := self._shared(number, wait=wait)) is not None:
+                        available[number] = decoded
                         self._hold(number, decoded)
-            return [found[number] for number in numbers]
+            return [available[number] for number in numbers]
 
     def read_ahead(self, numbers: Sequence[int]) -> None:
         """What another process of the node reads just now is left to it."""
@@ -331,20 +335,20 @@ def _write(folder: Path, decoders: Sequence[Decoder], blocks: Iterable[Decoded])
                 parts = block[decoder.name]
                 values[i].write(np.ascontiguousarray(parts.values).view(np.uint8).data)
                 if parts.ends is not None:
-                    own = parts.ends if not written[i] and not ends[i].tell() else parts.ends[1:]
-                    ends[i].write((own + written[i]).data)
+                    block_ends = parts.ends if not written[i] and not ends[i].tell() else parts.ends[1:]
+                    ends[i].write((block_ends + written[i]).data)
                     written[i] += len(parts.values)
 
 
 def _mapped(folder: Path, decoders: Sequence[Decoder], rows: int) -> Decoded:
     """What `_write` wrote, in the memory of its files."""
-    found = {}
+    columns = {}
     for i, decoder in enumerate(decoders):
         values = folder / f"{i}.values"
         if decoder.kind == "dense":
-            found[decoder.name] = Parts(map_file(values, decoder.dtype, (rows, *decoder.shape)))
+            columns[decoder.name] = Parts(map_file(values, decoder.dtype, (rows, *decoder.shape)))
         else:
             length = values.stat().st_size // decoder.dtype.itemsize
             ends = map_file(folder / f"{i}.ends", np.int64, (rows + 1,))
-            found[decoder.name] = Parts(map_file(values, decoder.dtype, (length,)), ends)
-    return found
+            columns[decoder.name] = Parts(map_file(values, decoder.dtype, (length,)), ends)
+    return columns

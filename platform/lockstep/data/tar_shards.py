@@ -145,8 +145,8 @@ def _contents(file: StoredFile, members: Sequence[Member]) -> list[bytes]:
     """The bytes of the members of a sample, which lie next to each other: one read."""
     start = members[0].offset
     stop = members[-1].offset + members[-1].size
-    (whole,) = file.pieces([(start, stop - start)])
-    return [whole[one.offset - start : one.offset - start + one.size] for one in members]
+    (content,) = file.pieces([(start, stop - start)])
+    return [content[member.offset - start : member.offset - start + member.size] for member in members]
 
 
 # --- the index ----------------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ def _indexed(file: StoredFile) -> Shard:
         ],
         firsts=np.cumsum([0, *(len(members) for _, members in samples)]),
         extensions=extensions,
-        members=np.array([(number[one.extension], one.offset, one.size) for one in every], np.int64).reshape(
-            -1, 3
-        ),
+        members=np.array(
+            [(number[entry.extension], entry.offset, entry.size) for entry in every], np.int64
+        ).reshape(-1, 3),
     )
 
 
@@ -179,7 +179,7 @@ def _index(file: StoredFile) -> list[tuple[str, list[Member]]]:
         if not samples or samples[-1][0] != key:
             samples.append((key, []))
         members = samples[-1][1]
-        if any(extension == one.extension for one in members):
+        if any(extension == member.extension for member in members):
             raise DataError(
                 f"data: {file.shown!r} has {name!r} twice; the members of a sample have one name and different extensions"
             )
@@ -234,8 +234,8 @@ class _Source(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        wanted = self._size - self._at if size is None or size < 0 else min(size, self._size - self._at)
-        content: bytes = self._stored.read_at(wanted, self._at) if wanted > 0 else b""
+        count = self._size - self._at if size is None or size < 0 else min(size, self._size - self._at)
+        content: bytes = self._stored.read_at(count, self._at) if count > 0 else b""
         self._at += len(content)
         return content
 

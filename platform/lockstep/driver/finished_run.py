@@ -38,12 +38,12 @@ def find_proven(
     `plan` and `environment` are those of the run which it is to stand for. A run that took something else from outside does not, nor one of which
     nothing tells what it took.
     """
-    for found in find_finished(uri, identity, folder):
+    for candidate in find_finished(uri, identity, folder):
         steps = None if early_stop else plan.get("total_steps")
-        if found.summary.get("identity") != identity or doubt(found, uri, folder, steps):
+        if candidate.summary.get("identity") != identity or doubt(candidate, uri, folder, steps):
             continue
-        if environment is None or _took_the_same(found, uri, folder, environment):
-            return found
+        if environment is None or _took_the_same(candidate, uri, folder, environment):
+            return candidate
     return None
 
 
@@ -66,13 +66,13 @@ def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) ->
     summary has; the final weights have the digest of the summary and that of the ledger's last row, which has one where its spec wants
     one; the identity is that of its fields. One that another run stands for has that one's weights.
     """
-    with tempfile.TemporaryDirectory() as place:
-        here = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
         try:
-            find_files(uri, found.run_id, _FILES, folder, here)
+            find_files(uri, found.run_id, _FILES, folder, scratch)
             owner = str(found.summary.get("reused_from") or found.run_id)
-            find_files(uri, owner, (_WEIGHTS,), folder, here)
-            return _doubt(found, here, steps)
+            find_files(uri, owner, (_WEIGHTS,), folder, scratch)
+            return _doubt(found, scratch, steps)
         except (LockstepError, OSError, ValueError, TypeError) as error:
             return f"its record cannot be read: {error}"
 
@@ -109,7 +109,10 @@ def _doubt_of_end(
         lacks = lacking_digests(spec, plan, row)
         if lacks is not None:
             return Disagreement("the ledger's last row", f"one with {lacks}", "one without them")
-    rows = {one.step: one for one in history.steps}, {one.step: one for one in history.evaluations}
+    rows = (
+        {entry.step: entry for entry in history.steps},
+        {entry.step: entry for entry in history.evaluations},
+    )
     weights = here / "weights" / "final.safetensors"
     if not found.summary.get(DIGEST_OF["final"]) or not weights.is_file():
         return Disagreement("the final weights", "there, with their digest in the summary", None)
@@ -119,5 +122,9 @@ def _doubt_of_end(
 
 
 def _doubt_of_identity(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:
-    stated, own = summary.get("identity"), identity_digest(fields)
-    return None if redacted_fields(fields) or own == stated else Disagreement("its identity", stated, own)
+    stated, computed = summary.get("identity"), identity_digest(fields)
+    return (
+        None
+        if redacted_fields(fields) or computed == stated
+        else Disagreement("its identity", stated, computed)
+    )

@@ -21,15 +21,17 @@ def resume_command(run_id: str, uri: str, folder: str) -> str:
     words = ["lockstep", "resume", run_id]
     if uri != tracking_uri(None):
         words += ["--uri", without_password(uri)]
-    if (place := _place(uri, folder)) is not None:
-        words.append(f"record.folder={place if yaml.safe_load(place) == place else json.dumps(place)}")
+    if (runs_folder := _place(uri, folder)) is not None:
+        words.append(
+            f"record.folder={runs_folder if yaml.safe_load(runs_folder) == runs_folder else json.dumps(runs_folder)}"
+        )
     return shlex.join(words)
 
 
 def resume_call(run_id: str, uri: str, folder: str) -> str:
     """The same as a call, for a notebook."""
-    place = _place(uri, folder)
-    overrides = "" if place is None else f"[{f'record.folder={place}'!r}], "
+    runs_folder = _place(uri, folder)
+    overrides = "" if runs_folder is None else f"[{f'record.folder={runs_folder}'!r}], "
     return f"lockstep.resume({run_id!r}, {overrides}uri={without_password(uri)!r})"
 
 
@@ -40,5 +42,5 @@ def look_at(url: str, uri: str) -> str:
 
 def _place(uri: str, folder: str) -> str | None:
     """The folder of runs that has to be named for one that is recorded in its folder alone; None where it is the default one."""
-    place = str(Path(folder).parent)
-    return place if uri == RECORD_OFF and place != absolute(Checkpoint().storage) else None
+    runs_folder = str(Path(folder).parent)
+    return runs_folder if uri == RECORD_OFF and runs_folder != absolute(Checkpoint().storage) else None

@@ -143,16 +143,16 @@ def _started(
     variables = {f"LOCKSTEP_{name.upper()}": _variable(str(value)) for name, value in values.items()}
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the thread that waits
-    with tempfile.TemporaryFile() as given:
-        given.write(json.dumps(values).encode())
-        given.seek(0)
+    with tempfile.TemporaryFile() as input_file:
+        input_file.write(json.dumps(values).encode())
+        input_file.seek(0)
         try:
             return (
                 subprocess.Popen(
                     command,
                     shell=isinstance(command, str),
                     env=environment | variables,
-                    stdin=given,
+                    stdin=input_file,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

@@ -94,7 +94,7 @@ def result_of(
     signal_number: int | None,
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
-    rest = {key: value for key, value in summary.items() if key not in _OF_THE_END}
+    remaining = {key: value for key, value in summary.items() if key not in _OF_THE_END}
     first = summary["first_step_at"]
     return Result(
         run_id=run_id,
@@ -106,5 +106,5 @@ def result_of(
         tracking_uri=tracking_uri,
         folder=folder,
         warnings=warnings,
-        **rest,
+        **remaining,
     )

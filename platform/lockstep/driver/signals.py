@@ -128,8 +128,8 @@ class StopSignal:
     def wait(self, seconds: float) -> bool:
         """Sleep, but no longer than until a signal comes. Returns whether one has come."""
         until = time.monotonic() + seconds
-        while not self.asked and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 0.2))
+        while not self.asked and (remaining := until - time.monotonic()) > 0:
+            time.sleep(min(remaining, 0.2))
         return self.asked
 
     def __enter__(self) -> StopSignal:

@@ -28,8 +28,8 @@ def read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return dict(safetensors.torch.load_file(path))
-        found = np.load(path, allow_pickle=False)
-        arrays = {"": found} if isinstance(found, np.ndarray) else dict(found)
+        loaded = np.load(path, allow_pickle=False)
+        arrays = {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
         return {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()}
     except (
         OSError,
@@ -66,16 +66,16 @@ def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_bat
     for value in values:
         if value.name not in arrays:
             raise SpecError(f"inputs: {value.name!r} is missing; wanted {', '.join(names)}")
-        given = arrays[value.name]
+        array = arrays[value.name]
         start = int(value.has_rows(fixed_batch))
-        if dtype_name(given.dtype) != value.dtype:
+        if dtype_name(array.dtype) != value.dtype:
             raise SpecError(
-                f"inputs: {value.name!r} is {dtype_name(given.dtype)}, wanted {value.dtype}; convert it when you write the file"
+                f"inputs: {value.name!r} is {dtype_name(array.dtype)}, wanted {value.dtype}; convert it when you write the file"
             )
-        if given.dim() != len(value.shape) or tuple(given.shape[start:]) != value.shape[start:]:
-            raise SpecError(f"inputs: {value.name!r} is {tuple(given.shape)}, wanted {shape_text(value)}")
+        if array.dim() != len(value.shape) or tuple(array.shape[start:]) != value.shape[start:]:
+            raise SpecError(f"inputs: {value.name!r} is {tuple(array.shape)}, wanted {shape_text(value)}")
         if start:
-            rows[value.name] = len(given)
+            rows[value.name] = len(array)
     if len(set(rows.values())) > 1 or not min(rows.values(), default=1):
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise SpecError(f"inputs: wanted the same number of rows in each, and at least one; got {counts}")
@@ -105,7 +105,9 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
         with replacing(path) as file:
             if path.suffix == ".safetensors":
                 file.write(
-                    safetensors.torch.save({name: one.contiguous().clone() for name, one in arrays.items()})
+                    safetensors.torch.save(
+                        {name: array.contiguous().clone() for name, array in arrays.items()}
+                    )
                 )
             elif path.suffix == ".npz":
                 _write_npz(file, arrays)
@@ -118,6 +120,6 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
 def _write_npz(file: BinaryIO, arrays: Mapping[str, Tensor]) -> None:
     """What `np.savez` writes, of arrays with any names: its own arguments are called `file` and `allow_pickle`."""
     with zipfile.ZipFile(file, "w") as archive:
-        for name, one in arrays.items():
+        for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, one.numpy(), allow_pickle=False)
+                np.lib.format.write_array(entry, array.numpy(), allow_pickle=False)

@@ -97,16 +97,16 @@ def read(file: Path) -> Artifact:
     """What lies beside the artifact `file`. ExportError where it cannot be read, or is not of this file."""
     again = "export it again"
     try:
-        found = Artifact.model_validate_json(description(file).read_bytes())
+        artifact = Artifact.model_validate_json(description(file).read_bytes())
         digest = sha256(file)
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ExportError(f"export: {str(file)!r} cannot be read: {text}; {again}") from error
-    if digest != found.sha256:
+    if digest != artifact.sha256:
         raise ExportError(
-            f"export: {str(file)!r} has the sha256 {digest}, and {description(file).name} says {found.sha256}; {again}"
+            f"export: {str(file)!r} has the sha256 {digest}, and {description(file).name} says {artifact.sha256}; {again}"
         )
-    return found
+    return artifact
 
 
 def files_of(artifact: Path) -> list[Path]:

@@ -34,17 +34,17 @@ class Example:
         """These rows of each argument that has rows, and the others whole."""
         index = torch.tensor(rows)
         pairs = zip(self.tensors, self.has_rows, strict=True)
-        return tuple(one[index] if has_rows else one for one, has_rows in pairs)
+        return tuple(tensor[index] if has_rows else tensor for tensor, has_rows in pairs)
 
     def values(self, fixed_batch: int | None) -> tuple[Value, ...]:
         """How the arguments are described beside an artifact."""
         return tuple(
             Value(
                 name=name,
-                dtype=dtype_name(one.dtype),
-                shape=(BATCH, *one.shape[1:]) if fixed_batch is None and has_rows else tuple(one.shape),
+                dtype=dtype_name(tensor.dtype),
+                shape=(BATCH, *tensor.shape[1:]) if fixed_batch is None and has_rows else tuple(tensor.shape),
             )
-            for name, one, has_rows in zip(self.names, self.tensors, self.has_rows, strict=True)
+            for name, tensor, has_rows in zip(self.names, self.tensors, self.has_rows, strict=True)
         )
 
 
@@ -54,26 +54,30 @@ def example_of(job: Job, model: nn.Module) -> Example | None:
     The first argument has rows, and so have others that are as long.
     """
     try:
-        given = job.example_input()
+        example = job.example_input()
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "in example_input") from error
-    if given is None:
+    if example is None:
         return None
-    tensors = given if isinstance(given, tuple) else (given,)
-    for one in tensors:
-        if not isinstance(one, Tensor):
+    tensors = example if isinstance(example, tuple) else (example,)
+    for argument in tensors:
+        if not isinstance(argument, Tensor):
             raise JobError(
-                f"job.example_input: got {type(one).__name__} among the arguments, wanted a tensor or a tuple of tensors"
+                f"job.example_input: got {type(argument).__name__} among the arguments, wanted a tensor or a tuple of tensors"
             )
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise JobError(
             "job.example_input: wanted a first argument with a row for each sample; give two samples or more"
         )
     parameters = inspect.signature(model.forward).parameters.values()
-    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = [
+        argument.name
+        for argument in parameters
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
     names = [*named, *(f"input_{i}" for i in range(len(named), len(tensors)))][: len(tensors)]
-    has_rows = tuple(one.dim() > 0 and len(one) == len(tensors[0]) for one in tensors)
-    return Example(tuple(names), tuple(one.detach().contiguous() for one in tensors), has_rows)
+    has_rows = tuple(argument.dim() > 0 and len(argument) == len(tensors[0]) for argument in tensors)
+    return Example(tuple(names), tuple(argument.detach().contiguous() for argument in tensors), has_rows)
 
 
 def slices(rows: int, size: int, *, padded: bool) -> Iterator[list[int]]:

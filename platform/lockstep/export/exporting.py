@@ -107,8 +107,8 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
         except Exception as error:  # the job's own code, and a library's
             raise as_lockstep_error(error, "while it was saved and read as pretrained") from error
         if weights_digest(again) != weights.digest:
-            own, others = tensor_digests(weights.state), tensor_digests(again)
-            names = [name for name in {**own, **others} if own.get(name) != others.get(name)]
+            original, others = tensor_digests(weights.state), tensor_digests(again)
+            names = [name for name in {**original, **others} if original.get(name) != others.get(name)]
             raise ExportError(
                 f"export: pretrained: read again, {len(names)} weights are other ones, such as {names[0]!r}; nothing was kept"
             )
@@ -166,8 +166,8 @@ def export_model(
 
     def made(path: Path) -> Artifact:
         notes = write(form, model.make(), example, names, path, fixed=fixed)
-        found = _artifacts_own(form, path, batches, fixed=fixed)
-        parity = compare(form, sizes, expected, found, within)
+        actual = _artifacts_own(form, path, batches, fixed=fixed)
+        parity = compare(form, sizes, expected, actual, within)
         fixed_batch = example.rows if fixed else None
         return _artifact(
             weights,
@@ -176,7 +176,8 @@ def export_model(
             fixed_batch,
             example.values(fixed_batch),
             tuple(
-                _value(name, sizes, [one[name] for one in expected], turned, fixed=fixed) for name in names
+                _value(name, sizes, [outputs[name] for outputs in expected], turned, fixed=fixed)
+                for name in names
             ),
             parity,
             notes,
@@ -201,7 +202,7 @@ def _further(given: Example, size: int, *, padded: bool) -> Iterator[Inputs]:
 
 def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
     """What the model itself computes; the first batch is the example."""
-    found = []
+    outputs = []
     with torch.no_grad():
         for batch in batches:
             try:
@@ -213,8 +214,8 @@ def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
                     f"export: the model does not take any number of rows: on {len(batch[0])} it fails{place_in_job(error)}: "
                     f"{first_line(error)}; {SIZES}"
                 ) from error
-            found.append(named_outputs(value))
-    return found
+            outputs.append(named_outputs(value))
+    return outputs
 
 
 def _artifacts_own(form: Format, path: Path, batches: Sequence[Inputs], *, fixed: bool) -> list[Outputs]:
@@ -224,22 +225,22 @@ def _artifacts_own(form: Format, path: Path, batches: Sequence[Inputs], *, fixed
         raise ExportError(
             f"export: {form}: what was written cannot be loaded again: {first_line(error)}; nothing was kept"
         ) from error
-    found = []
+    outputs = []
     with torch.no_grad():
         for batch in batches:
             try:
-                found.append(call(_own(batch)))
+                outputs.append(call(_own(batch)))
             except Exception as error:
                 advice = "" if fixed else f"; {SIZES}"
                 raise ExportError(
                     f"export: {form}: the artifact fails on {len(batch[0])} rows: {first_line(error)}; nothing was kept{advice}"
                 ) from error
-    return found
+    return outputs
 
 
 def _own(batch: Inputs) -> Inputs:
     """A copy: a model may write to its input."""
-    return tuple(one.clone() for one in batch)
+    return tuple(tensor.clone() for tensor in batch)
 
 
 def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], turned: int, *, fixed: bool) -> Value:
@@ -248,12 +249,12 @@ def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], turned: i
     In a `fixed` batch a size may be the batch's by chance: it is not where call `turned`, of the same rows from the middle one on, has not
     the same rows of the output.
     """
-    if len({one.dim() for one in tensors}) > 1:
+    if len({tensor.dim() for tensor in tensors}) > 1:
         raise ExportError(
             f"export: output {name!r} has another number of dimensions for other batch sizes; squeeze by dimension in forward"
         )
     shape: list[int | str | None] = []
-    for of_dim in zip(*(one.shape for one in tensors), strict=True):
+    for of_dim in zip(*(tensor.shape for tensor in tensors), strict=True):
         if not fixed and list(of_dim) == list(sizes):
             shape.append(BATCH)
         else:
@@ -320,13 +321,13 @@ def aside_of(folder: Path, file: Path) -> Iterator[Path]:
             path = Path(aside, file.name)
             yield path
             make_folder(file.parent)
-            for one in (*files_of(path), *([path] if path.is_dir() else ()), description(path)):
-                flush(one)
+            for entry in (*files_of(path), *([path] if path.is_dir() else ()), description(path)):
+                flush(entry)
             if file.is_dir():  # only an empty folder could be replaced
                 file.rename(Path(aside, "before"))
-            for one in (path, description(path)):
-                one.replace(file.with_name(one.name))
+            for entry in (path, description(path)):
+                entry.replace(file.with_name(entry.name))
             flush(file.parent)
     except (OSError, safetensors.SafetensorError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise StorageError(f"export: cannot write {str(file)!r}: {said}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"export: cannot write {str(file)!r}: {reason}") from error

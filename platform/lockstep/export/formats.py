@@ -57,13 +57,13 @@ def named_outputs(value: Any) -> Outputs:
     if isinstance(value, Mapping):
         named = dict(value)
     elif isinstance(value, list | tuple):
-        named = {f"output_{i}": one for i, one in enumerate(value)}
+        named = {f"output_{i}": output for i, output in enumerate(value)}
     else:
         named = {"output": value}
-    for name, one in named.items():
-        if not (isinstance(one, Tensor) and isinstance(name, str)):
+    for name, output in named.items():
+        if not (isinstance(output, Tensor) and isinstance(name, str)):
             raise ExportError(
-                f"export: output {name!r} of the model is {type(one).__name__}, wanted a tensor, or a tuple or mapping of tensors"
+                f"export: output {name!r} of the model is {type(output).__name__}, wanted a tensor, or a tuple or mapping of tensors"
             )
     return named
 
@@ -133,7 +133,7 @@ def _write_onnx(
     fixed: bool,
 ) -> None:
     shapes = [{0: BATCH} if has_rows else None for has_rows in example.has_rows]
-    made = torch.onnx.export(
+    onnx_program = torch.onnx.export(
         program,
         dynamo=True,
         verbose=False,
@@ -141,8 +141,8 @@ def _write_onnx(
         output_names=outputs,
         dynamic_shapes=None if fixed else shapes,
     )
-    assert made is not None  # it is, of the exporter by dynamo
-    made.save(path, external_data=False)
+    assert onnx_program is not None  # it is, of the exporter by dynamo
+    onnx_program.save(path, external_data=False)
 
 
 @contextmanager
@@ -153,7 +153,9 @@ def _own_warnings() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield lines
     of_model = torch.jit.TracerWarning  # type: ignore[attr-defined]
-    lines += dict.fromkeys(str(one.message).splitlines()[0] for one in caught if one.category is of_model)
+    lines += dict.fromkeys(
+        str(warning.message).splitlines()[0] for warning in caught if warning.category is of_model
+    )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -177,13 +179,14 @@ def _of_onnx(path: Path) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    inputs = [one.name for one in session.get_inputs()]
-    outputs = [one.name for one in session.get_outputs()]
+    inputs = [node.name for node in session.get_inputs()]
+    outputs = [node.name for node in session.get_outputs()]
 
     def call(given: Inputs) -> Outputs:
-        arrays = {name: one.numpy() for name, one in zip(inputs, given, strict=True)}
+        arrays = {name: value.numpy() for name, value in zip(inputs, given, strict=True)}
         return {
-            name: torch.from_numpy(one) for name, one in zip(outputs, session.run(None, arrays), strict=True)
+            name: torch.from_numpy(value)
+            for name, value in zip(outputs, session.run(None, arrays), strict=True)
         }
 
     return call

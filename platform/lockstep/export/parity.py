@@ -87,25 +87,25 @@ def _difference_message(
 
 
 def _difference(expected: Tensor, found: Tensor, within: Tolerance) -> _Difference:
-    other = _bits_differ(expected, found)
-    differing = int(other.sum())
+    mask = _bits_differ(expected, found)
+    differing = int(mask.sum())
     if not differing:
         return _Difference(expected.numel(), 0, 0, 0.0, 0.0)
     # In float64, which holds every float32 and every difference of two.
-    one, two = expected.flatten()[other].double(), found.flatten()[other].double()
-    apart = (two - one).abs()
-    apart[one == two] = 0.0  # 0 and -0; two that are infinite
-    apart[one.isnan() & two.isnan()] = 0.0
-    apart = apart.nan_to_num(nan=torch.inf)  # NaN on one side alone
-    allowed = within.atol + within.rtol * one.abs()
+    reference, actual = expected.flatten()[mask].double(), found.flatten()[mask].double()
+    distances = (actual - reference).abs()
+    distances[reference == actual] = 0.0  # 0 and -0; two that are infinite
+    distances[reference.isnan() & actual.isnan()] = 0.0
+    distances = distances.nan_to_num(nan=torch.inf)  # NaN on one side alone
+    allowed = within.atol + within.rtol * reference.abs()
     tolerant = within.rtol and expected.is_floating_point()
-    beyond = int(((apart > allowed) | apart.isinf()).sum()) if tolerant else differing
-    relative = (apart / one.abs())[one != 0]
+    beyond = int(((distances > allowed) | distances.isinf()).sum()) if tolerant else differing
+    relative = (distances / reference.abs())[reference != 0]
     return _Difference(
         expected.numel(),
         differing,
         beyond,
-        float(apart.max()),
+        float(distances.max()),
         float(relative.max()) if len(relative) else 0.0,
     )
 

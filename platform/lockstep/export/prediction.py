@@ -27,10 +27,10 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
     SpecError where an output has no row for each row of the inputs, and one call is not enough.
     """
     fixed, rows = artifact.fixed_batch, inputs.rows
-    whole = [value.name for value in artifact.outputs if not value.has_rows(fixed)]
-    if whole and (rows > size or fixed is not None):
+    without_rows = [value.name for value in artifact.outputs if not value.has_rows(fixed)]
+    if without_rows and (rows > size or fixed is not None):
         raise SpecError(
-            f"batch: output {whole[0]!r} has no row for each row of the inputs, so one call has to take all {rows}; "
+            f"batch: output {without_rows[0]!r} has no row for each row of the inputs, so one call has to take all {rows}; "
             f"export without --fixed-batch and give --batch {rows}"
         )
     parts: list[Outputs] = []
@@ -41,13 +41,13 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
                 parts.append(call(inputs.take(taken)))
             except Exception as error:
                 raise ExportError(f"predict: {artifact.format}: {where} fail: {first_line(error)}") from error
-            for name, one in () if whole else parts[-1].items():
-                wanted = (len(taken), *parts[0][name].shape[1:])
-                if one.shape != wanted:
+            for name, output in () if without_rows else parts[-1].items():
+                shape = (len(taken), *parts[0][name].shape[1:])
+                if output.shape != shape:
                     raise ExportError(
-                        f"predict: {artifact.format}: {where} have an output {name!r} of {tuple(one.shape)}, wanted {wanted} as of the rows before; "
+                        f"predict: {artifact.format}: {where} have an output {name!r} of {tuple(output.shape)}, wanted {shape} as of the rows before; "
                         "how many there are follows from the data, and outputs of several calls cannot be joined"
                     )
-    if whole:
+    if without_rows:
         return parts[0]
     return {name: torch.cat([part[name] for part in parts])[:rows] for name in parts[0]}

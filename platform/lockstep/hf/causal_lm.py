@@ -98,8 +98,8 @@ class CausalLM(Pretrained):
     def _check_sight(self, model: nn.Module) -> None:
         """SpecError where a token sees one behind it or in another document: some kinds of model do not look at masks and positions."""
         size = min(8, self.params.length // 2)
-        one, other = torch.zeros(1, size, dtype=torch.int64), torch.ones(1, size, dtype=torch.int64)
-        documents, positions = torch.cat([one, other], 1), torch.arange(size).repeat(2).unsqueeze(0)
+        zeros, ones = torch.zeros(1, size, dtype=torch.int64), torch.ones(1, size, dtype=torch.int64)
+        documents, positions = torch.cat([zeros, ones], 1), torch.arange(size).repeat(2).unsqueeze(0)
 
         def plain(first: Tensor, second: Tensor) -> Tensor:
             logits: Tensor = model(input_ids=torch.cat([first, second], 1)).logits
@@ -110,11 +110,15 @@ class CausalLM(Pretrained):
             return self._logits(model, {"tokens": tokens, "documents": documents, "positions": positions})
 
         tokens = torch.arange(2 * size).unsqueeze(0) % len(self.tokenizer)
-        whole = {"tokens": tokens, "documents": tokens * 0, "positions": torch.arange(2 * size).unsqueeze(0)}
+        single_document = {
+            "tokens": tokens,
+            "documents": tokens * 0,
+            "positions": torch.arange(2 * size).unsqueeze(0),
+        }
 
         model.eval()  # it is put into training mode before it trains
         with torch.no_grad():
-            if _sees(plain(one, one), plain(one, other), slice(0, size)):
+            if _sees(plain(zeros, zeros), plain(zeros, ones), slice(0, size)):
                 raise SpecError(
                     f"job.params: in {type(model).__name__} tokens attend to later tokens, which they should predict; wanted a causal "
                     "model (of some kinds, with is_decoder: true in its config)"
@@ -122,23 +126,26 @@ class CausalLM(Pretrained):
             if self.params.across_documents:
                 return
             try:
-                seen = _sees(packed(one, one), packed(other, one), slice(size, None))
+                leaks = _sees(packed(zeros, zeros), packed(ones, zeros), slice(size, None))
                 with _near(model, self.params.length):
-                    own, given = model(input_ids=tokens).logits, self._logits(model, whole)
+                    plain_logits, masked_logits = (
+                        model(input_ids=tokens).logits,
+                        self._logits(model, single_document),
+                    )
             except (TypeError, ValueError, RuntimeError, LookupError) as error:
                 raise SpecError(
                     f"job.params.across_documents: {type(model).__name__} takes no document masks ({first_line(error)}); set it to true"
                 ) from error
-        if seen:
+        if leaks:
             raise SpecError(
                 f"job.params.across_documents: {type(model).__name__} does not look at document masks, so tokens would see other "
                 "documents; set it to true"
             )
-        apart = float((given - own).abs().max())
-        if not apart <= ROUNDING * float(own.abs().max()):
+        difference = float((masked_logits - plain_logits).abs().max())
+        if not difference <= ROUNDING * float(plain_logits.abs().max()):
             raise SpecError(
                 f"job.params.across_documents: {type(model).__name__} computes something else with a document mask than by itself: the logits "
-                f"of one document differ by {apart:.3g}, as with a window or positions of another kind; set it to true"
+                f"of one document differ by {difference:.3g}, as with a window or positions of another kind; set it to true"
             )
 
 
@@ -155,11 +162,11 @@ def _mask(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
     """
     config = _config_of_text(model)
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    seen = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
-    near = seen if window is None else seen.triu(1 - window)
+    visible = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
+    near = visible if window is None else visible.triu(1 - window)
     if window is None or not types:
         return _as_taken(model, near)
-    return {kind: _as_taken(model, near if kind == SLIDING else seen) for kind in dict.fromkeys(types)}
+    return {kind: _as_taken(model, near if kind == SLIDING else visible) for kind in dict.fromkeys(types)}
 
 
 def _as_taken(model: nn.Module, seen: Tensor) -> Tensor:
@@ -177,12 +184,12 @@ def _config_of_text(model: nn.Module) -> Any:
 def _near(model: nn.Module, length: int) -> Iterator[None]:
     """Give a model whose layers see a window of tokens, or chunks of them, a short one, where it is shorter than rows of `length`."""
     config = _config_of_text(model)
-    given = {name: getattr(config, name, None) for name in WINDOWS}
-    own = {name: value for name, value in given.items() if isinstance(value, int) and value < length}
-    for name, value in own.items():
+    windows = {name: getattr(config, name, None) for name in WINDOWS}
+    original = {name: value for name, value in windows.items() if isinstance(value, int) and value < length}
+    for name, value in original.items():
         setattr(config, name, min(NEAR, value))
     try:
         yield
     finally:
-        for name, value in own.items():
+        for name, value in original.items():
             setattr(config, name, value)

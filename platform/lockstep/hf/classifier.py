@@ -62,19 +62,19 @@ class SequenceClassifier(Pretrained):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs."""
-        p, own = self.params, self._own_classes
+        p, own_classes = self.params, self._own_classes
         if p.classes is not None:
-            if own and p.classes != own and set(p.classes) == set(own):
+            if own_classes and p.classes != own_classes and set(p.classes) == set(own_classes):
                 raise SpecError(
-                    f"job.params.classes: got {', '.join(p.classes)}, but the outputs of the model in path are {', '.join(own)}; leave classes out"
+                    f"job.params.classes: got {', '.join(p.classes)}, but the outputs of the model in path are {', '.join(own_classes)}; leave classes out"
                 )
             return p.classes
         rows = text_files.read(text_files.find(p.train), p.text, p.label)
-        found = {str(row.label) for row in rows}
-        for known in (own, _numbers(own)):
-            if found <= set(known):
-                return known
-        return tuple(sorted(found))
+        labels = {str(row.label) for row in rows}
+        for candidates in (own_classes, _numbers(own_classes)):
+            if labels <= set(candidates):
+                return candidates
+        return tuple(sorted(labels))
 
     @cached_property
     def _own_classes(self) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ class SequenceClassifier(Pretrained):
         return int(pad)
 
     def _of_task(self) -> dict[str, Any]:
-        own = self._own_classes
-        named = dict(enumerate(own if self.classes == _numbers(own) else self.classes))
+        own_classes = self._own_classes
+        named = dict(enumerate(own_classes if self.classes == _numbers(own_classes) else self.classes))
         return {
             "id2label": named,
             "label2id": {name: i for i, name in named.items()},

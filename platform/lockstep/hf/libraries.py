@@ -36,13 +36,13 @@ def peft() -> Any:
 
 def versions() -> dict[str, str]:
     """The versions of what decides about the bits; of what is not installed, `none`."""
-    found = {}
+    by_name = {}
     for name in DECIDING:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            by_name[name] = "none"
+    return by_name
 
 
 def _missing(name: str, error: ImportError) -> SpecError:

@@ -96,10 +96,10 @@ class Pretrained(Job):
         config, auto = self._config(), getattr(library, self.AUTO_MODEL)
         try:
             if p.path is None:
-                made = auto.from_config(config, attn_implementation=p.attention, dtype=torch.float32)
+                base_model = auto.from_config(config, attn_implementation=p.attention, dtype=torch.float32)
             else:
-                own = _own_class(config)
-                made, found = auto.from_pretrained(
+                own_class = _own_class(config)
+                base_model, loading_info = auto.from_pretrained(
                     Path(p.path).expanduser(),
                     config=config,
                     attn_implementation=p.attention,
@@ -109,14 +109,14 @@ class Pretrained(Job):
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are refused below, by name
                 )
-                self._check_weights(made, found, own)
+                self._check_weights(base_model, loading_info, own_class)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
             raise SpecError(
                 f"job.params.{'config' if p.path is None else 'path'}: transformers makes no {self.AUTO_MODEL} of it: "
                 f"{first_line(error)}"
             ) from error
-        self._check_sizes(made)
-        model: nn.Module = made if p.lora is None else self._with_adapters(made, p.lora)
+        self._check_sizes(base_model)
+        model: nn.Module = base_model if p.lora is None else self._with_adapters(base_model, p.lora)
         return model
 
     def identity(self) -> dict[str, Any]:
@@ -156,9 +156,11 @@ class Pretrained(Job):
 
     def _add_begun(self, model: nn.Module, adapters: Path) -> None:
         """Add to a file of adapters the frozen weights that began anew: they are not in `path`. peft saves none of them, and reads them."""
-        own = model.state_dict()
+        state = model.state_dict()
         begun = {
-            name: own[name] for name in (f"base_model.model.{one}" for one in self._begun) if name in own
+            name: state[name]
+            for name in (f"base_model.model.{weight}" for weight in self._begun)
+            if name in state
         }
         if begun:
             save_file(load_file(adapters) | begun, adapters, {"format": "pt"})
@@ -173,19 +175,19 @@ class Pretrained(Job):
         p, library = self.params, transformers()
         try:
             if p.config is not None:
-                given = {**self._of_vocabulary(), **self._of_task(), **p.config}
-                made = library.AutoConfig.for_model(**given)
-                _check_fields(made, p.config, "")
-                return made
+                arguments = {**self._of_vocabulary(), **self._of_task(), **p.config}
+                config = library.AutoConfig.for_model(**arguments)
+                _check_fields(config, p.config, "")
+                return config
             return self._read_config(**self._of_task())
         except (OSError, ValueError, TypeError, KeyError) as error:
-            place = "config" if p.path is None else "path"
+            param = "config" if p.path is None else "path"
             hint = (
                 ""
                 if p.path is None
                 else "; wanted a folder as of save_pretrained: nothing is fetched from a hub"
             )
-            raise SpecError(f"job.params.{place}: {first_line(error)}{hint}") from error
+            raise SpecError(f"job.params.{param}: {first_line(error)}{hint}") from error
 
     def _read_config(self, **changed: Any) -> Any:
         """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""
@@ -200,9 +202,11 @@ class Pretrained(Job):
         )
 
     def _of_vocabulary(self) -> dict[str, Any]:
-        own = self.tokenizer.own
-        known = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        return {"vocab_size": len(self.tokenizer), **known}
+        tokenizer = self.tokenizer.own
+        token_ids = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+        }
+        return {"vocab_size": len(self.tokenizer), **token_ids}
 
     def _of_task(self) -> dict[str, Any]:
         """Fields of the config that follow from the task."""
@@ -223,7 +227,9 @@ class Pretrained(Job):
         wrong = [
             *(
                 f"{name!r} has the shape {tuple(got)}, wanted {tuple(wanted)}"
-                for name, got, wanted in sorted(found["mismatched_keys"], key=lambda one: str(one[0]))
+                for name, got, wanted in sorted(
+                    found["mismatched_keys"], key=lambda mismatch: str(mismatch[0])
+                )
             ),
             *(f"{name!r} is missing" for name in missing if not of_another_task(name)),
             *(
@@ -246,10 +252,10 @@ class Pretrained(Job):
 
     def _check_sizes(self, model: Any) -> None:
         """SpecError where a token or a position has no embedding."""
-        tokens, known = len(self.tokenizer), model.get_input_embeddings().weight.shape[0]
-        if tokens > known:
+        tokens, vocab_size = len(self.tokenizer), model.get_input_embeddings().weight.shape[0]
+        if tokens > vocab_size:
             raise SpecError(
-                f"job.params: the tokenizer has {tokens} tokens, and the model's vocab_size is {known}; wanted at least as many"
+                f"job.params: the tokenizer has {tokens} tokens, and the model's vocab_size is {vocab_size}; wanted at least as many"
             )
         most = getattr(model.config, "max_position_embeddings", None)
         if isinstance(most, int) and self.params.length > most:
@@ -260,7 +266,7 @@ class Pretrained(Job):
     def _with_adapters(self, model: Any, lora: Lora) -> Any:
         library = peft()
         modules = {
-            name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)
+            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
         }
         config = library.LoraConfig(
             task_type=self.TASK,
@@ -293,32 +299,36 @@ def _own_class(config: Any) -> Any:
 def _names(kind: Any, config: Any) -> set[str]:
     """The names of the weights of a class of models, without the prefix of the part that models for all tasks share."""
     with torch.device("meta"):
-        whole = kind(config)
-    return {name.removeprefix(f"{kind.base_model_prefix}.") for name in whole.state_dict()}
+        model = kind(config)
+    return {name.removeprefix(f"{kind.base_model_prefix}.") for name in model.state_dict()}
 
 
 def _is_read(kind: type, name: str) -> bool:
     """Whether the source of a kind of models reads a field that its config does not declare, such as `getattr(config, "head_dim", None)`."""
     places = (kind.__module__, kind.__module__.replace(".configuration_", ".modeling_"))
-    found = (importlib.util.find_spec(place) for place in places)
-    sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec and spec.origin]
+    specs = (importlib.util.find_spec(module_name) for module_name in places)
+    sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in specs if spec and spec.origin]
     return any(
-        re.search(rf"""\bconfig\.{re.escape(name)}\b|["']{re.escape(name)}["']""", one) for one in sources
+        re.search(rf"""\bconfig\.{re.escape(name)}\b|["']{re.escape(name)}["']""", source)
+        for source in sources
     )
 
 
 def _check_fields(config: Any, given: Mapping[str, Any], place: str) -> None:
     """SpecError for a field that no model of this kind has: a config of transformers takes any."""
     kind = type(config)
-    own = {field.name for field in dataclasses.fields(config)} | set(kind.attribute_map)
+    declared = {field.name for field in dataclasses.fields(config)} | set(kind.attribute_map)
     for name, value in given.items():
         part = getattr(config, name, None)
         if isinstance(value, Mapping) and isinstance(part, transformers().PreTrainedConfig):
             _check_fields(part, value, f"{place}{name}.")
         # What it takes under an older name is not kept under that.
         elif (
-            name in vars(config) and name not in own and not hasattr(kind, name) and not _is_read(kind, name)
+            name in vars(config)
+            and name not in declared
+            and not hasattr(kind, name)
+            and not _is_read(kind, name)
         ):
             raise SpecError(
-                f"job.params.config: a {kind.__name__} has no field {place + name!r}{nearest(name, own)}"
+                f"job.params.config: a {kind.__name__} has no field {place + name!r}{nearest(name, declared)}"
             )

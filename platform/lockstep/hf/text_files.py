@@ -48,30 +48,32 @@ def find(source: str) -> list[TextFile]:
     if path.is_file():
         return [TextFile(path, path.name)]
     if path.is_dir():
-        below = [(one, one.relative_to(path)) for one in sorted(path.rglob("*")) if one.is_file()]
-        found = [
-            TextFile(one, name.as_posix())
-            for one, name in below
+        below = [(entry, entry.relative_to(path)) for entry in sorted(path.rglob("*")) if entry.is_file()]
+        files = [
+            TextFile(entry, name.as_posix())
+            for entry, name in below
             if not any(part.startswith(("_", ".")) for part in name.parts)
         ]
     else:
         base = Path(path.anchor)
-        found = [
-            TextFile(one, one.name) for one in sorted(base.glob(str(path.relative_to(base)))) if one.is_file()
+        files = [
+            TextFile(entry, entry.name)
+            for entry in sorted(base.glob(str(path.relative_to(base))))
+            if entry.is_file()
         ]
-    if not found:
+    if not files:
         raise DataError(f"data: there is no file of texts at {source!r}; wanted a file, a folder or a glob")
-    return found
+    return files
 
 
 def digests(files: Sequence[TextFile]) -> dict[str, str]:
     """The sha256 of each file by `file.<name>`; of many, one over all."""
     names = names_in_order([file.name for file in files], PurePosixPath)
-    found = {f"file.{name}": local_digest(file.path) for name, file in zip(names, files, strict=True)}
-    if len(found) <= FILES:
-        return found
-    together = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    return {"files": f"{len(found)}: {together}"}
+    by_name = {f"file.{name}": local_digest(file.path) for name, file in zip(names, files, strict=True)}
+    if len(by_name) <= FILES:
+        return by_name
+    together = hashlib.sha256(json.dumps(by_name, sort_keys=True).encode()).hexdigest()
+    return {"files": f"{len(by_name)}: {together}"}
 
 
 def read(files: Sequence[TextFile], text: str, label: str | None = None) -> Iterator[Text]:
@@ -102,10 +104,12 @@ def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]
         if file.kind in PARQUET:
             import pyarrow.parquet as pq
 
-            known = pq.read_schema(file.path).names
+            available = pq.read_schema(file.path).names
             for column in columns:
-                if column not in known:
-                    raise DataError(f"data: {file.name!r} has no column {column!r}{nearest(column, known)}")
+                if column not in available:
+                    raise DataError(
+                        f"data: {file.name!r} has no column {column!r}{nearest(column, available)}"
+                    )
             yield from pq.read_table(file.path, columns=list(columns)).to_pylist()
             return
         with file.path.open(encoding="utf-8", newline="" if file.kind == ".csv" else None) as lines:

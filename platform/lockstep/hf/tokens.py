@@ -73,15 +73,15 @@ class Tokenizer:
 
     def token(self, text: str) -> int:
         """The id of one token. SpecError where the tokenizer does not know it."""
-        found = self.own.convert_tokens_to_ids(text)
-        if found is None or self.own.convert_ids_to_tokens(found) != text:
+        token_id = self.own.convert_tokens_to_ids(text)
+        if token_id is None or self.own.convert_ids_to_tokens(token_id) != text:
             raise SpecError(f"job.params.end: got {text!r}, which is no token of the tokenizer")
-        return int(found)
+        return int(token_id)
 
     def tokens(self, texts: Iterable[str], longest: int | None = None) -> Iterator[list[int]]:
         """The tokens of each text, with the special ones that the tokenizer puts in itself; at most `longest`."""
         for some in _batches(texts, AT_ONCE):
-            made = self.own(
+            encoding = self.own(
                 some,
                 truncation=longest is not None,
                 max_length=longest,
@@ -89,7 +89,7 @@ class Tokenizer:
                 return_token_type_ids=False,
                 verbose=False,
             )
-            yield from made["input_ids"]
+            yield from encoding["input_ids"]
 
 
 class Documents(Dataset[Tensor]):
@@ -112,9 +112,9 @@ class Documents(Dataset[Tensor]):
         self.files = text_files.find(source)
         self._text, self._label = text, label
         self._digests = text_files.digests(self.files)
-        wanted = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
+        identity = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
         self._tokens, self._ends = _kept(
-            repr(wanted), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
+            repr(identity), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
         )
         self.labels = [] if label is None else [str(row.label) for row in self._rows()]
 
@@ -144,10 +144,10 @@ def _files(path: Path) -> list[Path]:
     """The files of a tokenizer in a folder that may hold a model besides; or the one file that is given."""
     if path.is_file():
         return [path]
-    found = sorted(path.iterdir()) if path.is_dir() else []
+    entries = sorted(path.iterdir()) if path.is_dir() else []
     return [
         file
-        for file in found
+        for file in entries
         if file.suffix in OF_TOKENIZERS
         and file.name not in OF_MODELS
         and not file.name.endswith(".index.json")
@@ -174,8 +174,8 @@ Kept = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 
 def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
     """Tokens out of the cache, mapped into memory; made and put there where they are not. A cache that cannot be written costs time alone."""
-    place = cache_path("tokens", identity)
-    files = place.with_suffix(".tokens.npy"), place.with_suffix(".ends.npy")
+    path = cache_path("tokens", identity)
+    files = path.with_suffix(".tokens.npy"), path.with_suffix(".ends.npy")
     try:
         return np.load(files[0], mmap_mode="r"), np.load(files[1], mmap_mode="r")
     except (OSError, ValueError):  # not there, or of no tokens

@@ -23,8 +23,8 @@ def distribution_of(path: Path) -> Distribution | None:
     """The distribution that has installed a file, or a package's folder. None for what none has, such as a source tree of an editable one."""
     for folder in path.parents:
         there = _installed_in(str(folder), _changed(folder))
-        if there and (found := _owner(path, folder, there)) is not None:
-            return found
+        if there and (distribution := _owner(path, folder, there)) is not None:
+            return distribution
     return None
 
 
@@ -44,19 +44,21 @@ def _installed_in(folder: str, _changed: int) -> tuple[Distribution, ...]:
         return ()
     matches = ((name, _FOLDER.fullmatch(name)) for name in names if name.endswith(".dist-info"))
     return tuple(
-        Distribution(normalised(found[1]), found[2], Path(folder, name)) for name, found in matches if found
+        Distribution(normalised(match[1]), match[2], Path(folder, name)) for name, match in matches if match
     )
 
 
 def _owner(path: Path, folder: Path, there: tuple[Distribution, ...]) -> Distribution | None:
     inside = path.relative_to(folder)
     top = inside.parts[0].partition(".")[0]
-    likely = [one for one in there if one.name == normalised(top)]
-    owners = [one for one in likely if top in _tops(one.metadata)]
-    owners = owners or [one for one in there if top in _tops(one.metadata)]
+    likely = [distribution for distribution in there if distribution.name == normalised(top)]
+    owners = [distribution for distribution in likely if top in _tops(distribution.metadata)]
+    owners = owners or [distribution for distribution in there if top in _tops(distribution.metadata)]
     if len(owners) > 1:  # a namespace that they share
         line = f"{inside.as_posix()},"
-        owners = [one for one in owners if line in _text(one.metadata / "RECORD")] or owners
+        owners = [
+            distribution for distribution in owners if line in _text(distribution.metadata / "RECORD")
+        ] or owners
     return owners[0] if owners else None
 
 

@@ -41,7 +41,7 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     job was changed after it was imported.
     """
     fields = {name: tree for name, tree in deciding(spec).items() if name not in _ORIGIN}
-    fields |= {f"version.{name}": found for name, found in _versions().items()}
+    fields |= {f"version.{name}": installed for name, installed in _versions().items()}
     fields["job.source"] = _source_digest(spec.job.use)
     if spec.reduction == "exact":
         facts = {key: value for key, value in facts.items() if key != "workers"}
@@ -62,8 +62,8 @@ def _source_digest(use: str) -> str:
 
 def forked_step(fields: Mapping[str, Any]) -> int:
     """The step of another run that one with these identity fields goes on from; 0 for a run with a beginning of its own."""
-    found = re.search(r"@(\d+)", str(fields.get("fork")))  # `<identity>@<step>`, see `training.start`
-    return int(found[1]) if found else 0
+    match = re.search(r"@(\d+)", str(fields.get("fork")))  # `<identity>@<step>`, see `training.start`
+    return int(match[1]) if match else 0
 
 
 class Difference(NamedTuple):
@@ -80,7 +80,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
     Last comes what the first micro-batch gave, which follows from the others.
     """
     names = sorted({*before, *now}, key=lambda name: (name == FIRST_MICRO_BATCH, name))
-    return [one for name in names for one in _within(name, before, now, name)]
+    return [difference for name in names for difference in _within(name, before, now, name)]
 
 
 def _within(key: str, before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[Difference]:
@@ -108,7 +108,9 @@ def changed_fields(before: Spec, after: Spec) -> list[Difference]:
     """The values that decide in which two specs differ. The job is imported only where its params as they are written differ."""
     same = text(encoded(before.job.params)) == text(encoded(after.job.params))
     params = [{} if same else _params(spec) for spec in (before, after)]
-    old, new = ({**_sections(spec), **own} for spec, own in zip((before, after), params, strict=True))
+    old, new = (
+        {**_sections(spec), **spec_params} for spec, spec_params in zip((before, after), params, strict=True)
+    )
     return differences(old, new)
 
 
@@ -155,10 +157,10 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    by_name = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("lockstep-train", "torch", "numpy"):
         try:
-            found[package] = version(package)
+            by_name[package] = version(package)
         except PackageNotFoundError:  # run from its source folder, without being installed
-            found[package] = "unknown"
-    return found
+            by_name[package] = "unknown"
+    return by_name

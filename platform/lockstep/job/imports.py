@@ -96,7 +96,7 @@ def imports_noted(found: Asked) -> Iterator[None]:
         module = globals or {}
         origin = _absolute("." * level + name, module.get("__package__") or "")
         with outermost(
-            str(module.get("__file__", "<>")), origin, *(f"{origin}.{one}" for one in fromlist or ())
+            str(module.get("__file__", "<>")), origin, *(f"{origin}.{member}" for member in fromlist or ())
         ):
             return import_statement(name, globals, locals, fromlist, level)
 
@@ -160,19 +160,19 @@ def imported(use: str, asked: Asked) -> Imported:
         return Imported({}, {}, frozenset())
     roots = roots_of(use)
     sources = job_sources(use)
-    known = {path.resolve() for path in sources.values()}
+    job_paths = {path.resolve() for path in sources.values()}
     files, installed = dict[str, bytes](), dict[str, Path]()
     archives, libraries = set[str](), set[str]()
-    seen, waiting, named = (
+    visited, waiting, named = (
         set[str](),
         [*sources, *asked.modules, *(_OF_THE_INTERPRETER & sys.modules.keys())],
         set(asked.by_job),
     )
     while waiting:
         name = waiting.pop()
-        if name in seen:
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         path = _path(name, root)
         if path is None or not path.is_file():
             if (other := _other_file(name)) is not None:
@@ -182,18 +182,22 @@ def imported(use: str, asked: Asked) -> Imported:
         if not is_of_the_job(str(path)):
             installed[name] = path
             continue
-        if path.resolve() not in known:
-            known.add(path.resolve())
+        if path.resolve() not in job_paths:
+            job_paths.add(path.resolve())
             files[_key(files, name, path, roots)] = path.read_bytes()
         further = set(_further(name, path))
         named |= further
         waiting += further
-    found = {distribution_of(path) for name, path in installed.items() if name in named}
-    distributions = {one.name: one.version for one in found if one is not None and one.name not in _TOLD}
+    owners = {distribution_of(path) for name, path in installed.items() if name in named}
+    distributions = {
+        distribution.name: distribution.version
+        for distribution in owners
+        if distribution is not None and distribution.name not in _TOLD
+    }
     return Imported(
         dict(sorted(files.items())),
         dict(sorted(distributions.items())),
-        frozenset(map(str, known)),
+        frozenset(map(str, job_paths)),
         frozenset(archives),
         frozenset(libraries),
     )
@@ -250,8 +254,8 @@ def recorded_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 def files_here(use: str, paths: Iterable[str]) -> dict[str, bytes]:
     """What lies at these paths below the job's root, or is the module of such a path."""
     root = root_of(use.partition(":")[0])
-    found = [(path, _file_at(path, root)) for path in paths] if root is not None else []
-    return {path: file.read_bytes() for path, file in found if file is not None and file.is_file()}
+    candidates = [(path, _file_at(path, root)) for path in paths] if root is not None else []
+    return {path: file.read_bytes() for path, file in candidates if file is not None and file.is_file()}
 
 
 def _file_at(path: str, root: Path) -> Path | None:
@@ -287,8 +291,8 @@ def _further(name: str, path: Path) -> Iterator[str]:
         elif isinstance(value, FunctionType | type):
             yield str(value.__module__)
     if path.name == "__init__.py" and _fills_itself(path.read_bytes()):
-        yield from (f"{name}.{one.stem}" for one in path.parent.glob("*.py") if one != path)
-        yield from (f"{name}.{one.parent.name}" for one in path.parent.glob("*/__init__.py"))
+        yield from (f"{name}.{sibling.stem}" for sibling in path.parent.glob("*.py") if sibling != path)
+        yield from (f"{name}.{sibling.parent.name}" for sibling in path.parent.glob("*/__init__.py"))
 
 
 @lru_cache(maxsize=1024)
@@ -314,8 +318,8 @@ def _calls_one(tree: ast.AST, names: frozenset[str] | set[str]) -> bool:
         if not isinstance(node, ast.Call):
             continue
         called = getattr(node.func, "id", getattr(node.func, "attr", None))
-        given = {one.id for one in node.args if isinstance(one, ast.Name)}
-        if called in names or "__path__" in given:
+        argument_names = {argument.id for argument in node.args if isinstance(argument, ast.Name)}
+        if called in names or "__path__" in argument_names:
             return True
     return False
 

@@ -40,11 +40,11 @@ def others_out_of_sight() -> Iterator[None]:
     one. Lockstep itself talks on the channel of its Group.
     """
     default, dist.group.WORLD = dist.group.WORLD, None
-    told = {name: os.environ.pop(name) for name in RANK if name in os.environ}
+    saved = {name: os.environ.pop(name) for name in RANK if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(told)
+        os.environ.update(saved)
         dist.group.WORLD = default
 
 
@@ -93,7 +93,9 @@ def placement_params(use: str) -> frozenset[str]:
     """The names of the job's params that are placement, as a spec writes them. Raises JobImportError."""
     fields = _job_class(use).Params.model_fields.items()
     return frozenset(
-        field.alias or name for name, field in fields if any(one is IS_PLACEMENT for one in field.metadata)
+        field.alias or name
+        for name, field in fields
+        if any(marker is IS_PLACEMENT for marker in field.metadata)
     )
 
 
@@ -153,14 +155,14 @@ def _by_name(value: Any) -> str:
 def _job_class(use: str) -> type[Job]:
     module_name, class_name = class_of(use)
     module = import_job(module_name)
-    found = getattr(module, class_name, None)
-    if found is None:
+    candidate = getattr(module, class_name, None)
+    if candidate is None:
         classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
-        known = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
-        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{known}")
-    if not _is_job(found):
+        hint = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
+        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{hint}")
+    if not _is_job(candidate):
         raise JobImportError(f"job.use: {use!r} is no subclass of lockstep.Job")
-    job_class: type[Job] = found
+    job_class: type[Job] = candidate
     if not (isinstance(job_class.Params, type) and issubclass(job_class.Params, Params)):
         raise JobImportError(f"job.use: the Params of {use!r} are no subclass of lockstep.Params")
     return job_class

@@ -156,8 +156,8 @@ class _Slice:
         there = [each for each in self._statements if each.cell == cell]
         imported = any(each.imports for each in there if name in each.binds)
         for each in there:
-            given = each.imports or each.defines or cell == user or each.is_literal(value)
-            if name in each.binds and not given:
+            defined = each.imports or each.defines or cell == user or each.is_literal(value)
+            if name in each.binds and not defined:
                 self.missing.add(name)
             elif name in each.binds or (name in each.changes and (cell == user or not imported)):
                 self._take(name, each)
@@ -177,17 +177,17 @@ class _Slice:
         if code is None:
             return cells[-1]
         text = "".join(linecache.getlines(code.co_filename))
-        found = [cell for cell in cells if self._cells[cell].rstrip() == text.rstrip()]
-        if not found and text:
+        matches = [cell for cell in cells if self._cells[cell].rstrip() == text.rstrip()]
+        if not matches and text:
             self.missing.add(str(value.__name__))
             return None
-        return found[-1] if found else cells[-1]
+        return matches[-1] if matches else cells[-1]
 
     def text(self) -> str:
         future = {each.text for each in self._statements if _is_future(each.node)}
         imports = {each.text for each in self._taken if each.imports} - future
-        rest = [each.text for each in self._taken if not each.imports]
-        parts = ["\n".join(sorted(future)), "\n".join(sorted(imports)), *rest]
+        body = [each.text for each in self._taken if not each.imports]
+        parts = ["\n".join(sorted(future)), "\n".join(sorted(imports)), *body]
         return "\n\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -197,10 +197,10 @@ def _statements(cell: int, text: str) -> Iterator[_Statement]:
     except SyntaxError:
         return  # it never ran
     lines = text.splitlines()
-    for before, node in zip([None, *tree.body], tree.body, strict=False):
+    for previous, node in zip([None, *tree.body], tree.body, strict=False):
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
         last = node.end_lineno or first
-        shared = node.col_offset > 0 or (before is not None and (before.end_lineno or 0) >= first)
+        shared = node.col_offset > 0 or (previous is not None and (previous.end_lineno or 0) >= first)
         shared = shared or any(each.lineno == last for each in tree.body if each is not node)
         yield _Statement(cell, node, ast.unparse(node) if shared else "\n".join(lines[first - 1 : last]))
 

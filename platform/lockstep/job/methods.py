@@ -70,9 +70,9 @@ _CALLS = {
 
 def check_methods(job_class: type[Job], use: str) -> None:
     """Refuse a class that lacks what every job has, or has what nothing would call. Raises JobImportError."""
-    own = _own_methods(job_class)
-    _check_unused(job_class, use, own)
-    phased = "phases" in own
+    methods = _own_methods(job_class)
+    _check_unused(job_class, use, methods)
+    phased = "phases" in methods
     missing = [
         name
         for name in NEEDED
@@ -82,25 +82,25 @@ def check_methods(job_class: type[Job], use: str) -> None:
         raise JobImportError(
             f"job.use: {use!r} has no {missing[0]}(); a job has model(), train_data() and loss(model, batch)"
         )
-    if phased and "optimizer" in own:
+    if phased and "optimizer" in methods:
         raise JobImportError(
             f"job.use: nothing calls optimizer() of {use!r} beside its phases(), of which each has one; give it to the phases "
             "(lockstep.Phase(…, optimizer=…)), or take it out"
         )
-    _check_outputs(use, own)
+    _check_outputs(use, methods)
     for name, names in _CALLS.items():
-        if name in own:
+        if name in methods:
             _check_call(job_class, use, name, names)
 
 
 def _check_outputs(use: str, own: dict[str, Any]) -> None:
     """What is made of the outputs and the outputs themselves need each other."""
-    made = [name for name in ("whole_set_metrics", "figures") if name in own]
-    if made and "outputs" not in own:
+    consumers = [name for name in ("whole_set_metrics", "figures") if name in own]
+    if consumers and "outputs" not in own:
         raise JobImportError(
-            f"job.use: {made[0]}() of {use!r} has no outputs(model, batch) to work on; write it, or take {made[0]}() out"
+            f"job.use: {consumers[0]}() of {use!r} has no outputs(model, batch) to work on; write it, or take {consumers[0]}() out"
         )
-    if "outputs" in own and not made:
+    if "outputs" in own and not consumers:
         raise JobImportError(
             f"job.use: nothing uses outputs() of {use!r}; write whole_set_metrics(outputs) or figures(outputs), or take it out"
         )
@@ -108,18 +108,18 @@ def _check_outputs(use: str, own: dict[str, Any]) -> None:
 
 def _own_methods(job_class: type[Job]) -> dict[str, Any]:
     """The functions of the job's class and of its bases that are the user's, by name."""
-    found: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     for base in reversed(job_class.__mro__[: job_class.__mro__.index(Job)]):
         if not base.__module__.startswith(("lockstep.", "torch.")):
-            found |= {name: value for name, value in vars(base).items() if _function(value) is not None}
-    return found
+            methods |= {name: value for name, value in vars(base).items() if _function(value) is not None}
+    return methods
 
 
 def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
-    known = [name for name in _CALLS if not name.startswith("_")]
+    known_names = [name for name in _CALLS if not name.startswith("_")]
     used: set[str] | None = None
     for name in own:
-        meant = MEANT.get(name) or _misspelt(name, known, own)
+        meant = MEANT.get(name) or _misspelt(name, known_names, own)
         if meant is None or name in vars(Job):
             continue
         used = set(_names_used(job_class)) if used is None else used

@@ -51,10 +51,10 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
     left_out = set(shadows(source))
     source = {path: content for path, content in source.items() if path not in left_out}
     names = {module_name(path) for path in source}
-    names |= {name for name in sys.modules if any(name.startswith(f"{one}.") for one in names)}
-    here = {str(Path.cwd() / path) for path in source}  # whatever the job calls them
-    names |= {name for name, file in _files() if file in here}
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    names |= {name for name in sys.modules if any(name.startswith(f"{parent}.") for parent in names)}
+    local_files = {str(Path.cwd() / path) for path in source}  # whatever the job calls them
+    names |= {name for name, file in _files() if file in local_files}
+    saved_modules = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with tempfile.TemporaryDirectory(prefix="lockstep-source-") as folder:
         for path, content in source.items():
             target = Path(folder, path)
@@ -74,8 +74,8 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
             names |= {name for name, file in _files() if file.startswith(f"{folder}{os.sep}")}
             for name in names:
                 sys.modules.pop(name, None)
-                _in_parent(name, before.get(name))
-            sys.modules.update(before)
+                _in_parent(name, saved_modules.get(name))
+            sys.modules.update(saved_modules)
             importlib.invalidate_caches()
 
 

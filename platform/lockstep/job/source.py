@@ -58,18 +58,18 @@ def _followed(waiting: list[str], root: Path | None, job: str, within: str = "")
 
     With `within` only what lies in the package of this name.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        if name in found or not _is_of_job(name, job) or (within and name.partition(".")[0] != within):
+        if name in files or not _is_of_job(name, job) or (within and name.partition(".")[0] != within):
             continue
         if (path := file_of(name, root)) is None:
             continue
-        found[name] = path
+        files[name] = path
         waiting += imports_of(path, name)
         if "." in name:
             waiting.append(name.rpartition(".")[0])
-    return found
+    return files
 
 
 def forget_stale_bytecode(files: Iterable[Path]) -> None:
@@ -96,8 +96,8 @@ def note_files(module: str) -> None:
     try:
         sources = job_sources(f"{module}:")
         for name, path in sources.items():
-            kept = noted.get(path.resolve()) if name in sys.modules else None
-            found[path.resolve()] = kept or hashlib.sha256(path.read_bytes()).hexdigest()
+            earlier_digest = noted.get(path.resolve()) if name in sys.modules else None
+            found[path.resolve()] = earlier_digest or hashlib.sha256(path.read_bytes()).hexdigest()
     except (ValueError, OSError):  # told by the import
         return
     if module in sources:
@@ -106,10 +106,10 @@ def note_files(module: str) -> None:
 
 def changed_file(use: str) -> Path | None:
     """A file of a job that is no longer what it was when this process imported the job."""
-    own = getattr(sys.modules.get(use.partition(":")[0]), "__file__", None)
-    noted = {} if own is None else _AT_IMPORT.get(Path(own).resolve(), {})
-    for path, found in noted.items():
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != found:
+    job_file = getattr(sys.modules.get(use.partition(":")[0]), "__file__", None)
+    noted = {} if job_file is None else _AT_IMPORT.get(Path(job_file).resolve(), {})
+    for path, digest in noted.items():
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             return path
     return None
 

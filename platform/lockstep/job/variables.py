@@ -82,12 +82,12 @@ _NOTED = "_lockstep_variables"
 def variables_noted(reads: Reads) -> Iterator[None]:
     """Note what the job reads in the block, in all threads."""
     global _current
-    before, _current = _current, reads
+    previous, _current = _current, reads
     watch()
     try:
         yield
     finally:
-        _current = before
+        _current = previous
 
 
 def keep_reads(job: object, reads: Reads) -> None:
@@ -131,8 +131,8 @@ def current_reads() -> Reads | None:
 def held_now(names: Iterable[str]) -> Values:
     """What variables hold in this process, and no read of them."""
     data: dict[bytes, bytes] = cast(Any, os.environ)._data
-    held = {name: data.get(os.fsencode(name)) for name in names}
-    return {name: None if value is None else os.fsdecode(value) for name, value in held.items()}
+    raw = {name: data.get(os.fsencode(name)) for name in names}
+    return {name: None if value is None else os.fsdecode(value) for name, value in raw.items()}
 
 
 _PLACE_NAMES = re.compile(
@@ -289,13 +289,13 @@ class Channel:
         if not self._mark[0]:
             return []
         self._mark[0] = 0
-        found = list[str]()
+        names = list[str]()
         while True:
             try:
                 size = os.read(self._from, 4)
             except BlockingIOError:
-                return found
-            found.append(os.fsdecode(os.read(self._from, int.from_bytes(size, "big"))))
+                return names
+            names.append(os.fsdecode(os.read(self._from, int.from_bytes(size, "big"))))
 
 
 class _Reported(dict[str, "str | None"]):

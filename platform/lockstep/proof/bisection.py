@@ -22,10 +22,10 @@ def first_changed(commits: Sequence[str], same: Callable[[str], bool | None]) ->
     untold: set[int] = set()
     while between := [i for i in range(low + 1, high) if i not in untold]:
         middle = min(between, key=lambda i: abs(2 * i - low - high))
-        told = same(commits[middle])
-        if told is None:
+        verdict = same(commits[middle])
+        if verdict is None:
             untold.add(middle)
-        elif told:
+        elif verdict:
             low = middle
         else:
             high = middle

@@ -42,11 +42,11 @@ def causes(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[Cause]
         return []
     both = recorded.keys() & found
     # One alone has read the others so far: of those nothing is known to differ.
-    known = [
+    comparable = [
         {name: tree for name, tree in one.items() if name in both or not name.startswith("variable.")}
         for one in (recorded, found)
     ]
-    differing = [Cause(*one) for one in differences(*known)]
+    differing = [Cause(*one) for one in differences(*comparable)]
     return sorted(differing, key=lambda cause: (_rank(cause.field), cause.field))
 
 

@@ -113,7 +113,7 @@ class Difference:
         return {
             "same": self.same,
             "steps": self.steps,
-            "fields": [one._asdict() for one in self.fields],
+            "fields": [cause._asdict() for cause in self.fields],
             "source": self.source,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "note": self.note,
@@ -125,7 +125,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
     last = min(max(a.steps), max(b.steps))
     shared = sum(step in b.steps for step in a.steps)
     if not shared:
-        have = " and ".join(f"{min(one.steps)} to {max(one.steps)}" for one in (a, b))
+        have = " and ".join(f"{min(each.steps)} to {max(each.steps)}" for each in (a, b))
         raise SpecError(
             f"diff: the two have no step in common, but {have}; give more --steps, or the run that was forked"
         )
@@ -137,11 +137,13 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
             counts = [f"{max(side.steps)} steps" for side in (a, b)]
             answer.first_difference = Parted(last + 1, None, "row", counts[0], counts[1])
             return answer
-        if (told := _other_result(a, b)) is None:
+        if (mismatch := _other_result(a, b)) is None:
             return answer
-        first = last, told
-    step, told = first
-    answer.first_difference = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
+        first = last, mismatch
+    step, mismatch = first
+    answer.first_difference = Parted(
+        step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after
+    )
     again = [side.replayed(step, min(agreed, step - 1), aside) for side in (a, b)]
     first, agreed = first_parting(again[0], again[1], step, ends_alike=step < last or alike)
     if first is None:
@@ -150,9 +152,11 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
             "or a record was changed (lockstep verify tells)"
         )
         return answer
-    step, told = first
-    answer.first_difference = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
-    if told.micro_batch is not None:
+    step, mismatch = first
+    answer.first_difference = Parted(
+        step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after
+    )
+    if mismatch.micro_batch is not None:
         _look_into(a, b, answer.first_difference, aside)
     return answer
 
@@ -176,16 +180,21 @@ def first_parting(
     for step in sorted({*a.steps, *b.steps, *a.evaluations, *b.evaluations}):
         if not first <= step <= last:
             continue
-        one, other = a.steps.get(step), b.steps.get(step)
-        told = next(_parting("row", one, other), None)
-        if told is not None:
-            return (step, told), agreed
+        row_a, row_b = a.steps.get(step), b.steps.get(step)
+        mismatch = next(_parting("row", row_a, row_b), None)
+        if mismatch is not None:
+            return (step, mismatch), agreed
         evaluated = a.evaluations.get(step), b.evaluations.get(step)
         if step < last or ends_alike or None not in evaluated:
-            told = next(_parting("evaluation", *evaluated), None)
-            if told is not None:
-                return (step, told), agreed
-        if one is not None and one.digests is not None and other is not None and other.digests is not None:
+            mismatch = next(_parting("evaluation", *evaluated), None)
+            if mismatch is not None:
+                return (step, mismatch), agreed
+        if (
+            row_a is not None
+            and row_a.digests is not None
+            and row_b is not None
+            and row_b.digests is not None
+        ):
             agreed = step
     return None, agreed
 
@@ -212,9 +221,9 @@ def _other_result(a: Side, b: Side) -> Differing | None:
     if a.run is None or b.run is None or not (a.run.ended and b.run.ended):
         return None
     for name in ("weights_digest", "ema_digest"):
-        before, after = a.run.summary.get(name), b.run.summary.get(name)
-        if before != after:
-            return Differing(name, before, after)
+        digest_a, digest_b = a.run.summary.get(name), b.run.summary.get(name)
+        if digest_a != digest_b:
+            return Differing(name, digest_a, digest_b)
     return None
 
 
@@ -230,15 +239,19 @@ def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
 
 def tell_parting(parted: Parted, one: Look, other: Look) -> None:
     """Have a difference say what parts within its micro-batch."""
-    found = parting(one, other)
-    if found is None:  # the digests of gradients differ, and nothing that was seen does
+    divergence = parting(one, other)
+    if divergence is None:  # the digests of gradients differ, and nothing that was seen does
         return
-    parted.quantity, parted.module, parted.parameter = found.quantity, found.module, found.parameter
-    parted.operator = found.operator
-    parted.recorded, parted.found = (
-        None if seen is None else Digest(seen.digest) for seen in (found.one, found.other)
+    parted.quantity, parted.module, parted.parameter = (
+        divergence.quantity,
+        divergence.module,
+        divergence.parameter,
     )
-    parted.statistics = {"recorded": _of(found.one), "found": _of(found.other)}
+    parted.operator = divergence.operator
+    parted.recorded, parted.found = (
+        None if value is None else Digest(value.digest) for value in (divergence.one, divergence.other)
+    )
+    parted.statistics = {"recorded": _of(divergence.one), "found": _of(divergence.other)}
 
 
 def _of(seen: Seen | None) -> dict[str, Any] | None:
@@ -249,10 +262,10 @@ def source_diff(a: Side, b: Side) -> str:
     """How the files of two jobs differ, as a unified diff; nothing where they are the same."""
     lines: list[str] = []
     for path in sorted({*a.source, *b.source}):
-        one, other = (
+        lines_a, lines_b = (
             side.source.get(path, b"").decode(errors="replace").splitlines(keepends=True) for side in (a, b)
         )
-        lines += difflib.unified_diff(one, other, f"{a.name}/{path}", f"{b.name}/{path}")
+        lines += difflib.unified_diff(lines_a, lines_b, f"{a.name}/{path}", f"{b.name}/{path}")
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 

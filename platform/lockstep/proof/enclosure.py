@@ -23,26 +23,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(layout: str, command: list[str]) -> None:
     """Does not return. OSError where the system refuses a part of it: nothing runs then."""
-    wanted = json.loads(layout)
-    _devices(wanted["devices"])
-    aside = _bound_aside(wanted["needed"])
-    for path in wanted["covered"]:
+    document = json.loads(layout)
+    _devices(document["devices"])
+    aside = _bound_aside(document["needed"])
+    for path in document["covered"]:
         _tmpfs(path)
-    for path, source in zip(wanted["needed"], aside, strict=True):
+    for path, source in zip(document["needed"], aside, strict=True):
         _at(path, source)
-    for path in wanted["hidden"]:
+    for path in document["hidden"]:
         if os.path.isdir(path):  # noqa: PTH112
             _tmpfs(path)
         elif os.path.lexists(path):  # else it is covered already
             _mount("/dev/null", path, flags=_BIND)
     _read_only("/")
-    for path in (*wanted["covered"], "/dev"):
+    for path in (*document["covered"], "/dev"):
         _writable(path)
     _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
     _loopback()
     with open("/proc/sys/user/max_user_namespaces", "w") as file:  # noqa: PTH123
         file.write("0")  # in one of its own a process could mount again
-    os.chdir(wanted["folder"])
+    os.chdir(document["folder"])
     _give_up_rights()
     os.execv(command[0], command)
 

@@ -54,15 +54,17 @@ def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
 
 def lacking_digests(spec: Spec, plan: Plan, row: StepRow) -> str | None:
     """Which digests a row lacks that it has to have by the spec; None where it lacks none, or the spec is older than digests."""
-    found = row.digests
-    if found is None:
-        told = "digest_every" in spec.record.model_fields_set
+    digests = row.digests
+    if digests is None:
+        configured = "digest_every" in spec.record.model_fields_set
         return (
-            "digests" if told and digest_is_due(spec, plan.position(row.step - 1), plan.total_steps) else None
+            "digests"
+            if configured and digest_is_due(spec, plan.position(row.step - 1), plan.total_steps)
+            else None
         )
-    if found.gradients is None and spec.reduction == "exact":
+    if digests.gradients is None and spec.reduction == "exact":
         return "gradient_digests"
-    return "ema_digest" if found.average is None and spec.ema is not None else None
+    return "ema_digest" if digests.average is None and spec.ema is not None else None
 
 
 def of_metrics(
@@ -110,12 +112,12 @@ def of_files(summary: Mapping[str, Any], folder: Path, last: StepRow | None) -> 
         if (digest := weights_digest(state)) != summary[key]:
             yield Disagreement(f"weights/{path.name}", summary[key], digest)
         if name == "final" and last is not None and last.digests is not None:
-            held = model_digest(Digester(torch.device("cpu")), state)
-            if held != last.digests.weights:
+            actual = model_digest(Digester(torch.device("cpu")), state)
+            if actual != last.digests.weights:
                 yield Disagreement(
                     f"weights/{path.name} in the ledger's last row",
                     f"{last.digests.weights:016x}",
-                    f"{held:016x}",
+                    f"{actual:016x}",
                 )
     yield from _beside(summary, folder)
 
@@ -133,11 +135,11 @@ def _beside(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
             continue
         digest = summary["beside"][name]
         try:
-            held = tree_digest(load_beside(path))
+            actual = tree_digest(load_beside(path))
         except StorageError as error:
-            held = str(error)
-        if held != digest:
-            yield Disagreement(f"weights/{beside_path(path).name}", digest, held)
+            actual = str(error)
+        if actual != digest:
+            yield Disagreement(f"weights/{beside_path(path).name}", digest, actual)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -84,26 +84,26 @@ class PythonProcess:
     """A new interpreter that executes what it is sent."""
 
     def __init__(self, place: Place) -> None:
-        asked, to_ask = os.pipe()
+        requests, to_ask = os.pipe()
         to_answer, answers = os.pipe()
         words = [sys.executable, "-P", "-c", "from lockstep.calls.executor import main; main()"]
-        words += [str(asked), str(answers)]
-        folder, given = Path.cwd(), _environment()
+        words += [str(requests), str(answers)]
+        folder, environment = Path.cwd(), _environment()
         try:
             if place.sandbox is not None:
-                words, given = place.sandbox.command(words, folder), sandbox.environment(given)
+                words, environment = place.sandbox.command(words, folder), sandbox.environment(environment)
             self._process = subprocess.Popen(
                 words,
                 cwd=folder,
-                env=given,
-                pass_fds=(asked, answers),
+                env=environment,
+                pass_fds=(requests, answers),
                 stdin=None if place.terminal else subprocess.DEVNULL,
                 stdout=None if place.terminal else subprocess.PIPE,
                 stderr=None if place.terminal else subprocess.STDOUT,
                 start_new_session=not place.terminal,  # it cannot reach the terminal, and can be ended with all that it started
             )
         finally:
-            os.close(asked)
+            os.close(requests)
             os.close(answers)
         self.asked: BinaryIO = os.fdopen(to_ask, "wb")
         self.answers: BinaryIO = os.fdopen(to_answer, "rb", 0)
@@ -144,32 +144,32 @@ START: Start = PythonProcess
 
 def _environment() -> dict[str, str]:
     """That of this process, with what an exact run needs before Python starts. No key of the record's store: it has nothing to do there."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
-    return {**given, **sent_environment(), "PYTHONPATH": os.pathsep.join(_paths())}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
+    return {**inherited, **sent_environment(), "PYTHONPATH": os.pathsep.join(_paths())}
 
 
 def _paths() -> list[str]:
     """Where this process finds Lockstep and what it needs: never the working directory, whose files are the job's."""
     installed = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix))
-    own = str(sandbox.ROOT)
-    given = (path for path in sys.path if Path(path).is_absolute() and Path(path) != Path.cwd())
+    root = str(sandbox.ROOT)
+    candidates = (path for path in sys.path if Path(path).is_absolute() and Path(path) != Path.cwd())
     return [
-        own,
-        *(path for path in given if path != own and not os.path.realpath(path).startswith(installed)),
+        root,
+        *(path for path in candidates if path != root and not os.path.realpath(path).startswith(installed)),
     ]
 
 
 def _show(pipe: BinaryIO, say: Callable[[str], None]) -> None:
     """Show what a job prints, so far; what is beyond the bound is read and dropped."""
-    left = MOST_PRINTED
+    remaining = MOST_PRINTED
     with pipe:
         while piece := pipe.readline(4000):
-            if left <= 0:
+            if remaining <= 0:
                 continue
-            left -= len(piece)
+            remaining -= len(piece)
             if text := wire.plain_text(piece.decode(errors="replace").rstrip()):
                 say(f"job: {text}")
-            if left <= 0:
+            if remaining <= 0:
                 say("job: what it prints from here on is not shown")
 
 
@@ -221,7 +221,7 @@ class Execution:
             process.asked.flush()
         except BrokenPipeError:
             raise self._lost() from None
-        said = 0
+        count = 0
         while (message := wire.parsed(self._line()))["kind"] != "done":
             if message["kind"] == "error":
                 if self.place.sandbox is not None:
@@ -230,8 +230,8 @@ class Execution:
             if message["kind"] != "said":
                 yield message
                 continue
-            said += 1
-            if said > MOST_SAID:
+            count += 1
+            if count > MOST_SAID:
                 raise wire.broken(f"more than {MOST_SAID} lines to show")
             self.place.say(wire.plain_text(message.get("text")))
 
@@ -239,15 +239,15 @@ class Execution:
         """Write a file that was announced as `path`, which is new. ProtocolError where it has more than `most` bytes."""
         if sent.size > most:
             raise wire.broken(f"a file {sent.name!r} of {sent.size} bytes, where at most {most} can be right")
-        left = sent.size
+        remaining = sent.size
         with path.open("xb") as file:
-            while left:
+            while remaining:
                 if not self._buffer:
                     self._fill()
-                piece = self._buffer[:left]
+                piece = self._buffer[:remaining]
                 file.write(piece)
                 del self._buffer[: len(piece)]
-                left -= len(piece)
+                remaining -= len(piece)
 
     def _started(self) -> Executor:
         if self._process is None:
@@ -326,41 +326,41 @@ def take_steps(
     Where the folder `weights` is given, the weights that they lead to are put there, each file of at most `most` bytes by its
     name. `look` is a step and a micro-batch (both from 0) that are looked into. Raises what the other process tells of.
     """
-    found, newest, last = Replayed(), replay.step, replay.step
+    replayed, newest, last = Replayed(), replay.step, replay.step
     spec, replay = handed(spec, replay, execution.given)
     request = {"spec": spec, "replay": replay, "weights": weights is not None, "look": look, "files": files}
     for message in execution.ask("steps", **request, cluster=execution.cluster):
         match message["kind"]:
-            case "begun" if not found.fields and not found.steps:
-                found.fields = wire.mapping(message.get("fields"))
-                found.facts = wire.mapping(message.get("facts", {}))
+            case "begun" if not replayed.fields and not replayed.steps:
+                replayed.fields = wire.mapping(message.get("fields"))
+                replayed.facts = wire.mapping(message.get("facts", {}))
                 if isinstance(watch, Informed):
-                    watch.begun(found.fields, found.facts)
-            case "row" if not found.summary:
+                    watch.begun(replayed.fields, replayed.facts)
+            case "row" if not replayed.summary:
                 row = wire.step_row(message.get("row"))
                 follows = row.step == newest + 1 or (
-                    not found.steps and row.step > newest
+                    not replayed.steps and row.step > newest
                 )  # a fork begins later
                 if not follows or row.step > replay.until:
                     raise wire.broken(f"step {row.step} after step {newest}")
                 newest = row.step
-                found.steps[newest] = row
+                replayed.steps[newest] = row
                 watch.row(row)
                 if watch.enough() and row.step < replay.until:
                     execution.close()
-                    return found
-            case "evaluation" if not found.summary:
+                    return replayed
+            case "evaluation" if not replayed.summary:
                 evaluation = wire.evaluation_row(message.get("row"))
                 if not (last < evaluation.step <= replay.until):
                     raise wire.broken(f"an evaluation of step {evaluation.step} after that of step {last}")
                 last = evaluation.step
-                found.evaluations[evaluation.step] = evaluation
-            case "summary" if not found.summary:
-                found.summary = wire.mapping(message.get("summary"))
-            case "look" if look is not None and found.look is None:
-                found.look = _look(message.get("look"))
-            case "source" if files and not found.source:
-                found.source = wire.texts(message.get("files"))
+                replayed.evaluations[evaluation.step] = evaluation
+            case "summary" if not replayed.summary:
+                replayed.summary = wire.mapping(message.get("summary"))
+            case "look" if look is not None and replayed.look is None:
+                replayed.look = _look(message.get("look"))
+            case "source" if files and not replayed.source:
+                replayed.source = wire.texts(message.get("files"))
             case "file" if weights is not None:
                 sent = wire.file_sent(message)
                 if Path(sent.name).name != sent.name or (weights / sent.name).exists():
@@ -368,15 +368,15 @@ def take_steps(
                 execution.receive(sent, weights / sent.name, most(sent.name))
             case kind:
                 raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
-    return found
+    return replayed
 
 
 def handed(spec: Spec, replay: Replay, folder: Path | None) -> tuple[Spec, Replay]:
     """A spec and a replay for a process that sees no storage but `folder`: with a copy there of the checkpoint that it starts from."""
     if folder is None:
         return spec, replay
-    for before in folder.iterdir():
-        shutil.rmtree(before)
+    for leftover in folder.iterdir():
+        shutil.rmtree(leftover)
     if replay.step:
         return spec, replace(
             replay, storage=copy_checkpoint(replay.storage, replay.run_id, replay.step, folder)

@@ -70,8 +70,8 @@ class Trainer:
 
     def __call__(self, tree: Path, what: str, look: tuple[int, int] | None = None) -> Trained:
         """Train in the working tree `tree`, which is `what` to a person. UnfitError where it cannot be."""
-        here = tree / self.folder
-        if not (here / self.spec).is_file():
+        job_folder = tree / self.folder
+        if not (job_folder / self.spec).is_file():
             raise UnfitError(f"guard: {what} has no file {self.spec!r}")
         with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as out:
             request = {
@@ -82,13 +82,13 @@ class Trainer:
                 "look": look,
                 "ranks": self.ranks if look is None else 1,
             }
-            self._run(request, here, self._environment(tree), what)
+            self._run(request, job_folder, self._environment(tree), what)
             return _read(Path(out))
 
     def _environment(self, tree: Path) -> dict[str, str]:
         paths = [str(tree / path) for path in self.paths if (tree / path).is_dir()]
-        given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        paths += [path for path in given if not Path(path).resolve().is_relative_to(self.root)]
+        inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths += [path for path in inherited if not Path(path).resolve().is_relative_to(self.root)]
         return {
             **os.environ,
             **sent_environment(),
@@ -103,17 +103,17 @@ class Trainer:
         ]
         failed = first_failure(run_together(starts))
         if failed is not None:
-            said = failed.said or f"its process ended with exit code {failed.code}"
-            raise UnfitError(f"guard: {what} cannot be trained: {said}")
+            reason = failed.said or f"its process ended with exit code {failed.code}"
+            raise UnfitError(f"guard: {what} cannot be trained: {reason}")
 
 
 def _read(out: Path) -> Trained:
-    seen = json.loads((out / side.LOOK).read_text(encoding="utf-8"))
+    look = json.loads((out / side.LOOK).read_text(encoding="utf-8"))
     return Trained(
         {row.step: row for row in read_parquet(out / side.ROWS)},
         {row.step: row for row in read_evaluations(out / side.EVALUATIONS)},
         json.loads((out / side.FIELDS).read_text(encoding="utf-8")),
-        None if seen is None else Look.of(seen),
+        None if look is None else Look.of(look),
     )
 
 
@@ -138,7 +138,7 @@ class Guarded:
             "same": self.same,
             "steps": self.steps,
             "base": self.base,
-            "fields": [one._asdict() for one in self.fields],
+            "fields": [cause._asdict() for cause in self.fields],
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "commit": self.commit,
             "title": self.title,
@@ -152,10 +152,10 @@ def compare(base: Trained, found: Trained) -> tuple[list[Cause], Parted | None]:
     first, _ = first_parting(base, found, last)
     parted = None
     if first is not None:
-        step, told = first
-        parted = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
+        step, mismatch = first
+        parted = Parted(step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after)
     if parted is None and max(base.steps) != max(found.steps):
-        counts = [f"{max(one.steps)} steps" for one in (base, found)]
+        counts = [f"{max(trained.steps)} steps" for trained in (base, found)]
         parted = Parted(last + 1, None, "row", counts[0], counts[1])
     return causes(base.fields, found.fields), parted
 
@@ -165,6 +165,6 @@ def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None
     if parted.micro_batch is None:
         return
     at = parted.step, parted.micro_batch
-    one, other = look("base", at), look("found", at)
-    if one is not None and other is not None:
-        tell_parting(parted, one, other)
+    base_look, found_look = look("base", at), look("found", at)
+    if base_look is not None and found_look is not None:
+        tell_parting(parted, base_look, found_look)

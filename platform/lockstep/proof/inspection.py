@@ -119,7 +119,9 @@ class Inspection:
 
     def keep_samples(self, ids: Mapping[int, list[int]]) -> None:
         """Write which samples each micro-batch has."""
-        self._file("samples.json").write_text(json.dumps({str(m): found for m, found in ids.items()}) + "\n")
+        self._file("samples.json").write_text(
+            json.dumps({str(m): samples for m, samples in ids.items()}) + "\n"
+        )
 
     def micro_batches(self, ids: Mapping[int, list[int]]) -> list[dict[str, Any]]:
         """Of each micro-batch in turn, the phases in the order in which they were taken: `micro_batch`, `phase` where there are several,
@@ -130,7 +132,7 @@ class Inspection:
         ]
 
     def _micro_batch(self, m: int, phase: str, ids: list[int]) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "micro_batch": m,
             **({"phase": phase} if phase else {}),
             "samples": ids,
@@ -138,9 +140,9 @@ class Inspection:
         }
         if (m, phase) in self.looks:
             look = self.looks[m, phase]
-            for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
-                found[name] = [{"what": one.what, **one.statistics} for one in seen]
-        return found
+            for name, values in (("modules", look.modules), ("gradients", look.gradients)):
+                document[name] = [{"what": value.what, **value.statistics} for value in values]
+        return document
 
     def _file(self, name: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,9 +154,9 @@ def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
     """The samples of each micro-batch of a step (from 0), in order."""
     train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
     plan = make_plan(spec, train_data)
-    found: dict[int, list[int]] = {}
+    ids: dict[int, list[int]] = {}
     for batch in make_sampler(spec, plan, train_data, start=step):
         if batch.step != step:
             break
-        found[batch.micro_batch] = [int(i) for i in batch.ids]
-    return found
+        ids[batch.micro_batch] = [int(i) for i in batch.ids]
+    return ids

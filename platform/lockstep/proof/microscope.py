@@ -55,28 +55,32 @@ class Look:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Look:
         """The look that `asdict` made `told` of."""
-        seen = {name: [Seen(**one) for one in found] for name, found in told.items() if name != "later"}
-        return cls(**seen, later=[cls.of(one) for one in told.get("later", ())])
+        values = {
+            name: [Seen(**document) for document in documents]
+            for name, documents in told.items()
+            if name != "later"
+        }
+        return cls(**values, later=[cls.of(document) for document in told.get("later", ())])
 
 
 def statistics(tensor: Tensor) -> dict[str, Any]:
     """Shape, mean, standard deviation, least and greatest value, and how many are not finite."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
     if not tensor.numel() or tensor.is_complex() or tensor.layout is not torch.strided:
-        return found
+        return figures
     values = tensor.detach().to(torch.float64).reshape(-1).cpu()
     finite = values[values.isfinite()]
-    found["not_finite"] = values.numel() - finite.numel()
+    figures["not_finite"] = values.numel() - finite.numel()
     if finite.numel():
         mean = (
             math.fsum(finite.tolist()) / finite.numel() if finite.numel() <= 1 << 16 else float(finite.mean())
         )
         spread = float(finite.std(correction=0))
-        found |= {"mean": mean, "std": spread, "min": float(finite.min()), "max": float(finite.max())}
-    return found
+        figures |= {"mean": mean, "std": spread, "min": float(finite.min()), "max": float(finite.max())}
+    return figures
 
 
 class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,15 +209,15 @@ def parting(one: Look, other: Look) -> Parting | None:
         if pair is None:
             continue
         a, b = pair
-        seen = a or b
-        assert seen is not None
-        quantity = f"weights {seen.what}" if name == "weights" else seen.what
+        value = a or b
+        assert value is not None
+        quantity = f"weights {value.what}" if name == "weights" else value.what
         module = parameter = operator = None
         if name in ("modules", "loss"):
             operator, module = _operator(one, other, "forward")
-            module = module or seen.where or None
+            module = module or value.where or None
         if name == "gradients":
-            parameter = seen.where
+            parameter = value.where
             # The loss may be the same number where what led to it was not.
             operator, _ = _operator(one, other, "backward" if _forward(one) == _forward(other) else "forward")
         return Parting(quantity, module, parameter, operator, a, b)
@@ -223,27 +227,27 @@ def parting(one: Look, other: Look) -> Parting | None:
 
 def _first(one: Sequence[Seen], other: Sequence[Seen]) -> tuple[Seen | None, Seen | None] | None:
     """The first pair that is not the same: values of one name are held against each other, in the order of the first."""
-    left = _numbered(other)
+    unmatched = _numbered(other)
     for key, a in _numbered(one).items():
-        b = left.pop(key, None)
+        b = unmatched.pop(key, None)
         if b is None or a.digest != b.digest:
             return a, b
-    return next(((None, b) for b in left.values()), None)
+    return next(((None, b) for b in unmatched.values()), None)
 
 
 def _numbered(seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
     """Values by their names and how often each came before."""
     count: dict[str, int] = {}
-    found = {}
+    numbered = {}
     for value in seen:
         count[value.what] = count.get(value.what, 0) + 1
-        found[value.what, count[value.what]] = value
-    return found
+        numbered[value.what, count[value.what]] = value
+    return numbered
 
 
 def _forward(look: Look) -> Counter[int]:
     """The values that operators gave before the loss, by their digests."""
-    return Counter(seen.digest for seen in look.operators if seen.phase == "forward")
+    return Counter(value.digest for value in look.operators if value.phase == "forward")
 
 
 def _operator(one: Look, other: Look, phase: Phase) -> tuple[str | None, str | None]:

@@ -91,12 +91,12 @@ class RecordedRun:
     def check_step(self, step: int, given: str) -> None:
         """SpecError where the run has no such step; `given` says what asked for it."""
         if not self.forked_at < step <= self.last_step:
-            has = (
+            available = (
                 f"{self.forked_at + 1} to {self.last_step}: it is a fork"
                 if self.forked_at
                 else f"{self.last_step}"
             )
-            raise SpecError(f"{given}: got {step}, wanted a step of the run, which has {has}")
+            raise SpecError(f"{given}: got {step}, wanted a step of the run, which has {available}")
 
     @property
     def checkpoints(self) -> list[int]:
@@ -184,41 +184,41 @@ def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:
 def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
     """The folder of a run: below `storage`, else where its spec has it."""
     try:
-        here = moved(storage, run_id) or beneath(storage, component(run_id))
+        candidate = moved(storage, run_id) or beneath(storage, component(run_id))
     except OutsideError as error:
         raise SpecError(f"run: {error}; give the id of a run") from error
-    return here if here.is_dir() else spec.folder / run_id
+    return candidate if candidate.is_dir() else spec.folder / run_id
 
 
 def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
     """The run of this id in the store at `uri`; `folder` is looked in for `off`. SpecError where there is none, or nothing to compare."""
-    found = named_run(run_id, uri, folder)
-    document = {**found.spec, "record": {**found.spec.get("record", {}), "uri": uri}}
+    stored = named_run(run_id, uri, folder)
+    document = {**stored.spec, "record": {**stored.spec.get("record", {}), "uri": uri}}
     spec = load_spec(document)
-    here = spec.folder / run_id
+    run_folder = spec.folder / run_id
     if uri == RECORD_OFF:  # where it was found, which may be a copy of the folder that its spec names
-        here = folder / run_id
-        if (here / OWNER).exists():
+        run_folder = folder / run_id
+        if (run_folder / OWNER).exists():
             update = {"storage": str(folder)}
             spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=update)})
-    steps, evaluations = _rows(uri, run_id, here)
+    steps, evaluations = _rows(uri, run_id, run_folder)
     if not steps:
         raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
     _refuse_twice(run_id, "ledger", steps)
     _refuse_twice(run_id, "record", evaluations)
-    summary = found.summary if found.status == "FINISHED" else {}
+    summary = stored.summary if stored.status == "FINISHED" else {}
     return RecordedRun(
         run_id,
         spec,
         {row.step: row for row in steps},
         {row.step: row for row in evaluations},
-        _fields(uri, run_id, here),
-        recorded_source(run_id, uri, here),
+        _fields(uri, run_id, run_folder),
+        recorded_source(run_id, uri, run_folder),
         sorted(steps_of(spec.checkpoint.storage, run_id)),
         find_copies(uri, run_id),
         summary,
         folder_of(str(summary.get("reused_from") or run_id), spec, folder),
-        _facts(uri, run_id, here),
+        _facts(uri, run_id, run_folder),
     )
 
 
@@ -283,8 +283,8 @@ class _Texts:
 
     def __init__(self, uri: str, run_id: str, here: Path) -> None:
         self._here, self._run_id = here, run_id
-        whole = any((here / name).exists() for name in ("spec.yaml", SWEEP_FILE))
-        self._reader = None if whole else reader(uri, here.parent)
+        has_spec = any((here / name).exists() for name in ("spec.yaml", SWEEP_FILE))
+        self._reader = None if has_spec else reader(uri, here.parent)
 
     def below(self, prefix: str) -> list[str]:
         if self._reader is not None:

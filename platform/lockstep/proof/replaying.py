@@ -90,14 +90,14 @@ class _Kept(NoRequests):
 
 def replay_here(spec: Spec, replay: Replay, watch: Watching, group: Group | None = None) -> Replayed:
     """Take the steps in this process, on one worker or as one of `group`, up to the one after which `watch` has enough. Raises LockstepError."""
-    kept = _Kept(replay.step + 1, watch)
+    collector = _Kept(replay.step + 1, watch)
     device: torch.device = local_device(spec)
     fit(
         replay_spec(spec),
         load_job(spec.job.use, spec.job.params),
         group or Group(0, 1, device),
-        kept.tell,
-        kept,
+        collector.tell,
+        collector,
         AttemptOrigin(replay=replay),
     )
-    return kept.found
+    return collector.found

@@ -33,24 +33,24 @@ class Repository:
         """The repository of a folder. SpecError where it is in none."""
         if shutil.which("git") is None:
             raise SpecError("guard: there is no git on this machine; install it")
-        found = _git(folder, "rev-parse", "--show-toplevel")
-        if found.returncode:
-            said = next(iter(found.stderr.splitlines()), "").removeprefix("fatal: ")
+        result = _git(folder, "rev-parse", "--show-toplevel")
+        if result.returncode:
+            reason = next(iter(result.stderr.splitlines()), "").removeprefix("fatal: ")
             raise SpecError(
-                f"guard: {str(folder)!r} is in no git repository that can be read ({said}); run it in the one that has the job"
+                f"guard: {str(folder)!r} is in no git repository that can be read ({reason}); run it in the one that has the job"
             )
-        return cls(Path(found.stdout.rstrip("\n")).resolve())
+        return cls(Path(result.stdout.rstrip("\n")).resolve())
 
     def commit(self, revision: str) -> str:
         """The full name of a commit. SpecError where there is none of this name."""
-        found = _git(
+        result = _git(
             self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
         )
-        if found.returncode:
+        if result.returncode:
             shallow = self._told("rev-parse", "--is-shallow-repository") == "true"
             advice = "; this clone is shallow: git fetch --unshallow brings the older ones" if shallow else ""
             raise SpecError(f"guard: there is no commit {revision!r} in this repository{advice}")
-        return found.stdout.strip()
+        return result.stdout.strip()
 
     def since(self, good: str) -> list[str]:
         """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it.
@@ -62,8 +62,8 @@ class Repository:
                 f"guard: commit {good[:12]} is not before the working tree; give one of its history"
             )
         line = self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
-        after = {*self._told("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
-        return [commit for commit in line if commit in after]
+        descendants = {*self._told("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
+        return [commit for commit in line if commit in descendants]
 
     def title(self, commit: str) -> str:
         """The first line of what a commit says of itself."""
@@ -82,10 +82,10 @@ class Repository:
                 _git(self.root, "worktree", "remove", "--force", "--force", str(tree))
 
     def _told(self, *words: str) -> str:
-        found = _git(self.root, *words)
-        if found.returncode:
-            raise SpecError(f"guard: git {words[0]} failed: {' '.join(found.stderr.split())}")
-        return found.stdout.strip()
+        result = _git(self.root, *words)
+        if result.returncode:
+            raise SpecError(f"guard: git {words[0]} failed: {' '.join(result.stderr.split())}")
+        return result.stdout.strip()
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -89,11 +89,11 @@ def _needed(given: Iterable[Path]) -> list[Path]:
         sys.prefix,
         sys.base_prefix,
         ROOT,
-        *(one for one in sys.path if one[:1] == "/"),
+        *(folder for folder in sys.path if folder[:1] == "/"),
     ]
     covered = [_real(path) for path in COVERED]
     real = {_real(path) for path in (*paths, *given)} - set(covered)
-    return sorted(path for path in real if any(path.is_relative_to(one) for one in covered))
+    return sorted(path for path in real if any(path.is_relative_to(folder) for folder in covered))
 
 
 # --- what the system has ----------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def _backend() -> _Backend:
             continue
         if done.returncode == 0:
             return backend
-        said = done.stderr.strip().splitlines()
-        refused.append(f"{backend.__name__}: {said[-1] if said else f'exit code {done.returncode}'}")
+        lines = done.stderr.strip().splitlines()
+        refused.append(f"{backend.__name__}: {lines[-1] if lines else f'exit code {done.returncode}'}")
     raise SpecError(
         f"sandbox: this system has nothing to confine the run's code with ({'; '.join(refused)}); install bubblewrap, or where you trust "
         "whoever wrote the code, or are in a container of its own, go on with --no-sandbox"
@@ -133,17 +133,17 @@ def bubblewrap(layout: _Layout, words: Sequence[str]) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("it is not installed")
-    found = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL"]
-    found += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL"]
+    command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for device in _accelerators():
-        found += ["--dev-bind", str(device), str(device)]
+        command += ["--dev-bind", str(device), str(device)]
     for path in layout.covered:
-        found += ["--tmpfs", str(path)]
+        command += ["--tmpfs", str(path)]
     for path in layout.needed:
-        found += ["--ro-bind", str(path), str(path)]
+        command += ["--ro-bind", str(path), str(path)]
     for path in layout.hidden:
-        found += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
-    return [*found, "--chdir", str(layout.folder), "--", *words]
+        command += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+    return [*command, "--chdir", str(layout.folder), "--", *words]
 
 
 def namespaces(layout: _Layout, words: Sequence[str]) -> list[str]:
@@ -151,7 +151,7 @@ def namespaces(layout: _Layout, words: Sequence[str]) -> list[str]:
     program = shutil.which("unshare")
     if program is None:
         raise FileNotFoundError("util-linux is not installed")
-    wanted = {
+    document = {
         "covered": [str(path) for path in layout.covered],
         "needed": [str(path) for path in layout.needed],
         "hidden": [str(path) for path in layout.hidden],
@@ -169,7 +169,7 @@ def namespaces(layout: _Layout, words: Sequence[str]) -> list[str]:
         "--fork",
         "--kill-child",
     ]
-    enclosed = [sys.executable, "-I", "-S", str(enclosure.__file__), json.dumps(wanted)]
+    enclosed = [sys.executable, "-I", "-S", str(enclosure.__file__), json.dumps(document)]
     return [program, *kinds, "--", *enclosed, *words]
 
 

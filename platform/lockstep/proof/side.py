@@ -30,9 +30,9 @@ def main(request: str) -> int:
         sys.stderr.write(f"its Lockstep cannot take steps again: {error}\n")
         return UNFIT
     sys.path.insert(0, str(Path.cwd()))
-    wanted = json.loads(request)
+    options = json.loads(request)
     try:
-        _train(wanted, replay_here)
+        _train(options, replay_here)
     except LockstepError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -52,17 +52,19 @@ def _train(wanted: dict[str, Any], replay_here: Any) -> None:
     microscope = None if look is None else Microscope(look[0] - 1, look[1])
     replay = Replay("", spec.checkpoint.storage, 0, wanted["steps"], None, microscope)
     if wanted["ranks"] == 1:
-        found = replay_here(spec, replay, _Unwatched())
+        replayed = replay_here(spec, replay, _Unwatched())
     else:
         with _grouped(out, wanted["rank"], wanted["ranks"]):
-            found = replay_here(spec, replay, _Unwatched(), Group.join(local_device(spec)))
+            replayed = replay_here(spec, replay, _Unwatched(), Group.join(local_device(spec)))
     if wanted["rank"] > 0:
         return
-    write_parquet([found.steps[step] for step in sorted(found.steps)], out / ROWS)
-    write_evaluations([found.evaluations[step] for step in sorted(found.evaluations)], out / EVALUATIONS)
-    (out / FIELDS).write_text(json.dumps(dict(found.fields), default=str), encoding="utf-8")
-    seen = None if microscope is None else asdict(microscope.look)
-    (out / LOOK).write_text(json.dumps(seen), encoding="utf-8")
+    write_parquet([replayed.steps[step] for step in sorted(replayed.steps)], out / ROWS)
+    write_evaluations(
+        [replayed.evaluations[step] for step in sorted(replayed.evaluations)], out / EVALUATIONS
+    )
+    (out / FIELDS).write_text(json.dumps(dict(replayed.fields), default=str), encoding="utf-8")
+    look_document = None if microscope is None else asdict(microscope.look)
+    (out / LOOK).write_text(json.dumps(look_document), encoding="utf-8")
 
 
 @contextmanager

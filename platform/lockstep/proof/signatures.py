@@ -25,8 +25,8 @@ def signed(payload: bytes, key: Path) -> dict[str, Any]:
         envelope.sign(CryptoSigner(private))
     except Exception as error:
         raise _unfit(key, error) from error
-    found: dict[str, Any] = envelope.to_dict()
-    return found
+    document: dict[str, Any] = envelope.to_dict()
+    return document
 
 
 def is_envelope(document: Any) -> bool:
@@ -59,14 +59,14 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
         return payload, claimed, False
     public = public_key(key)
     try:
-        known = SSlibKey.from_crypto(public)
+        trusted_key = SSlibKey.from_crypto(public)
     except ValueError as error:
         raise _unfit(key, error) from error
     try:
-        envelope.verify([known], 1)
+        envelope.verify([trusted_key], 1)
     except VerificationError:
-        return payload, known.keyid, False
-    return payload, known.keyid, True
+        return payload, trusted_key.keyid, False
+    return payload, trusted_key.keyid, True
 
 
 def _unfit(key: Path, error: Exception) -> SpecError:
@@ -86,9 +86,9 @@ def _loaded(key: Path, kind: str, load: Callable[[bytes, Any], Any]) -> Any:
     try:
         return load(key.read_bytes(), serialization)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise SpecError(
-            f"key: {str(key)!r} holds no {kind} key in PEM without a password ({said})"
+            f"key: {str(key)!r} holds no {kind} key in PEM without a password ({reason})"
         ) from error
 
 

@@ -48,8 +48,8 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
     files = {
         name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if summary.get(DIGEST_OF[name])
     }
-    beside = beside_of(summary, folder)
-    for path in [*files.values(), *map(beside_path, beside.values())]:
+    beside_files = beside_of(summary, folder)
+    for path in [*files.values(), *map(beside_path, beside_files.values())]:
         if not path.is_file():
             raise SpecError(
                 f"attest: run {run.run_id} has no file {str(path)!r}; the weights that it ended with are stated"
@@ -59,7 +59,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
         "_type": STATEMENT,
         "subject": [
             {"name": f"{run.run_id}/weights/{path.name}", "digest": {"sha256": _sha256(path.read_bytes())}}
-            for path in [*files.values(), *map(beside_path, beside.values())]
+            for path in [*files.values(), *map(beside_path, beside_files.values())]
         ],
         "predicateType": PREDICATE,
         "predicate": {
@@ -87,8 +87,8 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
             },
             "weights": {name: weights_digest(read_weights(path)) for name, path in files.items()},
             **(
-                {"beside": {name: tree_digest(load_beside(path)) for name, path in beside.items()}}
-                if beside
+                {"beside": {name: tree_digest(load_beside(path)) for name, path in beside_files.items()}}
+                if beside_files
                 else {}
             ),
         },
@@ -127,14 +127,16 @@ def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -
     identity = identity_digest(run.fields)
     if identity != summary["identity"]:
         yield Disagreement("identity", summary["identity"], identity)
-    beside = recorded_beside(run.fields)
-    source = source_digest({path: content for path, content in run.source.items() if path not in beside})
+    beside_digests = recorded_beside(run.fields)
+    source = source_digest(
+        {path: content for path, content in run.source.items() if path not in beside_digests}
+    )
     if source != run.fields.get("job.source"):
         yield Disagreement("source", run.fields.get("job.source"), source)
-    for path, digest in beside.items():
-        held = hashlib.sha256(run.source[path]).hexdigest() if path in run.source else None
-        if held != digest:
-            yield Disagreement(f"source/{path}", digest, held)
+    for path, digest in beside_digests.items():
+        actual = hashlib.sha256(run.source[path]).hexdigest() if path in run.source else None
+        if actual != digest:
+            yield Disagreement(f"source/{path}", digest, actual)
     yield from _rows(run)
     yield from of_metrics(summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None)
     yield from of_files(summary, folder, run.steps[max(run.steps)])
@@ -177,11 +179,11 @@ def _differing(where: str, stated: Any, found: Any) -> Iterator[Disagreement]:
 
 def _chain(steps: Mapping[int, StepRow]) -> Iterator[dict[str, Any]]:
     """The ledger's segments: their steps, and a hash over the hash before and their deterministic columns."""
-    before = ""
+    digest = ""
     for _, numbers in groupby(sorted(steps), key=lambda step: (step - 1) // SEGMENT_STEPS):
         rows = [steps[number] for number in numbers]
-        before = _sha256((before + "".join(map(_step, rows))).encode())
-        yield {"first": rows[0].step, "last": rows[-1].step, "sha256": before}
+        digest = _sha256((digest + "".join(map(_step, rows))).encode())
+        yield {"first": rows[0].step, "last": rows[-1].step, "sha256": digest}
 
 
 def _step(row: StepRow) -> str:
@@ -202,7 +204,7 @@ def _bits(value: Any) -> Any:
         return struct.pack(">d", value).hex()
     if isinstance(value, Mapping):
         return {name: _bits(value[name]) for name in sorted(value)}
-    return [_bits(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _sha256(content: bytes) -> str:

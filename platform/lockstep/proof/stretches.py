@@ -48,6 +48,8 @@ def sample(
     every = [Stretch(a, b) for a, b in pairwise(edges)]
     draw.shuffle(every)
     drawn: list[Stretch] = []
-    while every and sum(one.until - max(one.start, forked_at) for one in drawn) < share * (last - forked_at):
+    while every and sum(each.until - max(each.start, forked_at) for each in drawn) < share * (
+        last - forked_at
+    ):
         drawn.append(every.pop())
     return sorted(drawn)

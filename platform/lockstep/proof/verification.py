@@ -90,13 +90,13 @@ class Verified:
             "steps": self.steps,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "cause": self.cause,
-            "fields": None if self.fields is None else [one._asdict() for one in self.fields],
-            "facts": [one._asdict() for one in self.facts],
+            "fields": None if self.fields is None else [item._asdict() for item in self.fields],
+            "facts": [item._asdict() for item in self.facts],
             "same_bits": self.same_bits,
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
             "weights": self.weights,
-            "stretches": [{"from": one.start + 1, "to": one.until} for one in self.stretches],
+            "stretches": [{"from": item.start + 1, "to": item.until} for item in self.stretches],
         }
 
 
@@ -120,7 +120,7 @@ class Judge:
         if recorded is None or self._plan is None or recorded.attempt != self._placed_alike:
             return
         what = lacking_digests(self._run.spec, self._plan, recorded)
-        if what is not None and what not in [one.quantity for one in differ]:
+        if what is not None and what not in [difference.quantity for difference in differ]:
             yield FirstDifference(step, None, what, None, "there")
 
     def counts(self, one: FirstDifference) -> bool:
@@ -163,9 +163,9 @@ def verify(run: RecordedRun, stretches: Sequence[Stretch], take: Take, aside: Pa
         answer.stretches.append(stretch._replace(start=max(stretch.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
         if stretch.start:
-            storage, found = _checkpoint(run, stretch.start, aside)
-            if found is not None:
-                answer.first_difference, answer.same_bits = found, False
+            storage, mismatch = _checkpoint(run, stretch.start, aside)
+            if mismatch is not None:
+                answer.first_difference, answer.same_bits = mismatch, False
                 answer.cause = "the checkpoint was changed after it was saved"
                 return answer
         replay = Replay(run.run_id, storage, stretch.start, stretch.until)
@@ -194,7 +194,7 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
     Those that the executing process told of are not used. A file that it has not handed over has no digest.
     """
     row, summary = replayed.steps.get(last), {**replayed.summary}
-    beside: dict[str, str | None] = {}
+    beside_digests: dict[str, str | None] = {}
     for name, key in DIGEST_OF.items():
         path = weights / f"{name}.safetensors"
         summary[key] = None
@@ -202,32 +202,32 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
             continue
         state = read_weights(path)
         summary[key] = weights_digest(state)
-        beside[name] = tree_digest(load_beside(path)) if beside_path(path).is_file() else None
+        beside_digests[name] = tree_digest(load_beside(path)) if beside_path(path).is_file() else None
         if name == "final" and row is not None and row.digests is not None:
-            own = model_digest(Digester(torch.device("cpu")), state)
-            row = row._replace(digests=row.digests._replace(weights=own))
+            digest = model_digest(Digester(torch.device("cpu")), state)
+            row = row._replace(digests=row.digests._replace(weights=digest))
     steps = replayed.steps if row is None else {**replayed.steps, last: row}
-    return replace(replayed, steps=steps, summary={**summary, "beside": beside})
+    return replace(replayed, steps=steps, summary={**summary, "beside": beside_digests})
 
 
 def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path, answer: Verified) -> None:
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
-    answer.facts = [Cause(*one) for one in changed_facts(run.facts, replayed.facts)]
+    answer.facts = [Cause(*difference) for difference in changed_facts(run.facts, replayed.facts)]
     answer.elsewhere = judge.elsewhere
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
-    wanted = range(max(stretch.start, run.forked_at) + 1, stretch.until + 1)
-    found = list(_differences(run, judge, replayed, wanted))
-    found += _of_saved(run, replayed, wanted, aside)
-    found.sort(key=lambda one: one.step)
-    answer.steps += sum(step in replayed.steps for step in wanted)
-    if run.ended and run.last_step in wanted:
-        answer.weights = not any(map(_is_of_result, found))
-    if not found:
+    steps = range(max(stretch.start, run.forked_at) + 1, stretch.until + 1)
+    differences = list(_differences(run, judge, replayed, steps))
+    differences += _of_saved(run, replayed, steps, aside)
+    differences.sort(key=lambda difference: difference.step)
+    answer.steps += sum(step in replayed.steps for step in steps)
+    if run.ended and run.last_step in steps:
+        answer.weights = not any(map(_is_of_result, differences))
+    if not differences:
         return
     answer.same_bits = False
     answer.tolerance = judge.tolerance
-    if beyond := [one for one in found if judge.counts(one)]:
+    if beyond := [difference for difference in differences if judge.counts(difference)]:
         answer.first_difference = beyond[0]
         answer.cause = _told(judge.causes) or _told(answer.facts) or _alone(beyond) or UNTOLD
 
@@ -266,13 +266,13 @@ def _of_result(run: RecordedRun, found: Mapping[str, Any]) -> Iterator[FirstDiff
     for name, digest in (run.summary.get("beside") or {}).items():
         recorded[f"beside_digest.{name}"] = digest
         found[f"beside_digest.{name}"] = (found.get("beside") or {}).get(name)
-    beside = [name for name in recorded if name.startswith("beside_digest.")]
-    for name in (*_OF_RESULT, *beside, *sorted(metrics)):
+    beside_names = [name for name in recorded if name.startswith("beside_digest.")]
+    for name in (*_OF_RESULT, *beside_names, *sorted(metrics)):
         if not same_in_json(recorded.get(name), found.get(name)):
             yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), found.get(name))
     if run.folder is not None:
-        for what, stated, other in of_files(run.summary, run.folder, run.steps.get(last)):
-            yield FirstDifference(last, None, what, stated, other)
+        for what, stated, actual in of_files(run.summary, run.folder, run.steps.get(last)):
+            yield FirstDifference(last, None, what, stated, actual)
 
 
 def _of_rows(
@@ -282,8 +282,8 @@ def _of_rows(
         return
     if recorded is None or found is None:
         kind = "evaluation" if isinstance(recorded or found, EvaluationRow) else "row"
-        told = (None if one is None else "there" for one in (recorded, found))
-        yield FirstDifference(step, None, kind, *told)
+        presence = (None if one is None else "there" for one in (recorded, found))
+        yield FirstDifference(step, None, kind, *presence)
     elif isinstance(recorded, StepRow) and isinstance(found, StepRow):
         yield from (_at(step, one) for one in differing(recorded, found))
     elif isinstance(recorded, EvaluationRow) and isinstance(found, EvaluationRow):
@@ -305,11 +305,11 @@ def _checkpoint(run: RecordedRun, step: int, aside: Path) -> tuple[str, FirstDif
         return "", FirstDifference(step, None, "checkpoint", "whole", str(error))
     row = run.steps.get(step)
     saved: Any = loaded.sections.get("check", {})
-    held = _held(loaded)
-    for wanted in (_of_row(row), {name: int(saved[name], 16) for name in held if name in saved}):
-        for name, value in wanted.items():
-            if value != held.get(name):
-                return storage, FirstDifference(step, None, name, Digest(value), _digest(held.get(name)))
+    actual = _held(loaded)
+    for expected in (_of_row(row), {name: int(saved[name], 16) for name in actual if name in saved}):
+        for name, value in expected.items():
+            if value != actual.get(name):
+                return storage, FirstDifference(step, None, name, Digest(value), _digest(actual.get(name)))
     return storage, None
 
 
@@ -317,9 +317,9 @@ def _of_row(row: StepRow | None) -> dict[str, int]:
     """The digests of the state that a step left, by their names."""
     if row is None or row.digests is None:
         return {}
-    found = row.digests
-    named = {"weights_digest": found.weights, "optimizer_digest": found.optimizer}
-    return named if found.average is None else {**named, "ema_digest": found.average}
+    digests = row.digests
+    named = {"weights_digest": digests.weights, "optimizer_digest": digests.optimizer}
+    return named if digests.average is None else {**named, "ema_digest": digests.average}
 
 
 def _digest(value: int | None) -> Digest | None:
@@ -331,12 +331,12 @@ def _held(loaded: Loaded) -> dict[str, int]:
     digester, sections = Digester(torch.device("cpu")), loaded.sections
     model: Any = sections["model"]
     optimizer: Any = sections["optimizer"]
-    found = {
+    digests = {
         "weights_digest": model_digest(digester, model["state"]),
         "optimizer_digest": optimizer_digest(digester, optimizer),
     }
     average: Any = sections.get("ema")
-    return found if average is None else {**found, "ema_digest": digester.digest(average)}
+    return digests if average is None else {**digests, "ema_digest": digester.digest(average)}
 
 
 def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) -> list[FirstDifference]:
@@ -347,15 +347,15 @@ def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) 
         if step not in wanted or row is None or row.digests is None:
             continue
         try:
-            held = _held(run.checkpoint(step, aside)[1])
+            saved = _held(run.checkpoint(step, aside)[1])
         except BadCheckpointError as error:
             differ.append(FirstDifference(step, None, "checkpoint", "whole", str(error)))
             continue
-        for name, found in _of_row(row).items():
-            if held.get(name) != found:
+        for name, digest in _of_row(row).items():
+            if saved.get(name) != digest:
                 differ.append(
                     FirstDifference(
-                        step, None, f"{name} of the checkpoint", _digest(held.get(name)), Digest(found)
+                        step, None, f"{name} of the checkpoint", _digest(saved.get(name)), Digest(digest)
                     )
                 )
     return differ
@@ -370,14 +370,14 @@ def _told(differ: Sequence[Cause]) -> str | None:
 
 def _alone(found: Sequence[FirstDifference]) -> str | None:
     """A value that nothing follows from was not computed so."""
-    if all(_is_of_result(one) for one in found):
+    if all(_is_of_result(difference) for difference in found):
         return "the weights or the summary were changed after they were written: all else is equal"
     if len(found) > 1:
         return None
-    (one,) = found
-    if "checkpoint" in one.quantity:
+    (difference,) = found
+    if "checkpoint" in difference.quantity:
         return "the checkpoint was changed after it was saved: all else is equal"
-    if one.quantity in ("row", "evaluation"):
+    if difference.quantity in ("row", "evaluation"):
         return "the record lacks it, or has it too much: all else is equal"
     return "this one value was changed after it was recorded: all else is equal"
 

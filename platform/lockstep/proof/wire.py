@@ -57,10 +57,10 @@ def line(kind: str, **content: Any) -> bytes:
 def write_file(pipe: BinaryIO, name: str, content: BinaryIO, size: int) -> None:
     """Send a file."""
     pipe.write(line("file", name=name, size=size))
-    left = size
-    while left and (piece := content.read(min(left, 1 << 20))):
+    remaining = size
+    while remaining and (piece := content.read(min(remaining, 1 << 20))):
         pipe.write(piece)
-        left -= len(piece)
+        remaining -= len(piece)
     pipe.flush()
 
 
@@ -107,12 +107,12 @@ def parsed(content: bytes) -> dict[str, Any]:
 def step_row(document: Any) -> StepRow:
     """The row that `step_document` made the document of. ProtocolError for any other."""
     values = _fields(document, StepRow._fields)
-    found: dict[str, Any] = {name: _whole(values[name]) for name in _WHOLE}
-    found |= {name: _real(values[name]) for name in _REAL}
+    fields: dict[str, Any] = {name: _whole(values[name]) for name in _WHOLE}
+    fields |= {name: _real(values[name]) for name in _REAL}
     if type(values["skipped"]) is not bool:
         raise broken("a row whose `skipped` is neither true nor false")
-    found |= {"skipped": values["skipped"], "parts": _reals(values["parts"])}
-    return StepRow(**found, digests=_digests(values["digests"]))
+    fields |= {"skipped": values["skipped"], "parts": _reals(values["parts"])}
+    return StepRow(**fields, digests=_digests(values["digests"]))
 
 
 def evaluation_row(document: Any) -> EvaluationRow:
@@ -132,8 +132,8 @@ def file_sent(document: Mapping[str, Any]) -> FileSent:
 def error_told(document: Mapping[str, Any]) -> LockstepError:
     """The error that a process tells of, as one of Lockstep's own and one plain line."""
     kind = getattr(errors, str(document.get("error")), None)
-    known = isinstance(kind, type) and issubclass(kind, LockstepError)
-    return (kind if known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
+    is_known = isinstance(kind, type) and issubclass(kind, LockstepError)
+    return (kind if is_known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
 
 
 def plain_text(value: Any, most: int = 4000) -> str:
@@ -153,9 +153,9 @@ def texts(value: Any) -> dict[str, bytes]:
 def shown(value: Any) -> Any:
     """Plain data with each text as `plain_text` has it."""
     if isinstance(value, dict):
-        return {plain_text(name): shown(one) for name, one in value.items()}
+        return {plain_text(name): shown(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [shown(one) for one in value]
+        return [shown(item) for item in value]
     return plain_text(value) if isinstance(value, str) else value
 
 
@@ -181,14 +181,14 @@ def _whole(value: Any, below: int = 1 << 63) -> int:
 def _real(value: Any) -> float:
     if not (isinstance(value, str) and _FLOAT.fullmatch(value)):
         raise broken("a number that is none")
-    (found,) = struct.unpack(">d", bytes.fromhex(value))
-    return float(found)
+    (number,) = struct.unpack(">d", bytes.fromhex(value))
+    return float(number)
 
 
 def _reals(value: Any) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > MOST_NAMES:
         raise broken("a row with other columns")
-    return {name: _real(one) for name, one in value.items()}
+    return {name: _real(item) for name, item in value.items()}
 
 
 def _digests(value: Any) -> Digests | None:

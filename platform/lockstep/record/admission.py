@@ -79,11 +79,11 @@ class Admission:
             match event:
                 case StepRow(step=step):
                     self._pass(step)
-                    known = steps.get(step) or (
+                    previous = steps.get(step) or (
                         self._journal.step(step) if self._journal.has_step(step) else None
                     )
-                    difference = "" if known is None else step_difference(known, event)
-                    if known is None or (difference and self._is_doubted(known)):
+                    difference = "" if previous is None else step_difference(previous, event)
+                    if previous is None or (difference and self._is_doubted(previous)):
                         steps[step] = event
                         yield event
                     else:
@@ -97,7 +97,7 @@ class Admission:
                     else:
                         self._judge(difference, step)
                 case Observation(step=step):
-                    doubted = any(one.since < step <= one.step for one in self._corrupted)
+                    doubted = any(corrupted.since < step <= corrupted.step for corrupted in self._corrupted)
                     if doubted or not (step in observed or self._journal.has_observation(step)):
                         observed.add(step)
                         yield event
@@ -110,8 +110,8 @@ class Admission:
                         yield event
                 case Started():
                     facts = self._with_git(event.facts)
-                    kept = {SOURCE: facts[SOURCE]} if SOURCE in facts else {}  # it is executed again
-                    yield Started({**redacted_document(facts), **kept})
+                    unredacted = {SOURCE: facts[SOURCE]} if SOURCE in facts else {}  # it is executed again
+                    yield Started({**redacted_document(facts), **unredacted})
                 case AttemptsSummarised():
                     yield AttemptsSummarised(redacted_document(event.attempts))
                 case CheckpointRow() if event.error:
@@ -145,9 +145,9 @@ class Admission:
     def _is_doubted(self, row: StepRow | EvaluationRow) -> bool:
         """Whether a row in the journal may come from corrupted bits."""
         return any(
-            one.since < row.step <= one.step
-            and (isinstance(row, EvaluationRow) or row.attempt <= one.attempt)
-            for one in self._corrupted
+            corrupted.since < row.step <= corrupted.step
+            and (isinstance(row, EvaluationRow) or row.attempt <= corrupted.attempt)
+            for corrupted in self._corrupted
         )
 
     @property

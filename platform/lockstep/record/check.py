@@ -56,10 +56,10 @@ def check_journal(
     journal: Journal, history: ledger.Rows | None, *, repair: bool
 ) -> Iterator[RecordDifference]:
     """Compare the journal with the history of a checkpoint; `repair` adds the rows that the journal lacks."""
-    found = history or ledger.Rows((), ())
-    steps = [row for row in found.steps if not journal.has_step(row.step)]
-    evaluations = [row for row in found.evaluations if journal.evaluation(row.step) is None]
-    yield from _differing(journal, found)
+    rows = history or ledger.Rows((), ())
+    steps = [row for row in rows.steps if not journal.has_step(row.step)]
+    evaluations = [row for row in rows.evaluations if journal.evaluation(row.step) is None]
+    yield from _differing(journal, rows)
     if repair and (steps or evaluations):
         journal.add([*steps, *evaluations])
     lacking = [f"step {row.step}" for row in steps]
@@ -72,12 +72,12 @@ def check_journal(
             "journal", f"lacks steps {missing.start} to {missing.stop - 1}; no checkpoint has them"
         )
     damage = journal.damage
-    mended = [one for one in damage if repair and _is_back(one, journal, found)]
+    mended = [line for line in damage if repair and _is_back(line, journal, rows)]
     if mended:
-        held = ", ".join(one.held for one in mended)
-        journal.add([Mended([one.start for one in mended], f"damaged lines ({held}), by a check")])
-    for one in damage:
-        yield RecordDifference("journal", f"a damaged line at byte {one.start}: {one.held}", one in mended)
+        contents = ", ".join(line.held for line in mended)
+        journal.add([Mended([line.start for line in mended], f"damaged lines ({contents}), by a check")])
+    for line in damage:
+        yield RecordDifference("journal", f"a damaged line at byte {line.start}: {line.held}", line in mended)
 
 
 def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
@@ -94,14 +94,16 @@ def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
 
 def _differing(journal: Journal, history: ledger.Rows) -> Iterator[RecordDifference]:
     for row in history.steps:
-        known = journal.step(row.step) if journal.has_step(row.step) else None
-        if known is not None and (difference := step_difference(known, row)):
+        journal_step = journal.step(row.step) if journal.has_step(row.step) else None
+        if journal_step is not None and (difference := step_difference(journal_step, row)):
             yield RecordDifference(
                 "checkpoint", f"has other bits of step {row.step} than the journal: {difference}"
             )
     for evaluated in history.evaluations:
-        before = journal.evaluation(evaluated.step)
-        if before is not None and (difference := evaluation_difference(before, evaluated)):
+        journal_evaluation = journal.evaluation(evaluated.step)
+        if journal_evaluation is not None and (
+            difference := evaluation_difference(journal_evaluation, evaluated)
+        ):
             yield RecordDifference(
                 "checkpoint",
                 f"has another evaluation after step {evaluated.step} than the journal: {difference}",
@@ -135,14 +137,14 @@ def _other(
 ) -> str:
     """How the rows of a file differ from the wanted ones, every column bit for bit; empty if they do not."""
     try:
-        found = read(path)
+        rows = read(path)
     except StorageError as error:
         return f"cannot be read ({error})"
-    if len(found) != len(wanted):
-        return f"has {len(found)} rows, and the journal {len(wanted)}"
-    for one, other in zip(found, wanted, strict=True):
-        if not same_row(one, other):
-            return f"has another row of step {other.step} than the journal"
+    if len(rows) != len(wanted):
+        return f"has {len(rows)} rows, and the journal {len(wanted)}"
+    for row, expected in zip(rows, wanted, strict=True):
+        if not same_row(row, expected):
+            return f"has another row of step {expected.step} than the journal"
     return ""
 
 
@@ -150,14 +152,16 @@ def check_store(
     folder: Path, journal: Journal, store: InStore, *, scaled: bool
 ) -> Iterator[RecordDifference]:
     """Compare a store with the journal and the run's folder."""
-    wanted: dict[str, dict[int, Point]] = {}
+    expected: dict[str, dict[int, Point]] = {}
     for point in expected_points(journal, scaled=scaled):
-        wanted.setdefault(point.key, {})[point.step] = point
+        expected.setdefault(point.key, {})[point.step] = point
     corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
     doubted = {step for event in corrupted for step in range(event.since + 1, event.step + 1)}
-    for key in sorted({*wanted, *store.points}):
-        if key in wanted or key.startswith(("train/", "eval/")):
-            yield from _points(key, *_undoubted(key, wanted.get(key, {}), store.points.get(key, ()), doubted))
+    for key in sorted({*expected, *store.points}):
+        if key in expected or key.startswith(("train/", "eval/")):
+            yield from _points(
+                key, *_undoubted(key, expected.get(key, {}), store.points.get(key, ()), doubted)
+            )
     if _ended(journal):
         yield from _status("store", store.status, store.process, journal)
         for name in COPIED:
@@ -170,15 +174,15 @@ def check_store(
 def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Iterator[RecordDifference]:
     """Compare the files of a run that is recorded in its folder alone with its journal, and with the status in `store`, its run.json."""
     end = last_words(journal.events)[-1]
-    wanted = {}
+    documents = {}
     for event in journal.events:
         if isinstance(event, Started) and event.facts.get("fields"):
-            wanted["fields.json"] = event.facts["fields"]
+            documents["fields.json"] = event.facts["fields"]
         elif isinstance(event, InputsFound):
-            wanted["fields.json"] = event.fields
+            documents["fields.json"] = event.fields
     if isinstance(end, Finished):
-        wanted["summary.json"] = end.summary
-    for name, document in wanted.items():
+        documents["summary.json"] = end.summary
+    for name, document in documents.items():
         if what := _other_document(folder / name, document):
             yield RecordDifference("folder", f"{name} {what}")
     for path in end.files if isinstance(end, Finished) else ():
@@ -198,12 +202,12 @@ def _status(where: str, status: str, process: str | None, journal: Journal) -> I
 def _other_document(path: Path, wanted: Mapping[str, Any]) -> str:
     """How a file of JSON differs from the wanted document; empty if it does not."""
     try:
-        found = json_value(read_bounded(path, MOST_BYTES))
+        actual = json_value(read_bounded(path, MOST_BYTES))
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
-    same = json.dumps(found, sort_keys=True) == json.dumps(json.loads(as_json(wanted)), sort_keys=True)
+    same = json.dumps(actual, sort_keys=True) == json.dumps(json.loads(as_json(wanted)), sort_keys=True)
     return "" if same else "is another one than the journal has"
 
 
@@ -223,10 +227,10 @@ def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
     """The points that the journal's events become in a store."""
     opened = (event.at for event in journal.events if isinstance(event, Opened))
     started_at = next(opened, math.inf)  # its line is damaged: nothing tells when a sample was taken
-    before: StepRow | None = None
+    previous: StepRow | None = None
     for row in journal.steps():
-        yield from points_of(row, before, scaled=scaled, started_at=started_at)
-        before = row
+        yield from points_of(row, previous, scaled=scaled, started_at=started_at)
+        previous = row
     for entry in journal.read(0):
         event = entry.event
         if event is not None and not isinstance(event, StepRow):
@@ -243,8 +247,8 @@ def _undoubted(
     if not doubted:
         return wanted, found
     if key.startswith("perf/"):
-        left = {step: point for step, point in wanted.items() if step not in doubted}
-        return left, [point for point in found if point.step not in doubted]
+        undoubted = {step: point for step, point in wanted.items() if step not in doubted}
+        return undoubted, [point for point in found if point.step not in doubted]
 
     def is_right(point: Point) -> bool:
         right = wanted.get(point.step)
@@ -266,9 +270,9 @@ def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> It
     if len(steps) != len(set(steps)):
         double = sorted({step for step in steps if steps.count(step) > 1})
         yield RecordDifference("store", f"has step {double[0]} of {key} twice")
-    other = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
-    if other:
-        yield RecordDifference("store", f"has another value of {key} at step {other[0]}")
+    differing = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
+    if differing:
+        yield RecordDifference("store", f"has another value of {key} at step {differing[0]}")
 
 
 def _value(point: Point) -> str:

@@ -59,7 +59,9 @@ def evaluation_difference(before: EvaluationRow, after: EvaluationRow) -> str:
 
 def same_row(one: StepRow | EvaluationRow, other: StepRow | EvaluationRow) -> bool:
     """Whether all columns of two rows are equal, bit for bit."""
-    return not any(found for pair in zip(one, other, strict=True) for found in _differing("", *pair))
+    return not any(
+        difference for pair in zip(one, other, strict=True) for difference in _differing("", *pair)
+    )
 
 
 class Digest(int):
@@ -81,9 +83,9 @@ def _digest(value: int | None) -> Digest | None:
 def _differing_gradients(before: Digests, after: Digests) -> Iterator[Differing]:
     if before.gradients is None or after.gradients is None:
         return
-    for m, (one, other) in enumerate(zip_longest(before.gradients, after.gradients)):
-        if one != other:
-            yield Differing("gradient_digest", _digest(one), _digest(other), m)
+    for m, (digest_before, digest_after) in enumerate(zip_longest(before.gradients, after.gradients)):
+        if digest_before != digest_after:
+            yield Differing("gradient_digest", _digest(digest_before), _digest(digest_after), m)
 
 
 def _differing(name: str, before: Any, after: Any) -> Iterator[Differing]:

@@ -87,8 +87,8 @@ class Copies:
             self._closing, self._deadline = True, deadline
             self._changed.notify_all()
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.5)
-        whole = self._whole or {}
-        missing = [step for step in self._wanted if not whole.get(step)]
+        complete = self._whole or {}
+        missing = [step for step in self._wanted if not complete.get(step)]
         for step in set(missing) - self._failed:
             self._on_result(step, "the run ended before it was sent")
         return not missing
@@ -112,29 +112,29 @@ class Copies:
         if self._whole is None and not self._try(0, self._look):
             return
         assert self._whole is not None
-        wanted, whole = self._wanted, self._whole
+        wanted, complete = self._wanted, self._whole
         for step, uri in wanted.items():
-            if not whole.get(step):
-                whole[step] = False
-                whole[step] = self._try(step, partial(self._send, step, Path(uri)))
-                if whole[step]:
+            if not complete.get(step):
+                complete[step] = False
+                complete[step] = self._try(step, partial(self._send, step, Path(uri)))
+                if complete[step]:
                     self._on_result(step, None)
             if self._new:
                 return  # newer checkpoints go first
         newest = next(iter(wanted), None)
-        if newest is None or not whole.get(newest):
+        if newest is None or not complete.get(newest):
             return
-        for step in sorted((set(whole) & self._known) - set(wanted)):
+        for step in sorted((set(complete) & self._known) - set(wanted)):
             if self._try(step, partial(self._store.delete_checkpoint, step)):
-                del whole[step]
+                del complete[step]
 
     def _look(self) -> None:
         self._whole = dict(self._store.checkpoints())
 
     def _send(self, step: int, folder: Path) -> None:
-        with _held(folder) as held:
+        with _held(folder) as held_folder:
             self._began = time.monotonic()
-            self._store.log_checkpoint(step, self._tags(str(folder)), held, self._sent)
+            self._store.log_checkpoint(step, self._tags(str(folder)), held_folder, self._sent)
 
     def _sent(self, nbytes: int) -> None:
         """Pause after a file to keep the mean rate, unless the run has ended."""
@@ -174,27 +174,27 @@ def _held(folder: Path) -> Iterator[Path]:
     system without links the folder itself is used: if the checkpoint is deleted before it is sent, the copy is given up. A checkpoint that
     shares files with others is copied.
     """
-    held = folder.parent / HELD / folder.name
+    held_folder = folder.parent / HELD / folder.name
     # Left by a recorder that was killed: no other one copies now.
-    shutil.rmtree(held.parent, ignore_errors=True)
+    shutil.rmtree(held_folder.parent, ignore_errors=True)
     try:
         try:
-            held.mkdir(parents=True)
-            _link(folder, MANIFEST, held)
-            names = named_by(read_beneath(held, MANIFEST, MOST_BYTES))
+            held_folder.mkdir(parents=True)
+            _link(folder, MANIFEST, held_folder)
+            names = named_by(read_beneath(held_folder, MANIFEST, MOST_BYTES))
             for name in names.files:
-                _link(folder, name, held)
+                _link(folder, name, held_folder)
             for name in names.shared:
-                _link(folder.parent / SHARED, name, held)
+                _link(folder.parent / SHARED, name, held_folder)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            _copy_shared(folder, held)
-            yield held if any(held.iterdir()) else folder
+            _copy_shared(folder, held_folder)
+            yield held_folder if any(held_folder.iterdir()) else folder
             return
-        yield held
+        yield held_folder
     finally:
-        shutil.rmtree(held.parent, ignore_errors=True)
+        shutil.rmtree(held_folder.parent, ignore_errors=True)
 
 
 def _copy_shared(folder: Path, held: Path) -> None:

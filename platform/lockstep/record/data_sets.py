@@ -31,8 +31,8 @@ class DataSet(NamedTuple):
 
 def data_sets(spec: Spec, fields: Mapping[str, Any]) -> list[DataSet]:
     """The data sets described by the fields of a run's identity; evaluation data only if there are any."""
-    found = (_data_set(spec.job.use, context, fields) for context in ("train", "eval"))
-    return [data for data in found if data.samples]
+    candidates = (_data_set(spec.job.use, context, fields) for context in ("train", "eval"))
+    return [data for data in candidates if data.samples]
 
 
 def _data_set(job: str, context: Any, fields: Mapping[str, Any]) -> DataSet:

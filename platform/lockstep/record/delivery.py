@@ -83,10 +83,10 @@ class Delivery:
     def _send(self) -> None:
         again, self._again = self._again, False
         try:
-            for points, after in self._batches():
+            for points, cursor in self._batches():
                 if points:
                     self._log(points)
-                self._cursor = after
+                self._cursor = cursor
             if again:
                 self._send_left()
         except (UnavailableError, OSError) as error:
@@ -102,9 +102,9 @@ class Delivery:
     def _send_left(self) -> None:
         """Send the refused points once more."""
         self._outbox.lanes["points"].set_aside.clear()
-        left, self._left = self._left, []
-        for start in range(0, len(left), POINTS_PER_CALL):
-            self._log(left[start : start + POINTS_PER_CALL])
+        points, self._left = self._left, []
+        for start in range(0, len(points), POINTS_PER_CALL):
+            self._log(points[start : start + POINTS_PER_CALL])
 
     def _log(self, points: Sequence[Point]) -> None:
         single = 0
@@ -139,15 +139,15 @@ class Delivery:
         """Batches of whole rows, each with the cursor after it; a row with very many parts takes several batches."""
         points: list[Point] = []
         cursor = self._cursor
-        for event, after in self._events(cursor):
-            before = cursor.before
+        for event, next_cursor in self._events(cursor):
+            previous = cursor.before
             if isinstance(event, Corrupted):
                 least = event.since if self._replaced_after is None else self._replaced_after
                 self._replaced_after = min(event.since, least)
-            if before is None and isinstance(event, StepRow) and event.step > 1:
-                before = self._journal.step(event.step - 1)
-            made = points_of(event, before, scaled=self._scaled, started_at=self._started_at)
-            new = [point for point in made if self._is_new(point)]
+            if previous is None and isinstance(event, StepRow) and event.step > 1:
+                previous = self._journal.step(event.step - 1)
+            event_points = points_of(event, previous, scaled=self._scaled, started_at=self._started_at)
+            new = [point for point in event_points if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:
                 yield points, cursor
                 points = []
@@ -155,16 +155,16 @@ class Delivery:
             while len(points) > POINTS_PER_CALL:
                 yield points[:POINTS_PER_CALL], cursor
                 points = points[POINTS_PER_CALL:]
-            cursor = after
+            cursor = next_cursor
         yield points, cursor
 
     def _events(self, cursor: _Cursor) -> Iterator[tuple[Recorded, _Cursor]]:
         """The events after the cursor, each with the cursor after it."""
-        before = cursor.before
+        previous = cursor.before
         for entry in self._journal.read(cursor.offset):
             if entry.event is not None:  # else damaged: its content comes again, or the run is not whole
-                before = entry.event if isinstance(entry.event, StepRow) else before
-                yield entry.event, _Cursor(entry.end, before)
+                previous = entry.event if isinstance(entry.event, StepRow) else previous
+                yield entry.event, _Cursor(entry.end, previous)
 
     def _is_new(self, point: Point) -> bool:
         key, step = point.key, point.step

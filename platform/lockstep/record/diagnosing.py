@@ -35,9 +35,9 @@ class Diagnosing:
         self._diagnosis.reported = {event.rule for event in journal.events if isinstance(event, Diagnosed)}
 
     def _take_up(self, journal: Journal) -> None:
-        after, by_step = journal.last_step - REACH, attrgetter("step")
+        since, by_step = journal.last_step - REACH, attrgetter("step")
         rows: Iterator[Any] = merge(
-            journal.steps(after), journal.evaluations(), journal.observations(), key=by_step
+            journal.steps(since), journal.evaluations(), journal.observations(), key=by_step
         )
         for row in rows:
             self._judged(row)
@@ -60,14 +60,16 @@ class Diagnosing:
         recorded: list[Recorded] = []
         for event in admitted:
             recorded.append(event)
-            found = self._judged(event)
+            diagnoses = self._judged(event)
             past = isinstance(event, StepRow | EvaluationRow | Observation) and event.step <= self._restored
             if not past:
-                recorded += found
+                recorded += diagnoses
         return recorded
 
 
 def _last_step(event: Event) -> int:
     if not isinstance(event, Restored):
         return 0
-    return max([0, *(row.step for row in event.steps[-1:]), *(one.last for one in event.segments[-1:])])
+    return max(
+        [0, *(row.step for row in event.steps[-1:]), *(segment.last for segment in event.segments[-1:])]
+    )

@@ -130,11 +130,11 @@ class Diagnosis:
         """Judge a row. Other events show nothing here."""
         match event:
             case StepRow():
-                found = self._step(event)
+                findings = self._step(event)
             case EvaluationRow():
-                found = self._evaluation(event)
+                findings = self._evaluation(event)
             case Observation():
-                found = self._observation(event)
+                findings = self._observation(event)
             case Diagnosed():
                 self.reported.add(event.rule)
                 return
@@ -156,10 +156,10 @@ class Diagnosis:
                 return
             case _:
                 assert_never(event)
-        for one in found:
-            if one.rule not in self.reported:
-                self.reported.add(one.rule)
-                yield one
+        for finding in findings:
+            if finding.rule not in self.reported:
+                self.reported.add(finding.rule)
+                yield finding
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Diagnosis:
         if row.step % WINDOW:
             return
         rows, self._open = self._open, []
-        losses = [one.loss for one in rows if math.isfinite(one.loss)]
+        losses = [step_row.loss for step_row in rows if math.isfinite(step_row.loss)]
         if rows[0].step == 1 and losses:
             self._start, self._initial = statistics.fmean(losses[:10]), losses[0]
         if len(rows) < WINDOW or len(losses) < WINDOW // 2:
@@ -202,7 +202,7 @@ class Diagnosis:
 
     def _idle(self) -> Iterator[Diagnosed]:
         idle = list(self._windows)[-2:]
-        if len(idle) == 2 and all(one.waited > IDLE and one.waited_s > IDLE_S for one in idle):
+        if len(idle) == 2 and all(window.waited > IDLE and window.waited_s > IDLE_S for window in idle):
             yield Diagnosed(
                 "waits for data",
                 idle[-1].last,
@@ -213,7 +213,7 @@ class Diagnosis:
 
     def _skips(self) -> Iterator[Diagnosed]:
         skipped = list(self._windows)[-2:]
-        if len(skipped) == 2 and skipped[0].first > 1 and all(one.skipped > SKIPPED for one in skipped):
+        if len(skipped) == 2 and skipped[0].first > 1 and all(window.skipped > SKIPPED for window in skipped):
             yield Diagnosed(
                 "fp16 overflow",
                 skipped[-1].last,
@@ -228,12 +228,12 @@ class Diagnosis:
         first, newest = self._windows[0], list(self._windows)[-2:]
         where = f"{self._start:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}"
         # If the first updates threw the model far away, the mean of the first steps says nothing.
-        before = min(self._start, self._initial) if self._is_hot() else self._start
-        if len(self._windows) > 2 and all(_above(one, before, RISEN) for one in newest):
+        baseline = min(self._start, self._initial) if self._is_hot() else self._start
+        if len(self._windows) > 2 and all(_above(window, baseline, RISEN) for window in newest):
             yield Diagnosed(
                 "rate too high",
                 newest[-1].last,
-                f"the loss has risen: {before:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}, at a rate of {newest[-1].rate:g}{self._ratios()}",
+                f"the loss has risen: {baseline:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}, at a rate of {newest[-1].rate:g}{self._ratios()}",
                 f"lower optimizer.lr (try {newest[-1].rate / 10:g}, or lockstep lr-find), warm up, or set clip_norm",
             )
         elif len(self._windows) >= FLAT_WINDOWS:
@@ -243,11 +243,16 @@ class Diagnosis:
 
     def _is_hot(self) -> bool:
         """Whether the newest updates were almost as large as the weights, or larger."""
-        ratios = [max(_ratios(one).values(), default=0.0) for one in list(self._observed)[-HIGH_TIMES:]]
+        ratios = [
+            max(_ratios(observation).values(), default=0.0)
+            for observation in list(self._observed)[-HIGH_TIMES:]
+        ]
         return len(ratios) == HIGH_TIMES and min(ratios) > HIGH_RATIO
 
     def _flat(self, newest: Window, where: str) -> Diagnosed:
-        ratios = [max(_ratios(one).values(), default=math.inf) for one in list(self._observed)[1:]]
+        ratios = [
+            max(_ratios(observation).values(), default=math.inf) for observation in list(self._observed)[1:]
+        ]
         if len(ratios) > 1 and all(0 < ratio < LOW_RATIO for ratio in ratios):
             return Diagnosed(
                 "rate too low",
@@ -271,12 +276,12 @@ class Diagnosis:
         return f"; the largest update is {ratios[group]:.1g} of the weights, in {group!r}"
 
     def _plateau(self) -> Iterator[Diagnosed]:
-        highest = max(one.rate for one in self._windows)
+        highest = max(window.rate for window in self._windows)
         ended: list[Window] = []
-        for one in reversed(self._windows):
-            if one.rate > ENDED * highest:
+        for window in reversed(self._windows):
+            if window.rate > ENDED * highest:
                 break
-            ended.append(one)
+            ended.append(window)
         steps = self._windows[-1].last - self._windows[0].first + 1
         if len(ended) < 3 or len(ended) * WINDOW < ENDED_SHARE * steps:
             return
@@ -293,7 +298,9 @@ class Diagnosis:
 
     def _evaluation(self, row: EvaluationRow) -> Iterator[Diagnosed]:
         loss = row.metrics.get("eval/loss", math.nan)
-        recent = [one.loss for one in self._open] or ([self._windows[-1].loss] if self._windows else [])
+        recent = [step_row.loss for step_row in self._open] or (
+            [self._windows[-1].loss] if self._windows else []
+        )
         if not math.isfinite(loss) or not recent or loss <= 0:
             return
         self._evaluations.append((row, statistics.fmean(recent[-WINDOW:])))
@@ -316,20 +323,22 @@ class Diagnosis:
     def _overfits(self) -> Iterator[Diagnosed]:
         if DIFFERS in self.reported:
             return
-        best, train = min(self._evaluations, key=lambda one: _loss(one[0]))
-        since = [(row, now) for row, now in self._evaluations if row.step > best.step]
+        best, train = min(self._evaluations, key=lambda evaluation: _loss(evaluation[0]))
+        since = [(row, recent) for row, recent in self._evaluations if row.step > best.step]
         worse = since[-WORSE_TIMES:]
         if len(worse) < WORSE_TIMES or best.epoch == worse[-1][0].epoch:
             return
-        rises = all(_loss(one) < _loss(other) for (one, _), (other, _) in pairwise(worse))
-        row, now = worse[-1]
+        rises = all(
+            _loss(evaluation) < _loss(following) for (evaluation, _), (following, _) in pairwise(worse)
+        )
+        row, recent = worse[-1]
         lost, fallen = _loss(row) - _loss(best), _loss(self._evaluations[0][0]) - _loss(best)
-        if rises and _loss(row) > WORSE * _loss(best) and lost > LOST * fallen and now < train:
+        if rises and _loss(row) > WORSE * _loss(best) and lost > LOST * fallen and recent < train:
             yield Diagnosed(
                 "overfitting",
                 row.step,
                 f"the evaluation loss was best after step {best.step} ({_loss(best):.4g}) and is {_loss(row):.4g} after step {row.step}, while the "
-                f"training loss fell from {train:.4g} to {now:.4g}",
+                f"training loss fell from {train:.4g} to {recent:.4g}",
                 "stop early (early_stop keeps the best weights), or regularise: weight decay, dropout, augmentation, more data",
             )
 
@@ -347,20 +356,22 @@ class Diagnosis:
         for name, share in newest[-1].values.items():
             if not name.endswith("/silent_units"):
                 continue
-            if len(newest) == SILENT_TIMES and all(one.values.get(name, 0.0) >= SILENT for one in newest):
+            if len(newest) == SILENT_TIMES and all(
+                observation.values.get(name, 0.0) >= SILENT for observation in newest
+            ):
                 group = name.removeprefix("layers/").removesuffix("/silent_units")
                 yield Diagnosed(
                     DEAD,
                     newest[-1].step,
                     f"{share:.0%} of the units of {group!r} had a gradient of exactly zero for the whole batch in steps "
-                    f"{', '.join(str(one.step) for one in newest)}",
+                    f"{', '.join(str(observation.step) for observation in newest)}",
                     "lower optimizer.lr, use an activation without a flat side (leaky ReLU, GELU), or look at the initial biases; where the group is "
                     "meant to rest, set requires_grad to False",
                 )
 
     def _underflows(self) -> Iterator[Diagnosed]:
         newest = list(self._observed)[-SILENT_TIMES:]
-        shares = [one.values.get("fp16/underflow", 0.0) for one in newest]
+        shares = [observation.values.get("fp16/underflow", 0.0) for observation in newest]
         if len(shares) == SILENT_TIMES and min(shares) > UNDERFLOW:
             yield Diagnosed(
                 "fp16 underflow",
@@ -376,8 +387,10 @@ class Diagnosis:
         for name, value in newest.values.items():
             if not name.endswith("/gradient_difference"):
                 continue
-            seen = self._apart[name] = [*self._apart.get(name, []), (newest.step, value)][-APART_TIMES:]
-            if len(seen) < APART_TIMES or min(value for _, value in seen) <= APART:
+            differences = self._apart[name] = [*self._apart.get(name, []), (newest.step, value)][
+                -APART_TIMES:
+            ]
+            if len(differences) < APART_TIMES or min(value for _, value in differences) <= APART:
                 continue
             precision, *phase = name.split("/")[:-1]
             of = f" of phase {phase[0]!r}" if phase else ""
@@ -385,7 +398,7 @@ class Diagnosis:
             yield Diagnosed(
                 "precision",
                 newest.step,
-                f"the gradient{of} of a micro-batch in {precision} differs from that in fp32 by {seen[-2][1]:.0%} of its norm in step {seen[-2][0]} "
+                f"the gradient{of} of a micro-batch in {precision} differs from that in fp32 by {differences[-2][1]:.0%} of its norm in step {differences[-2][0]} "
                 f"and by {value:.0%} in step {newest.step}, and its loss by {loss:.2g} of its own",
                 "use precision fp32, or take what is subtracted or summed in the loss out of autocast (outputs.float(), "
                 "torch.autocast(..., enabled=False)), and centre and scale the targets",
@@ -397,16 +410,16 @@ class Diagnosis:
         for name in self._observed[-1].values:
             if not (name.startswith("perf/memory/") and name.endswith("_mb")):
                 continue
-            held = [one.values.get(name, math.nan) for one in self._observed]
-            if all(one < other for one, other in pairwise(held)) and (
-                held[-1] > GROWTH * held[0] and held[-1] > held[0] + GROWTH_MB
+            memory = [sample.values.get(name, math.nan) for sample in self._observed]
+            if all(sample < following for sample, following in pairwise(memory)) and (
+                memory[-1] > GROWTH * memory[0] and memory[-1] > memory[0] + GROWTH_MB
             ):
                 first, last = self._observed[0].step, self._observed[-1].step
                 yield Diagnosed(
                     "memory grows",
                     last,
-                    f"{name.removeprefix('perf/memory/').removesuffix('_mb')} held {held[0]:.0f} MB after step {first} and {held[-1]:.0f} MB after step "
-                    f"{last}, more each time ({1e3 * (held[-1] - held[0]) / (last - first):.3g} kB a step)",
+                    f"{name.removeprefix('perf/memory/').removesuffix('_mb')} held {memory[0]:.0f} MB after step {first} and {memory[-1]:.0f} MB after step "
+                    f"{last}, more each time ({1e3 * (memory[-1] - memory[0]) / (last - first):.3g} kB a step)",
                     "look for a list, a cache or a figure in the job that is added to in each step; keep numbers, not tensors",
                 )
 
@@ -414,7 +427,7 @@ class Diagnosis:
 def of(rows: Sequence[Recorded], reported: Collection[str] = (), *, trained: bool = False) -> list[Diagnosed]:
     """What these rows show, in their order."""
     diagnosis = Diagnosis(set(reported), trained)
-    return [found for row in rows for found in diagnosis.take(row)]
+    return [finding for row in rows for finding in diagnosis.take(row)]
 
 
 def _window(rows: Sequence[StepRow], losses: Sequence[float]) -> Window:
@@ -445,19 +458,19 @@ def _error(window: Window) -> float:
 
 def _same(some: Sequence[Window], others: Sequence[Window]) -> bool:
     """Whether the mean losses of two groups of windows differ by next to nothing, and by no more than their noise."""
-    mean, other = (statistics.fmean(one.loss for one in windows) for windows in (some, others))
-    difference = abs(mean - other)
+    mean, other_mean = (statistics.fmean(window.loss for window in windows) for windows in (some, others))
+    difference = abs(mean - other_mean)
     return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(_error_of(some), _error_of(others))
 
 
 def _near(windows: Sequence[Window], start: float) -> bool:
     """Whether the mean loss of some windows equals that of the first ten steps, within their noise."""
-    mean = statistics.fmean(one.loss for one in windows)
+    mean = statistics.fmean(window.loss for window in windows)
     return abs(mean - start) <= FLAT * abs(start) + 3 * windows[0].noise / math.sqrt(10)
 
 
 def _error_of(windows: Sequence[Window]) -> float:
-    return math.sqrt(sum(_error(one) ** 2 for one in windows)) / len(windows)
+    return math.sqrt(sum(_error(window) ** 2 for window in windows)) / len(windows)
 
 
 def _above(window: Window, start: float, times: float) -> bool:

@@ -33,7 +33,7 @@ def without_password(text: str) -> str:
     Hidden are passwords, even with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
     a token; and the values of parameters with names of secrets.
     """
-    return _URI.sub(lambda found: _without_secrets(found[0]), text)
+    return _URI.sub(lambda match: _without_secrets(match[0]), text)
 
 
 def shown_document(value: Any) -> Any:
@@ -55,9 +55,9 @@ def _without_secrets(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     rest = _without_user(scheme.lower(), rest)
     # Not urlsplit: it raises ValueError for text that is not a URI after all, such as `http://[{host}]` in a program's text.
-    before, hash_, fragment = rest.partition("#")
-    before, question, query = before.partition("?")
-    return f"{scheme}{mark}{before}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
+    base, hash_, fragment = rest.partition("#")
+    base, question, query = base.partition("?")
+    return f"{scheme}{mark}{base}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
 
 
 def _without_user(scheme: str, rest: str) -> str:

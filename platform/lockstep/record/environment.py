@@ -54,8 +54,8 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return found.group(1) if found else platform.processor()
+    match = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match.group(1) if match else platform.processor()
 
 
 def _device(device: torch.device) -> dict[str, Any]:

@@ -347,10 +347,10 @@ class Segment(NamedTuple):
     @classmethod
     def of(cls, name: str, size: int, sha256: str) -> Segment:
         """The segment that a file's name describes. StorageError for any other name."""
-        found = _SEGMENT_FILE.fullmatch(name)
-        if found is None:
+        match = _SEGMENT_FILE.fullmatch(name)
+        if match is None:
             raise StorageError(f"ledger: {name!r} is no segment")
-        return cls(int(found[1]), int(found[2]), found[3], size, sha256)
+        return cls(int(match[1]), int(match[2]), match[3], size, sha256)
 
 
 # --- passing: the journal does not keep them --------------------------------------------------------------------

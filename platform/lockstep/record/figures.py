@@ -98,14 +98,18 @@ def _gradient_norm(x: Any, steps: Steps) -> Any:
 
 def _time(x: Any, steps: Steps) -> Any:
     figure, (above, below) = panels("Throughput and where the time goes", ("samples a second", "ms a step"))
-    whole = 1e3 * steps["step_s"]
+    step_ms = 1e3 * steps["step_s"]
     waiting = 1e3 * steps["data_wait_s"]
     samples = steps["samples"]
     _line(
-        above, x[1:], (samples[1:] - samples[:-1]) / (whole[1:] / 1e3).clip(1e-9), _GREEN, "samples a second"
+        above,
+        x[1:],
+        (samples[1:] - samples[:-1]) / (step_ms[1:] / 1e3).clip(1e-9),
+        _GREEN,
+        "samples a second",
     )
     above.set_ylim(bottom=0)
-    _line(below, x[1:], whole[1:], _BLUE, "whole step")  # the first one pays for warming up
+    _line(below, x[1:], step_ms[1:], _BLUE, "whole step")  # the first one pays for warming up
     _line(below, x[1:], waiting[1:], _ORANGE, "waiting for data")
     below.set_ylim(bottom=0)
     below.legend(frameon=False)

@@ -134,8 +134,8 @@ def write_run(folder: Path, name: str, journal: Journal) -> None:
     at = opened.at if opened else first.wall_clock if first else time.time()
     tags = {name: str(value) for name, value in opened.process.items()} if opened else {}
     log = folder / LOG
-    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    if violated := re.search("determinism violation: (.*)", said):
+    log_text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if violated := re.search("determinism violation: (.*)", log_text):
         tags["lockstep.violation"] = violated[1]
     status = status_of(journal.events)
     ended = None if status == "RUNNING" else getattr(end, "at", None) or journal.last_sign or at
@@ -152,14 +152,14 @@ def write_run(folder: Path, name: str, journal: Journal) -> None:
 
 def finished_in_folder(storage: Path, identity: str) -> Iterator[StoredRun]:
     """The runs with status FINISHED and this identity, newest first; unreadable ones are skipped."""
-    found = []
+    matches = []
     for path in storage.glob("*/run.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            now = path.stat()
-            of_run, started = _finished(path, now.st_ino, now.st_mtime_ns, now.st_size)
+            stat = path.stat()
+            of_run, started = _finished(path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if of_run == identity:
-                found.append((started, path.parent.name))
-    for _, run_id in sorted(found, reverse=True):
+                matches.append((started, path.parent.name))
+    for _, run_id in sorted(matches, reverse=True):
         with suppress(RecordError):
             yield recorded_in_folder(storage, run_id)
 
@@ -187,11 +187,11 @@ class FolderStore:
         self._changing = threading.Lock()
 
     def open(self, run_id: str | None) -> str:
-        known = run_id or uuid.uuid4().hex
-        self._folder = self._storage / known
+        assigned_id = run_id or uuid.uuid4().hex
+        self._folder = self._storage / assigned_id
         if run_id is None:
             self._run = {
-                "run_id": known,
+                "run_id": assigned_id,
                 "name": self._name,
                 "started": self._started_at,
                 "status": "RUNNING",
@@ -207,7 +207,7 @@ class FolderStore:
                 if status == "RUNNING" or at is None
                 else Ended(status, at, self._run["tags"].get("lockstep.error", ""))
             )
-        return known
+        return assigned_id
 
     def last_steps(self) -> Mapping[str, int]:
         return {}
@@ -221,9 +221,9 @@ class FolderStore:
 
     def log_params(self, params: Mapping[str, str]) -> None:
         with self._changing:
-            known = self._run["params"]
-            changed = {n: [known[n], v] for n, v in params.items() if known.get(n, v) != v}
-            self._run["params"] = {**params, **known}
+            existing = self._run["params"]
+            changed = {n: [existing[n], v] for n, v in params.items() if existing.get(n, v) != v}
+            self._run["params"] = {**params, **existing}
             if changed:
                 self._run["tags"]["lockstep.changed"] = json.dumps(changed)
             self._save()
@@ -237,17 +237,17 @@ class FolderStore:
         """Nothing to do: the fields of the identity have the fingerprints."""
 
     def log_file(self, path: Path, folder: str) -> None:
-        kept = beneath(self._folder, *filter(None, (folder, path.name)))
-        if kept == path:
+        target = beneath(self._folder, *filter(None, (folder, path.name)))
+        if target == path:
             return
         try:
-            with path.open("rb") as original, replacing(kept) as file:
+            with path.open("rb") as original, replacing(target) as file:
                 shutil.copyfileobj(original, file)
         except FileNotFoundError as error:
             raise RecordError(f"record: cannot copy {str(path)!r}: {error.strerror}") from error
         except OSError as error:
             raise UnavailableError(
-                f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
+                f"record: cannot copy {str(path)!r} to {str(target)!r}: {error.strerror}"
             ) from error
 
     def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
@@ -300,26 +300,26 @@ class FolderReader:
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         if experiment is not None:
             raise SpecError("experiment: runs that are recorded in folders alone have none; leave it out")
-        found = []
+        run_infos = []
         for path in self._storage.glob("*/run.json"):
             try:
-                found.append(self.run(path.parent.name))
+                run_infos.append(self.run(path.parent.name))
             except RecordError as error:
                 self.passed_over.append(str(error))
-        return sorted(found, key=lambda run: -run.started)[:limit]
+        return sorted(run_infos, key=lambda run: -run.started)[:limit]
 
     def run(self, run_id: str) -> RunInfo:
-        known = run_in_folder(self._storage, run_id)
-        reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
-        now = run_in_folder(self._storage, run_id) if reason else known
-        if now["status"] != "RUNNING" or not same_beat(known["tags"], now["tags"]):
-            known = now  # it has given a sign of life since
+        document = run_in_folder(self._storage, run_id)
+        reason = vanished(run_id, document["tags"]) if document["status"] == "RUNNING" else ""
+        current = run_in_folder(self._storage, run_id) if reason else document
+        if current["status"] != "RUNNING" or not same_beat(document["tags"], current["tags"]):
+            document = current  # it has given a sign of life since
         elif reason:
-            known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
-            known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
+            document |= {"status": "FAILED", "ended": float(document["tags"]["lockstep.heartbeat"])}
+            document["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
             with suppress(OSError):  # the run of another user, who will mark it
-                write_text(self._storage / run_id / "run.json", as_json(known))
-        return self._info(known)
+                write_text(self._storage / run_id / "run.json", as_json(document))
+        return self._info(document)
 
     def _info(self, known: dict[str, Any]) -> RunInfo:
         newest = newest_step(self._storage / known["run_id"])

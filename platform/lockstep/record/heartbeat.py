@@ -66,9 +66,9 @@ def _silent_s(run_id: str, beat: list[str]) -> float:
     """Seconds for which this user on this machine has found the same beat; 0 if it has changed since the last look, or at the first look."""
     note = _notes() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(note.read_text())
-        if found["beat"] == beat and found["boot"] == place():
-            return max(0.0, _now() - float(found["at"]))
+        noted = json.loads(note.read_text())
+        if noted["beat"] == beat and noted["boot"] == place():
+            return max(0.0, _now() - float(noted["at"]))
     with suppress(OSError):  # the home is not writable: then this reader never marks a run
         note.parent.mkdir(parents=True, exist_ok=True)
         aside = note.with_name(f"{note.name}.{os.getpid()}")

@@ -112,7 +112,7 @@ class History:
     def retold(self) -> Restored:
         """Every row that is held, for receivers that may have missed some; written segments by name."""
         with self._sealing:
-            full = [one if isinstance(one, Rows) else _opened(one[1]) for one in self._full]
+            full = [entry if isinstance(entry, Rows) else _opened(entry[1]) for entry in self._full]
         steps = [row for rows in full for row in rows.steps]
         evaluations = [row for rows in full for row in rows.evaluations]
         return Restored(
@@ -143,7 +143,7 @@ class History:
         """Close the open segment, which is full."""
         with self._sealing:
             # For runs that rarely save: a row takes 0.7 KB as an object and 0.07 KB sealed.
-            self._full = [seal(one) if isinstance(one, Rows) else one for one in self._full]
+            self._full = [seal(entry) if isinstance(entry, Rows) else entry for entry in self._full]
             self._full.append(Rows(self.steps, self.evaluations))
         self.steps, self.evaluations = [], []
 
@@ -176,18 +176,18 @@ class History:
             ledger.decode_steps(blocks["steps"]),
             ledger.decode_evaluations(blocks["evaluations"]),
         )
-        before, content = list[EvaluationRow](), b""
+        earlier, content = list[EvaluationRow](), b""
         for content in contents:
-            before += evaluations_in(content)
+            earlier += evaluations_in(content)
         newest = steps or (steps_in(content)[-1:] if content else [])
         if "observations" in blocks:
             history.observations.extend(ledger.decode_observations(blocks["observations"]))
         observed = tuple(history.observations)
-        history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments), observed)
+        history._past = Restored(tuple(newest), (*earlier, *evaluations), tuple(segments), observed)
         for row in steps:
             history.add(row)
-        for one in history._past.evaluations:
-            history._note_best(one)
+        for evaluation in history._past.evaluations:
+            history._note_best(evaluation)
         history.evaluations = evaluations
         last = segments[-1].last if segments else 0
         history.reached = steps[-1].step if steps else last

@@ -159,13 +159,13 @@ class Journal:
 
     def missing_steps(self) -> range:
         """The first gap between the run's first step and the last one; empty if there is none."""
-        count, wanted = self._steps.count, self._first_step
-        if not count or count == self.last_step - wanted + 1:
+        count, expected = self._steps.count, self._first_step
+        if not count or count == self.last_step - expected + 1:
             return range(0)
         for number in self._steps.numbers():
-            if number > wanted:
-                return range(wanted, number)
-            wanted = max(wanted, number + 1)
+            if number > expected:
+                return range(expected, number)
+            expected = max(expected, number + 1)
         return range(0)
 
     @property
@@ -228,8 +228,8 @@ class Journal:
         """All observations, in order. Of one that was made again after wrong bits, the last counts."""
         lines = (line for line, _, _ in self._file.lines(0) if line.startswith(_OBSERVATION))
         events = (from_line(line, self._folder) for line in lines)
-        found = {event.step: event for event in events if isinstance(event, Observation)}
-        return [found[step] for step in sorted(found)]
+        by_step = {event.step: event for event in events if isinstance(event, Observation)}
+        return [by_step[step] for step in sorted(by_step)]
 
     def steps(self, after: int = 0) -> Iterator[StepRow]:
         """All steps after number `after`, in order. RecordError where one was damaged since the journal was opened."""
@@ -274,7 +274,7 @@ def newest_step(folder: Path) -> StepRow | None:
             numbered = (
                 (number, line) for line in reversed(lines) if (number := step_number(line)) is not None
             )
-            likely = sorted(numbered, key=lambda one: -one[0])
+            likely = sorted(numbered, key=lambda match: -match[0])
             rows = (row for _, line in likely if isinstance(row := from_line(line, folder), StepRow))
             newest = next(rows, None)
             if newest is not None or length >= size:
@@ -284,7 +284,7 @@ def newest_step(folder: Path) -> StepRow | None:
 
 def newest_checkpoint(folder: Path) -> CheckpointRow | None:
     """The last checkpoint in the journal of a run whose place it names, or None."""
-    found = None
+    newest = None
     file = _opened(folder)
     if file is None:
         return None
@@ -292,5 +292,5 @@ def newest_checkpoint(folder: Path) -> CheckpointRow | None:
         for line in lines:
             row = from_line(line.rstrip(b"\n"), folder) if line.startswith(b'{"checkpoint":') else None
             if isinstance(row, CheckpointRow) and row.uri is not None:
-                found = row
-    return found
+                newest = row
+    return newest

@@ -80,11 +80,11 @@ class JournalFile:
 
     def take_up(self) -> Iterator[tuple[bytes, int, int]]:
         """Yields the existing lines when the file is opened, and cuts off what follows the last whole one."""
-        found = os.fstat(self._file).st_size
-        for line, start, end in self._lines(0, found):
+        file_size = os.fstat(self._file).st_size
+        for line, start, end in self._lines(0, file_size):
             yield line, start, end
             self.size = end
-        if found > self.size and not self._read_only:
+        if file_size > self.size and not self._read_only:
             os.ftruncate(self._file, self.size)
 
     def append(self, data: bytes) -> None:
@@ -107,10 +107,10 @@ class JournalFile:
         return self._lines(start, self.size)
 
     def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
-        rest, end = b"", start
+        partial, end = b"", start
         while start < until and (data := self.read(min(READ_BYTES, until - start), start)):
             start += len(data)
-            *lines, rest = (rest + data).split(b"\n")
+            *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 begin, end = end, end + len(line) + 1
                 yield line, begin, end

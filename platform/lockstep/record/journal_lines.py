@@ -129,11 +129,11 @@ def step_number(line: bytes) -> int | None:
 
 def from_line(line: bytes, folder: Path) -> Recorded | None:
     """The event of a line, or None if the line is damaged. RecordError for a line of another version of the format."""
-    found = _CHECKED.fullmatch(line)
-    if not found or zlib.crc32(found[1]) != int(found[2], 16):
+    match = _CHECKED.fullmatch(line)
+    if not match or zlib.crc32(match[1]) != int(match[2], 16):
         return None
     try:
-        ((kind, value),) = json_mapping(found[1]).items()
+        ((kind, value),) = json_mapping(match[1]).items()
         event = _from_plain(kind, value, folder)
         _check(event, folder)
         return event
@@ -211,10 +211,10 @@ def _whole(digests: Digests) -> list[int]:
 
 def held_by(line: bytes) -> str:
     """What a damaged line seems to have been."""
-    found = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
-    if not found:
+    match = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
+    if not match:
         return "unreadable"
-    return " ".join(part.decode() for part in found.groups() if part)
+    return " ".join(part.decode() for part in match.groups() if part)
 
 
 def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:

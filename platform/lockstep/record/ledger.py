@@ -185,11 +185,11 @@ def _step_rows(rows: Fields) -> list[StepRow]:
         StepRow(
             **fields,
             parts={
-                name.removeprefix(_PART): value for name, value in rest.items() if name not in _DIGEST_TYPES
+                name.removeprefix(_PART): value for name, value in extra.items() if name not in _DIGEST_TYPES
             },
-            digests=_digests(rest),
+            digests=_digests(extra),
         )
-        for fields, rest in rows
+        for fields, extra in rows
     ]
 
 

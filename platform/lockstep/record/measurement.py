@@ -41,17 +41,17 @@ def keep_measurement(
     """
     store = store_for(spec, time.time())
     run_id = store.open(None)
-    kept = Kept(run_id, spec.folder / run_id, store.url())
+    run = Kept(run_id, spec.folder / run_id, store.url())
     try:
         store.log_params(documents.flat(redacted_document(spec.document())))
         store.set_tags(
-            {"lockstep.kind": kind, "lockstep.job": spec.job.use, "lockstep.folder": str(kept.folder)}
+            {"lockstep.kind": kind, "lockstep.job": spec.job.use, "lockstep.folder": str(run.folder)}
         )
         _log_curves(store, curves)
         for name, text in texts.items():
-            write_text(kept.folder / name, text)
-            store.log_file(kept.folder / name, "")
-        figure = draw(kept.folder / FOLDER / f"{kind}.png")
+            write_text(run.folder / name, text)
+            store.log_file(run.folder / name, "")
+        figure = draw(run.folder / FOLDER / f"{kind}.png")
         store.log_file(figure, FOLDER)
         note = documents.note(
             documents.Verdict(kind, f" · {verdict}"), {}, [f"{FOLDER}/{figure.name}"], run_id
@@ -61,7 +61,7 @@ def keep_measurement(
         store.set_status("FAILED")
         raise
     store.set_status("FINISHED")
-    return kept
+    return run
 
 
 def _log_curves(store: RunStore, curves: Mapping[str, Sequence[float]]) -> None:

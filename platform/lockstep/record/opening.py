@@ -133,9 +133,9 @@ class OpenRecord:
         self._outbox.advice = f"`lockstep record sync {self.folder.name}` sends it again"
         last_steps = dict(self.store.last_steps())
         lost = self._has_lost(last_steps)
-        before, left = list(self.journal.events), lost or not self.journal.delivered
+        previous_events, unsent = list(self.journal.events), lost or not self.journal.delivered
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
-        thorough = lost or (left and any(isinstance(event, SetAside) for event in before))
+        thorough = lost or (unsent and any(isinstance(event, SetAside) for event in previous_events))
         self._make_parts(last_steps, thorough=thorough)
         self.page.keep_spec()
         self._first_file()
@@ -145,10 +145,10 @@ class OpenRecord:
         self.page.take_up_copies()
         self._tell_damage()
         if self._request.replay:
-            *said, end = last_words(self.journal.events)
-            self.again = [*said, self._as_known(end)]
-        elif left and resumed:
-            self.again = list(unsaid(before))
+            *earlier, end = last_words(self.journal.events)
+            self.again = [*earlier, self._as_known(end)]
+        elif unsent and resumed:
+            self.again = list(unsaid(previous_events))
 
     def _has_lost(self, last_steps: Mapping[str, int]) -> bool:
         """Whether the store lacks steps that it has confirmed, as after its database was put back from a backup."""
@@ -160,15 +160,15 @@ class OpenRecord:
         """An end of which the journal does not tell when it was, or why, as the store has it, or else at the last sign of life."""
         if not isinstance(end, Finished | Failed) or end.at is not None:
             return end
-        known, last_sign = self.store.ended(), self.journal.last_sign
-        if known is None or known.status != end.status or known.at < (last_sign or 0.0):
+        stored_end, last_sign = self.store.ended(), self.journal.last_sign
+        if stored_end is None or stored_end.status != end.status or stored_end.at < (last_sign or 0.0):
             return replace(end, at=last_sign)
-        if isinstance(end, Failed) and end.message == GONE and known.error:
+        if isinstance(end, Failed) and end.message == GONE and stored_end.error:
             file = self.folder / "error.txt"
-            told = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-            details = told.removeprefix(known.error).strip() if told.startswith(known.error) else ""
-            end = Failed(known.error, details)
-        return replace(end, at=known.at)
+            text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+            details = text.removeprefix(stored_end.error).strip() if text.startswith(stored_end.error) else ""
+            end = Failed(stored_end.error, details)
+        return replace(end, at=stored_end.at)
 
     def _set_running(self) -> None:
         try:
@@ -213,5 +213,5 @@ class OpenRecord:
 
     def _tell_damage(self) -> None:
         if self.journal.damage:
-            held = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
-            self.page.log(f"damaged lines of the journal are passed over: {held}")
+            contents = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
+            self.page.log(f"damaged lines of the journal are passed over: {contents}")

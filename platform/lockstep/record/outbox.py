@@ -101,8 +101,8 @@ class Lane:
         if self.outage:
             return str(self.outage.error)
         with self._changed:
-            before = self.set_aside.get(self._calls[0].what) if self._calls else None
-        return str(before or "record: the store keeps a call waiting")
+            last_error = self.set_aside.get(self._calls[0].what) if self._calls else None
+        return str(last_error or "record: the store keeps a call waiting")
 
     def aside(self, what: str, error: Exception) -> None:
         """Set something aside. UnavailableError if the journal cannot note it now."""
@@ -144,8 +144,8 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - a failure of one call must not prevent the calls behind it
                 self._put_aside(call, error)
         except UnavailableError as error:
-            before = self.outage or _Outage(time.monotonic(), 0, error)
-            self.outage = before._replace(tries=before.tries + 1, error=error)
+            outage = self.outage or _Outage(time.monotonic(), 0, error)
+            self.outage = outage._replace(tries=outage.tries + 1, error=error)
             return False
         self._over(call)
         return True
@@ -264,7 +264,7 @@ class Outbox:
             return self._refused
         for lane in self.lanes.values():
             for what, error in list(lane.set_aside.items()):
-                others = sum(len(one.set_aside) for one in self.lanes.values()) - 1
+                others = sum(len(each_lane.set_aside) for each_lane in self.lanes.values()) - 1
                 more = f" (and {others} more)" if others else ""
                 return RecordError(f"{error}; not recorded: {what}{more}; {self.advice}")
         for lane in self.lanes.values():

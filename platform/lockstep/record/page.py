@@ -165,7 +165,7 @@ class Page:
         """Show the facts of an attempt."""
         self.log(f"training begins on {facts.get('workers', '?')} workers")
         plan, git, environment = (facts.get(name) or {} for name in _DOCUMENTS)
-        rest = {name: value for name, value in facts.items() if name not in {*_DOCUMENTS, SOURCE}}
+        other_facts = {name: value for name, value in facts.items() if name not in {*_DOCUMENTS, SOURCE}}
         self._send("facts", "parameters", self._store.log_params, documents.flat({"plan": plan}), later=True)
         if facts.get("fields"):
             data = data_sets(self._spec, facts["fields"])
@@ -180,7 +180,7 @@ class Page:
             self._document("git.diff", as_bytes(git["diff"]))
         for path, text in (facts.get(SOURCE) or {}).items():
             self._document(f"source/{path}", as_bytes(text))
-        for name, value in {"environment": environment, **rest}.items():
+        for name, value in {"environment": environment, **other_facts}.items():
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
 
@@ -206,9 +206,9 @@ class Page:
 
     def _diagnosed(self) -> None:
         """Show everything that the run has shown to be wrong with it."""
-        found = [event for event in self._journal.events if isinstance(event, Diagnosed)]
-        self._tag({"diagnosed": "; ".join(dict.fromkeys(event.rule for event in found))})
-        self._document("diagnosis.json", documents.as_json([asdict(event) for event in found]))
+        diagnoses = [event for event in self._journal.events if isinstance(event, Diagnosed)]
+        self._tag({"diagnosed": "; ".join(dict.fromkeys(event.rule for event in diagnoses))})
+        self._document("diagnosis.json", documents.as_json([asdict(event) for event in diagnoses]))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         try:
@@ -314,7 +314,10 @@ class Page:
             self._send("files", "final model", self._log_model, model, int(summary.get("step", 0)))
         verdict = [
             f"{killer} at step {summary.get('step', '?')}" + (f": {error}" if error else ""),
-            *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
+            *map(
+                documents.reading,
+                sorted(metrics.items(), key=lambda metric: not metric[0].startswith("eval/")),
+            ),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts}, end.at)
 
@@ -333,8 +336,8 @@ class Page:
         if missing:
             return _not_whole(missing)
         if self._journal.damage:
-            held = ", ".join(damage.held for damage in self._journal.damage[:5])
-            return f"the record is not whole: lines of its journal are damaged ({held}); {_REMEDY}"
+            contents = ", ".join(damage.held for damage in self._journal.damage[:5])
+            return f"the record is not whole: lines of its journal are damaged ({contents}); {_REMEDY}"
         return ""
 
     def _failed(self, end: Failed) -> None:
@@ -440,7 +443,7 @@ def attempts_in(text: bytes) -> list[dict[str, Any]]:
     with suppress(ValueError):
         attempts = json_value(text)
         if conforms(attempts, Sequence[Mapping[str, Any]]):
-            return [one for one in attempts if isinstance(one.get("attempt"), int)]
+            return [attempt for attempt in attempts if isinstance(attempt.get("attempt"), int)]
     return []
 
 

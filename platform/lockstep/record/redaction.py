@@ -96,7 +96,7 @@ def _redacted_entry(name: str, value: Any) -> Any:
     if not isinstance(value, str) or not value or not _NAMED.search(name):
         return _redacted(value)
     line = f'{name} = "{value}"'
-    secrets = (found["value"] for pattern in _named_values() for found in pattern.finditer(line))
+    secrets = (match["value"] for pattern in _named_values() for match in pattern.finditer(line))
     return _mark(_NAMED_VALUE) if value in secrets else redacted(value)
 
 
@@ -123,18 +123,18 @@ def _mark(kind: str) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    found, start = [], 0
+    pieces, start = [], 0
     while start < len(text):
         end = text.find("\n", start + _PIECE) + 1 or len(text)
-        found.append(text[start:end])
+        pieces.append(text[start:end])
         start = end
-    return found
+    return pieces
 
 
 def _without_tokens(text: str) -> str:
     for kind, pattern in _patterns():
-        text = pattern.sub(lambda found, kind=kind: _replaced(found, kind), text)  # type: ignore[misc]
-    text = _ENVIRONMENT.sub(lambda found: _replaced(found, "Secret Keyword"), text)
+        text = pattern.sub(lambda match, kind=kind: _replaced(match, kind), text)  # type: ignore[misc]
+    text = _ENVIRONMENT.sub(lambda match: _replaced(match, "Secret Keyword"), text)
     if not _NAMED.search(text):
         return text
     return "\n".join(_without_named(line) if _NAMED.search(line) else line for line in text.split("\n"))
@@ -142,9 +142,9 @@ def _without_tokens(text: str) -> str:
 
 def _replaced(found: re.Match[str], kind: str) -> str:
     """A match with its token replaced: a group that is long enough, or else the whole match."""
-    whole = found[0]
-    if _MARK.search(whole) or HIDDEN in whole:
-        return whole
+    matched = found[0]
+    if _MARK.search(matched) or HIDDEN in matched:
+        return matched
     start, end = found.span(0)
     for group in range(1, (found.re.groups or 0) + 1):
         if found[group] and (len(found[group]) >= _SHORTEST_TOKEN or found.re is _ENVIRONMENT):
@@ -171,15 +171,15 @@ def _value_replaced(found: re.Match[str]) -> str:
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     # Imported here: it takes a fifth of a second, which only a recording process should pay.
-    found = list(_FURTHER)
+    patterns = list(_FURTHER)
     for name in _DETECTORS:
         module, _, detector = name.partition(".")
         plugin = getattr(import_module(f"detect_secrets.plugins.{module}"), detector)()
-        found += [
+        patterns += [
             (plugin.secret_type, re.compile(pattern.pattern.replace(*_BETWEEN), pattern.flags))
             for pattern in plugin.denylist
         ]
-    return tuple(found)
+    return tuple(patterns)
 
 
 @cache

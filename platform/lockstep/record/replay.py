@@ -23,21 +23,21 @@ def last_words(events: Sequence[Recorded]) -> list[Recorded]:
     """
     saved = [event for event in events if isinstance(event, CheckpointRow)]
     deleted = {step for row in saved for step in row.deleted}
-    left = [row for row in saved if row.step not in deleted]
+    existing = [row for row in saved if row.step not in deleted]
     end: Finished | Failed | TakenOver = Failed(GONE)
-    said: list[Recorded] = []
+    replayed: list[Recorded] = []
     for event in events:
         if isinstance(event, Finished | Failed | TakenOver):
             end = event
         elif isinstance(event, CheckpointRow):
             if event.step not in deleted:
-                gone = tuple(sorted(deleted)) if event is left[-1] else ()
-                said.append(event._replace(deleted=gone))
+                gone = tuple(sorted(deleted)) if event is existing[-1] else ()
+                replayed.append(event._replace(deleted=gone))
         else:
             if isinstance(event, Started):
                 end = Failed(GONE)
-            said.append(event)
-    return [*said, end]
+            replayed.append(event)
+    return [*replayed, end]
 
 
 def status_of(events: Sequence[Recorded]) -> str:

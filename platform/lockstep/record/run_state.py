@@ -70,7 +70,7 @@ class RunState:
 
         A silent store is waited for up to `patience_s` after `closing_at` (monotonic seconds).
         """
-        kept = (
+        advice = (
             f"what was recorded up to its end is in {str(self._folder)!r}; "
             f"`lockstep record sync {self._folder.name}` sends it"
         )
@@ -83,14 +83,14 @@ class RunState:
             self._delivery.flush(again=True)
             settle(*_CONTENT)
         copied = self._page.close(max(closing_at, self._outbox.away_since) + patience_s)
-        self._outbox.give_up(kept, ("points", "files"))
+        self._outbox.give_up(advice, ("points", "files"))
         informed = self._is_informed(settle)
         if self._page.came_to is not None and informed:  # else readers would believe the record complete
             self._tell_end()
         elif self._page.came_to is not None:
-            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
+            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
         settle("status")
-        self._outbox.give_up(kept)
+        self._outbox.give_up(advice)
         return copied
 
     def _settle(self, kinds: Sequence[Kind], closing_at: float, patience_s: float) -> None:

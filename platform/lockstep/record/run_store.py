@@ -169,12 +169,12 @@ def recorded(
     """A run from its files. RecordError where they are not those of a run of Lockstep."""
     try:
         document = yaml_value(spec) if spec is not None else None
-        found = json_value(summary) if summary is not None else {}
+        parsed_summary = json_value(summary) if summary is not None else {}
     except ValueError as error:
         raise RecordError(
             f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}; {_CHECK.format(run_id)}"
         ) from error
-    if not isinstance(found, dict) or (
+    if not isinstance(parsed_summary, dict) or (
         status == "FINISHED" and summary is None and isinstance(document, dict)
     ):
         what = "is missing" if summary is None else "has no summary"
@@ -183,8 +183,8 @@ def recorded(
         raise NoSuchRunError(
             f"run {run_id} in {where} has no spec.yaml; either it ended before it began, so start it again with its spec, or Lockstep did not create it"
         )
-    known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
-    return StoredRun(run_id, known, document, found, url)
+    known_status: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
+    return StoredRun(run_id, known_status, document, parsed_summary, url)
 
 
 def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:

@@ -72,7 +72,7 @@ def check(segment: Segment, content: bytes) -> bytes:
 
 
 def _blocks(content: bytes) -> tuple[bytes, bytes]:
-    head, _, rest = content.partition(b"\n")
+    head, _, body = content.partition(b"\n")
     try:
         found = _HEAD.fullmatch(head)
         if found is None:
@@ -80,11 +80,11 @@ def _blocks(content: bytes) -> tuple[bytes, bytes]:
         check_version(int(found[1]), VERSION)
         sizes = json_mapping(found[2])
         steps, evaluations = int(sizes["steps"]), int(sizes["evaluations"])
-        if min(steps, evaluations) < 0 or len(rest) != steps + evaluations:
-            raise ValueError(f"it has {len(rest)} bytes of rows, wanted {steps + evaluations}")
+        if min(steps, evaluations) < 0 or len(body) != steps + evaluations:
+            raise ValueError(f"it has {len(body)} bytes of rows, wanted {steps + evaluations}")
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StorageError(f"ledger: a segment cannot be read: {error}") from error
-    return rest[:steps], rest[steps:]
+    return body[:steps], body[steps:]
 
 
 def _digest(table: pa.Table) -> str:

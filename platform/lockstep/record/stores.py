@@ -74,15 +74,15 @@ def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there:
 
     try:
         run = folder / component(run_id)
-        here = [name for name in names if beneath(run, name).exists()]
+        local_names = [name for name in names if beneath(run, name).exists()]
     except OutsideError as error:
         raise RecordError(f"run: {error}") from error
-    for name in here:
+    for name in local_names:
         if (run / name).is_dir():
             shutil.copytree(run / name, there / name, symlinks=True)
         else:
             shutil.copyfile(run / name, there / name)
-    if not here and uri != RECORD_OFF:
+    if not local_names and uri != RECORD_OFF:
         files_from_mlflow(uri, run_id, names, there)
 
 
@@ -102,9 +102,9 @@ def find_history(uri: str, run_id: str, folder: Path) -> Rows:
     """All rows of a finished run, from its folder or else from its store."""
     from lockstep.record.mlflow_store import files_from_mlflow
 
-    here = folder / run_id
-    if (here / "ledger.parquet").exists() or uri == RECORD_OFF:
-        return read_history(here)
+    run_folder = folder / run_id
+    if (run_folder / "ledger.parquet").exists() or uri == RECORD_OFF:
+        return read_history(run_folder)
     with tempfile.TemporaryDirectory() as there:
         files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
         return read_history(Path(there))
@@ -114,23 +114,23 @@ def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
     """The observations of a finished run, from its folder or else from its store; none where it has none."""
     from lockstep.record.mlflow_store import files_from_mlflow
 
-    here = folder / run_id / OBSERVATIONS
-    if here.exists():
-        return read_observations(here)
-    if uri == RECORD_OFF or (here.parent / "ledger.parquet").exists():
+    path = folder / run_id / OBSERVATIONS
+    if path.exists():
+        return read_observations(path)
+    if uri == RECORD_OFF or (path.parent / "ledger.parquet").exists():
         return []
     with tempfile.TemporaryDirectory() as there:
-        found = files_from_mlflow(uri, run_id, (OBSERVATIONS,), Path(there))
-        return read_observations(Path(there, OBSERVATIONS)) if found else []
+        downloaded = files_from_mlflow(uri, run_id, (OBSERVATIONS,), Path(there))
+        return read_observations(Path(there, OBSERVATIONS)) if downloaded else []
 
 
 def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
     """The document of the sweep that has this id, or None where the run is none. SpecError where it is damaged."""
     from lockstep.record.mlflow_store import files_from_mlflow
 
-    here = folder / run_id / SWEEP_FILE
-    if here.exists():
-        text = _text(run_id, here)
+    path = folder / run_id / SWEEP_FILE
+    if path.exists():
+        text = _text(run_id, path)
     elif uri == RECORD_OFF:
         return None
     else:

@@ -85,13 +85,13 @@ class Gpus:
         """The current figures of each GPU; what a GPU does not report is left out."""
         if self._nvml is None:
             return _memory_seen_by_torch()
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for number in range(self._nvml.nvmlDeviceGetCount()):
             handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
             for ask in (self._utilization, self._memory, self._power):
                 with suppress(self._nvml.NVMLError):  # a slice of a GPU does not report everything
-                    found |= {f"gpu_{number}_{name}": value for name, value in ask(handle).items()}
-        return found
+                    figures |= {f"gpu_{number}_{name}": value for name, value in ask(handle).items()}
+        return figures
 
     def _utilization(self, handle: Any) -> dict[str, float]:
         rates = self._nvml.nvmlDeviceGetUtilizationRates(handle)
@@ -115,11 +115,11 @@ def _memory_seen_by_torch() -> dict[str, float]:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
         # Asking opens a context on a GPU, of hundreds of MB. The current device of this thread says nothing: each thread has its own.
         if not torch.cuda.memory_reserved(number):
             continue
         free, total = torch.cuda.mem_get_info(number)
-        found |= {f"gpu_{number}_{name}": value for name, value in _memory(total - free, total).items()}
-    return found
+        figures |= {f"gpu_{number}_{name}": value for name, value in _memory(total - free, total).items()}
+    return figures

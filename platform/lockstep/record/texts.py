@@ -41,14 +41,14 @@ class Texts:
     def output(self, name: str, text: str) -> None:
         """Add what a worker has printed, up to its last whole line."""
         text = self._unprinted.pop(name, "") + text
-        whole = max(text.rfind("\n"), text.rfind("\r"), len(text) - _LONGEST_LINE - 1) + 1
+        end = max(text.rfind("\n"), text.rfind("\r"), len(text) - _LONGEST_LINE - 1) + 1
         try:
-            self._print(name, text[:whole])
+            self._print(name, text[:end])
         except OSError:
             self._unprinted[name] = text[-_MOST_UNPRINTED:]
         else:
-            if text[whole:]:
-                self._unprinted[name] = text[whole:]
+            if text[end:]:
+                self._unprinted[name] = text[end:]
 
     def end(self) -> list[Path]:
         """Write what was held back. Returns the files of the workers' output. Raises OSError."""

@@ -19,10 +19,10 @@ _DISTRIBUTIONS = {
 @cache
 def versions() -> dict[str, str]:
     """The versions of Python and the libraries, by name; a library that is not installed is left out."""
-    found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
+    by_name = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
     for name, distribution in _DISTRIBUTIONS.items():
         try:
-            found[name] = importlib.metadata.version(distribution)
+            by_name[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue  # a record needs no MLflow, and a plain process needs no Ray
-    return found
+    return by_name

@@ -123,10 +123,10 @@ class Writer:
         self._closing_s, self._closing_at = timeout_s, time.monotonic()
         self._closing.set()
         self._wake.set()
-        seen, until = -1, 0.0
+        last_delivered, until = -1, 0.0
         while self._thread.is_alive():
-            if self._outbox.delivered != seen or self._working:
-                seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
+            if self._outbox.delivered != last_delivered or self._working:
+                last_delivered, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
             # Once the run is open, the thread itself enforces the limit.
             elif not self.opened.is_set() and time.monotonic() > until:
                 self._outbox.refuse(
@@ -235,9 +235,9 @@ class Writer:
             if len(events) == 1:
                 self._outbox.refuse(error)
                 return []
-            return [one for event in events for one in self._add([event])]
-        found = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
-        self._state = self._state._replace(diagnosed=self._state.diagnosed + found)
+            return [added for event in events for added in self._add([event])]
+        diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
+        self._state = self._state._replace(diagnosed=self._state.diagnosed + diagnoses)
         return recorded
 
     def _not_written(self, error: RecordError) -> None:
@@ -309,10 +309,10 @@ class Writer:
         """Note that the rows of damaged lines are recorded again, once all steps were told again."""
         damage = self._record.journal.damage
         if damage and self._record.admission.retold:
-            held = ", ".join(damage.held for damage in damage[:20])
+            contents = ", ".join(damage.held for damage in damage[:20])
             mended = Mended(
                 [damage.start for damage in damage],
-                f"lines of it were damaged ({held}); all steps and evaluations were told again",
+                f"lines of it were damaged ({contents}); all steps and evaluations were told again",
             )
             self._record.journal.add([mended])
             self._record.page.take(mended)

@@ -105,7 +105,7 @@ class WriterProcess:
     def warm_up(self) -> None:
         """Start the process, which imports what its store needs and waits for `start`."""
         # The process begins with what this thread blocks.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
@@ -114,7 +114,7 @@ class WriterProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
@@ -198,12 +198,12 @@ class WriterProcess:
     def _watch(self) -> None:
         """Kill a process that has become silent: what it had not written is lost, like the step that it reports."""
         assert self._process is not None
-        before, silent_s = 0, 0.0
+        last_heard, silent_s = 0, 0.0
         while not self._closed.wait(BEAT_S):
             # Counted rather than timed: if the whole run is stopped and continued, that is no waiting.
-            silent_s = 0.0 if self._heard > before else silent_s + BEAT_S
-            before = self._heard
-            if silent_s > (SILENT_S if before else STARTING_S):
+            silent_s = 0.0 if self._heard > last_heard else silent_s + BEAT_S
+            last_heard = self._heard
+            if silent_s > (SILENT_S if last_heard else STARTING_S):
                 self._hung = f"did nothing for {silent_s - BEAT_S:.0f} s"
                 self._process.kill()
                 return
@@ -246,17 +246,17 @@ def main() -> None:
 
 def _watch(writer: Writer, reports: BinaryIO, parent: int, over: threading.Event) -> None:
     """Report news and signs of life, and end with the parent. The pipe alone does not show its end: a process that it forked may hold it open."""
-    before: Report | None = None
+    previous: Report | None = None
     sent_at = 0.0
     while not over.wait(LOOK_S):
         if os.getppid() != parent:
             os._exit(1)
         opened = writer.opened.is_set()  # read first: the state is then that of an opened record
-        now = Report(writer.state, opened, closed=False)
-        if now != before or time.monotonic() - sent_at > BEAT_S:
-            _send(reports, now)
+        report = Report(writer.state, opened, closed=False)
+        if report != previous or time.monotonic() - sent_at > BEAT_S:
+            _send(reports, report)
             sent_at = time.monotonic()
-        before = now
+        previous = report
 
 
 def _send(reports: BinaryIO, report: Report) -> None:

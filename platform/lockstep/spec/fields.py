@@ -368,7 +368,7 @@ class Faults(Section):
 
 def _named(default: str) -> BeforeValidator:
     """Fill in the name that tells the kinds of a section apart, so that it may be left out."""
-    return BeforeValidator(lambda given: {"name": default, **given} if isinstance(given, dict) else given)
+    return BeforeValidator(lambda value: {"name": default, **value} if isinstance(value, dict) else value)
 
 
 def _one_word(name: str) -> str:

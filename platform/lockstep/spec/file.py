@@ -90,12 +90,12 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
     """Apply `key=value` texts, as `put` does."""
-    put(document, [_pair(one) for one in overrides])
+    put(document, [_pair(text) for text in overrides])
 
 
 def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
     """Set values by their dotted keys. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
-    given = {key for key, _ in pairs}
+    given_keys = {key for key, _ in pairs}
     rivals = {"epochs", "steps", "seconds"}
     for key, value in pairs:
         above, _, leaf = key.rpartition(".")
@@ -104,7 +104,7 @@ def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
         if value is None or leaf not in rivals or above.removeprefix("spec.") not in COUNTS:
             continue
         for rival in rivals - {leaf}:
-            if f"{above}.{rival}" not in given:
+            if f"{above}.{rival}" not in given_keys:
                 section.pop(rival, None)
 
 
@@ -123,12 +123,12 @@ def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
     *above, _ = key.split(".")
     section = document
     for depth, part in enumerate(above, start=1):
-        held = section.get(part)
-        if depth == 1 and part in ONE_VALUE and isinstance(held, str):
-            held = {ONE_VALUE[part]: held}
-        if held is not None and not isinstance(held, dict):
+        value = section.get(part)
+        if depth == 1 and part in ONE_VALUE and isinstance(value, str):
+            value = {ONE_VALUE[part]: value}
+        if value is not None and not isinstance(value, dict):
             name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(held)} and has no fields; set {name} itself")
-        section[part] = dict(held or {})
+            raise SpecError(f"{key}: {name} is {shown(value)} and has no fields; set {name} itself")
+        section[part] = dict(value or {})
         section = section[part]
     return section

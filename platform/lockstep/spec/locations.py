@@ -66,9 +66,9 @@ def _absolute_uri(uri: str) -> str:
     """A tracking URI that means the same from every working directory."""
     if uri.partition(":")[0] in {RECORD_OFF, "databricks", "databricks-uc", "uc"}:
         return uri
-    scheme, separator, rest = uri.partition(":///")
-    if separator and scheme.startswith("sqlite") and rest and rest != ":memory:":
-        return f"{scheme}:///{_from_root(rest)}"
+    scheme, separator, path = uri.partition(":///")
+    if separator and scheme.startswith("sqlite") and path and path != ":memory:":
+        return f"{scheme}:///{_from_root(path)}"
     if uri.startswith("file:") and not uri.startswith("file:/"):
         return Path(uri.removeprefix("file:")).absolute().as_uri()
     return uri if ":" in uri else absolute(uri)

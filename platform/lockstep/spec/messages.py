@@ -132,9 +132,9 @@ _BOUNDS = {
 
 def _verdict(findings: Sequence[ErrorDetails]) -> str:
     """What would have been right; where a type has alternatives, any of them."""
-    wanted = dict.fromkeys(filter(None, map(_wanted, findings)))
-    if wanted:
-        return f"wanted {' or '.join(wanted)}"
+    alternatives = dict.fromkeys(filter(None, map(_wanted, findings)))
+    if alternatives:
+        return f"wanted {' or '.join(alternatives)}"
     message = findings[0]["msg"]
     reason = findings[0].get("ctx", {}).get("error")
     return str(reason) if reason else message[:1].lower() + message[1:]
@@ -187,7 +187,7 @@ def _known_keys(model: _Model, path: _Path, location: _Path, field: str) -> str:
             f"change {section}.name, or leave the key out ({section}={{name: {kind}}} replaces the section)"
         )
     fields = _fields(chosen)
-    below = [f"{name}.{key}" for name, held in fields.items() if key in _fields(sections_of(held.annotation))]
+    below = [f"{name}.{key}" for name, info in fields.items() if key in _fields(sections_of(info.annotation))]
     below += [name for name in fields if name.endswith(f".{key}")]
     if below:
         return f"; did you mean {below[0]!r}?"

@@ -15,31 +15,31 @@ _ONE = re.compile(r"(\d+)(?:-(\d+))?")
 
 def parse(text: str) -> list[range]:
     """The ranges of ids that a text names, in order and apart from each other. ValueError where it is none."""
-    found = []
+    ranges = []
     for word in text.replace(" ", "").split(","):
-        one = _ONE.fullmatch(word)
-        if one is None:
+        match = _ONE.fullmatch(word)
+        if match is None:
             raise ValueError('wanted numbers of samples and ranges of them, such as "3,17,40-52"')
-        first, last = int(one[1]), int(one[2] or one[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"{word} ends before it begins")
         if last >= MOST:
             raise ValueError(f"wanted numbers of samples below {MOST}")
-        found.append(range(first, last + 1))
-    return list(_joined(sorted(found, key=lambda each: each.start)))
+        ranges.append(range(first, last + 1))
+    return list(_joined(sorted(ranges, key=lambda each: each.start)))
 
 
 def _joined(ranges: Iterable[range]) -> Iterator[range]:
-    held: range | None = None
-    for one in ranges:
-        if held is not None and one.start <= held.stop:
-            held = range(held.start, max(held.stop, one.stop))
+    pending: range | None = None
+    for span in ranges:
+        if pending is not None and span.start <= pending.stop:
+            pending = range(pending.start, max(pending.stop, span.stop))
             continue
-        if held is not None:
-            yield held
-        held = one
-    if held is not None:
-        yield held
+        if pending is not None:
+            yield pending
+        pending = span
+    if pending is not None:
+        yield pending
 
 
 def written(ids: Iterable[int]) -> str:
@@ -47,7 +47,7 @@ def written(ids: Iterable[int]) -> str:
     ordered = sorted({*ids})
     if not ordered:
         return ""
-    ends = [i + 1 for i, (one, after) in enumerate(pairwise(ordered)) if after != one + 1]
+    ends = [i + 1 for i, (current, following) in enumerate(pairwise(ordered)) if following != current + 1]
     parts = pairwise([0, *ends, len(ordered)])
     runs = [(ordered[a], ordered[b - 1]) for a, b in parts]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
@@ -55,7 +55,9 @@ def written(ids: Iterable[int]) -> str:
 
 def normal(text: str) -> str:
     """The one text that stands for these ids. ValueError where it is none."""
-    return ",".join(str(one.start) if len(one) == 1 else f"{one.start}-{one.stop - 1}" for one in parse(text))
+    return ",".join(
+        str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}" for span in parse(text)
+    )
 
 
 def described(text: str) -> str:

@@ -75,15 +75,18 @@ def _described(model: _Model, descriptions: Mapping[str, str]) -> _Schema:
     schema = model.model_json_schema()
     schema.pop("title")
     for section, prefix in sections(model):
-        found = schema if section is model else schema["$defs"][section.__name__]
-        for name, field in found["properties"].items():
+        definition = schema if section is model else schema["$defs"][section.__name__]
+        for name, field in definition["properties"].items():
             _tidy(field, descriptions[prefix + name])
-        if "const" in found["properties"].get("name", {}) and section.__name__ not in _NAME_MAY_BE_LEFT_OUT:
-            found["required"] = ["name", *found.get("required", ())]
+        if (
+            "const" in definition["properties"].get("name", {})
+            and section.__name__ not in _NAME_MAY_BE_LEFT_OUT
+        ):
+            definition["required"] = ["name", *definition.get("required", ())]
         if section in _EXACTLY_ONE:
-            given = {"not": {"type": "null"}}
-            found["oneOf"] = [
-                {"required": [one], "properties": {one: given}} for one in _EXACTLY_ONE[section]
+            not_null = {"not": {"type": "null"}}
+            definition["oneOf"] = [
+                {"required": [key], "properties": {key: not_null}} for key in _EXACTLY_ONE[section]
             ]
     return schema
 
@@ -101,7 +104,7 @@ def _tidy(field: _Schema, description: str) -> None:
     field.pop("title", None)
     field.pop("discriminator", None)  # of OpenAPI; each kind has its name as a constant
     if "examples" in field:  # they stand in the models as a user would write them
-        field["examples"] = [yaml.safe_load(str(one)) for one in field["examples"]]
+        field["examples"] = [yaml.safe_load(str(example)) for example in field["examples"]]
     if isinstance(field.get("default"), dict):
         field["default"] = _without_nulls(field["default"])
 

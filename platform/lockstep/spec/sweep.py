@@ -194,8 +194,8 @@ class SweepSpec(Section):
             if domain.when and self.scheduler.name == "pbt":
                 raise ValueError(f"space.{field}: `when` and scheduler=pbt cannot be combined; leave one out")
             self._check_place(field)
-            for other, value in domain.when.items():
-                self._check_when(field, other, value)
+            for other_field, value in domain.when.items():
+                self._check_when(field, other_field, value)
         if not self._enumerated and self.trials is None:
             raise ValueError(
                 "trials: missing; wanted the number of trials, because nothing in the space is a grid"
@@ -212,11 +212,11 @@ class SweepSpec(Section):
                 raise ValueError(
                     f"space.{field}: {section} replaces the section that it is in; put {section} before it"
                 )
-            rest = field.removeprefix(f"{section}.")
-            for given in self.space[section].values or ():
-                if _at(given, rest) is not None:
+            subfield = field.removeprefix(f"{section}.")
+            for value in self.space[section].values or ():
+                if _at(value, subfield) is not None:
                     raise ValueError(
-                        f"space.{field}: a value of space.{section}, {shown(given)}, has it too; leave out one of the two"
+                        f"space.{field}: a value of space.{section}, {shown(value)}, has it too; leave out one of the two"
                     )
 
     def _check_when(self, field: str, other: str, value: Any) -> None:
@@ -228,9 +228,9 @@ class SweepSpec(Section):
             return
         if order.index(owner) >= order.index(field):
             raise ValueError(f"space.{field}: it depends on {other}, which must come before it")
-        domain, rest = self.space[owner], other.removeprefix(owner).removeprefix(".")
-        if not domain.gives(value, rest):
-            among = domain.values and [shown(_at(each, rest)) for each in domain.values]
+        domain, subfield = self.space[owner], other.removeprefix(owner).removeprefix(".")
+        if not domain.gives(value, subfield):
+            among = domain.values and [shown(_at(each, subfield)) for each in domain.values]
             wanted = f"one of {', '.join(among)}" if among else f"a value of space.{owner}"
             raise ValueError(f"space.{field}.when.{other}: got {shown(value)}, wanted {wanted}")
 
@@ -238,17 +238,17 @@ class SweepSpec(Section):
         """ValueError where no field of the base is called `other`, or none could have this value."""
         section, _, leaf = other.rpartition(".")
         if section == "job.params" and leaf not in (params := self.spec["job"]["params"]):
-            known = nearest(other, [*self.space, *(f"job.params.{name}" for name in params)])
-            raise ValueError(f"space.{field}.when.{other}: in neither the space nor spec{known}")
+            hint = nearest(other, [*self.space, *(f"job.params.{name}" for name in params)])
+            raise ValueError(f"space.{field}.when.{other}: in neither the space nor spec{hint}")
         # of another kind the section's other fields may be unknown
-        given = (section, {leaf: value}) if section and leaf == "name" else (other, value)
+        pair = (section, {leaf: value}) if section and leaf == "name" else (other, value)
         document = copy.deepcopy(self.spec)
         try:
-            put(document, [given])
+            put(document, [pair])
             validate(document)
         except SpecError as error:
-            told = str(error).partition(":")[0]
-            if f"{other}.".startswith(f"{told}."):
+            failed_field = str(error).partition(":")[0]
+            if f"{other}.".startswith(f"{failed_field}."):
                 raise ValueError(f"space.{field}.when.{error}") from error
 
     @property
@@ -317,11 +317,11 @@ def load_sweep(
     now is checked. Raises SpecError: one line that names the field, what was got and what is wanted.
     """
     if isinstance(source, Mapping):
-        document, beside, name = copy.deepcopy(dict(source)), Path(), ""
+        document, folder, name = copy.deepcopy(dict(source)), Path(), ""
     else:
-        document, beside, name = read_document(Path(source)), Path(source).parent, Path(source).stem
+        document, folder, name = read_document(Path(source)), Path(source).parent, Path(source).stem
     if isinstance(document.get("spec"), str):
-        path = beside / document["spec"]
+        path = folder / document["spec"]
         document["spec"] = read_document(path)
         if path.stem not in {"train", "spec"}:
             document["spec"].setdefault("name", path.stem)
@@ -351,7 +351,11 @@ def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _owner(field: str, fields: Iterable[str]) -> str | None:
     """That one of `fields` which decides the value of a field: itself, or else a section that it is in."""
-    return max((one for one in fields if field == one or field.startswith(f"{one}.")), key=len, default=None)
+    return max(
+        (candidate for candidate in fields if field == candidate or field.startswith(f"{candidate}.")),
+        key=len,
+        default=None,
+    )
 
 
 def _at(document: Any, field: str) -> Any:

@@ -61,9 +61,9 @@ class Decisions:
             raise StorageError(
                 f"sweep: line {count + 1} of {str(self._path)!r} is damaged; put a copy of the file back, or begin a new sweep"
             )
-        whole = b"".join(line + b"\n" for line in lines[:count])
-        if whole != content:
-            patiently(lambda: self._write(whole), self._wait, self._say)
+        intact = b"".join(line + b"\n" for line in lines[:count])
+        if intact != content:
+            patiently(lambda: self._write(intact), self._wait, self._say)
         return [event for event in events[:count] if event is not None]
 
     def _write(self, content: bytes) -> None:
@@ -117,15 +117,15 @@ class Decisions:
         """All of the line, or nothing: the next one is written behind it."""
         descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
         try:
-            whole = os.fstat(descriptor).st_size
+            size = os.fstat(descriptor).st_size
             try:
-                left = line
-                while left:
-                    left = left[os.write(descriptor, left) :]
+                remaining = line
+                while remaining:
+                    remaining = remaining[os.write(descriptor, remaining) :]
                 if safe:
                     flush(self._path)
             except OSError:
-                os.ftruncate(descriptor, whole)
+                os.ftruncate(descriptor, size)
                 raise
         finally:
             os.close(descriptor)

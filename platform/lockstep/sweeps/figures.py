@@ -54,9 +54,9 @@ def _scatter(sweep: SweepSpec, trials: Trials, field: str, words: Sequence[str])
     by = words[0] if words else None
     names = sorted({_word(trial, by) for trial in trials})
     for name, colour in zip(names, _cycle(len(names)), strict=True):
-        own = [t for t in trials if _word(t, by) == name and field in t["fields"]]
-        for status in sorted({t["status"] for t in own}):
-            points = [t for t in own if t["status"] == status]
+        group = [t for t in trials if _word(t, by) == name and field in t["fields"]]
+        for status in sorted({t["status"] for t in group}):
+            points = [t for t in group if t["status"] == status]
             label = " ".join(filter(None, [name, "" if status == "finished" else status]))
             ax.plot(
                 [t["fields"][field] for t in points],
@@ -107,22 +107,22 @@ def _positions(sweep: SweepSpec, trials: Trials, field: str) -> tuple[list[float
     if not _is_number(trials, field):
         names = sorted({str(value) for value in values})
         places = {name: i / max(1, len(names) - 1) for i, name in enumerate(names)}
-        return [places[str(value)] for value in values], {place: name for name, place in places.items()}
+        return [places[str(value)] for value in values], {position: name for name, position in places.items()}
     scale: Callable[[float], float] = math.log if _is_log(sweep, field) else float
-    known = [value for value in values if value is not None]
-    low, high = scale(min(known)), scale(max(known))
-    found = [0.5 if value is None else (scale(value) - low) / (high - low or 1.0) for value in values]
-    return found, {0.0: f"{min(known):.4g}", 1.0: f"{max(known):.4g}"}
+    numbers = [value for value in values if value is not None]
+    low, high = scale(min(numbers)), scale(max(numbers))
+    positions = [0.5 if value is None else (scale(value) - low) / (high - low or 1.0) for value in values]
+    return positions, {0.0: f"{min(numbers):.4g}", 1.0: f"{max(numbers):.4g}"}
 
 
 def _curves(sweep: SweepSpec, trials: Trials) -> Any:
     figure, ax = _axes(f"{sweep.metric} of all trials")
     ranked = sorted(trials, key=lambda t: t["metric"], reverse=sweep.mode == "max")
-    for place, trial in reversed(list(enumerate(ranked))):
+    for rank, trial in reversed(list(enumerate(ranked))):
         steps, values = zip(*trial["curve"], strict=True)
-        colour, label = (_COLOURS[0], f"best: trial {trial['trial']}") if place == 0 else ("#999999", None)
+        colour, label = (_COLOURS[0], f"best: trial {trial['trial']}") if rank == 0 else ("#999999", None)
         ax.plot(
-            steps, values, ".-", color=colour, alpha=1.0 if place == 0 else 0.5, label=label, linewidth=1.0
+            steps, values, ".-", color=colour, alpha=1.0 if rank == 0 else 0.5, label=label, linewidth=1.0
         )
     ax.set(xlabel="step", ylabel=sweep.metric)
     ax.legend(frameon=False)

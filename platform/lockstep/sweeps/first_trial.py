@@ -79,31 +79,31 @@ def _on_gpu(
     from lockstep.attempts.worker_group import why_lost
     from lockstep.clusters.answers import unanswered
 
-    asked = (
+    ref = (
         ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source, gpu=True)
     )
     whose = "a worker with a GPU, which was to prepare a trial,"
-    limit_s, told, began = spec.base.faults.longest_start_s, False, time.monotonic()
+    limit_s, announced, began = spec.base.faults.longest_start_s, False, time.monotonic()
     try:
-        while not ray.wait([asked], timeout=LOOK_S)[0]:
+        while not ray.wait([ref], timeout=LOOK_S)[0]:
             waited_s = time.monotonic() - began
             stop.check()  # there is nothing to save yet
             if waited_s > limit_s:
                 raise unanswered(whose, limit_s)
-            if waited_s > TELL_S and not told:
-                told = True
+            if waited_s > TELL_S and not announced:
+                announced = True
                 say(
                     f"waiting up to {limit_s:.0f} s (faults.longest_start_s) for a worker with a GPU to prepare the first trial"
                 )
-        found: dict[str, int] = ray.get(asked)
+        facts: dict[str, int] = ray.get(ref)
     except (SilentError, KeyboardInterrupt):
-        ray.cancel(asked, force=True)  # the next try needs its GPU
+        ray.cancel(ref, force=True)  # the next try needs its GPU
         raise
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise ClusterError(f"{whose} was lost: {why_lost(str(error))}") from error
-    return found
+    return facts
 
 
 def _prepared(
@@ -115,10 +115,10 @@ def _prepared(
         with imported_from(source) if source else nullcontext():
             return _prepared_here(sweep, gpu)
     except Exception as error:
-        known = as_lockstep_error(error, "the first trial, before training")
-        if known is error:
+        lockstep_error = as_lockstep_error(error, "the first trial, before training")
+        if lockstep_error is error:
             raise
-        raise known from error
+        raise lockstep_error from error
 
 
 def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:

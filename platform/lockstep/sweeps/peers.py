@@ -65,8 +65,8 @@ class Peer:
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
                 fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
-            known = as_lockstep_error(error, f"rank {rank}")
-            raise known.with_message(str(known)) from error
+            lockstep_error = as_lockstep_error(error, f"rank {rank}")
+            raise lockstep_error.with_message(str(lockstep_error)) from error
 
 
 def start_peers(spec: Spec, folder: str, source: Mapping[str, bytes] | None) -> list[Any]:

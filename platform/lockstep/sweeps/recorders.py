@@ -151,15 +151,15 @@ class TrialRecorder:
     def adopt(self) -> tuple[str, list[EvaluationRow], str]:
         """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its id, evaluations and digest."""
         assert self.found is not None and self._started is not None and self._recorder is not None
-        found, self.found = self.found, None
-        history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
+        stored_run, self.found = self.found, None
+        history = find_history(self.spec.record.uri or "", stored_run.run_id, self.spec.folder)
         self._recorder.start()
         self._recorder.tell(
-            Started({**self._started.facts, "reused_from": found.run_id}),
+            Started({**self._started.facts, "reused_from": stored_run.run_id}),
             Restored(history.steps, history.evaluations),
-            Finished({**found.summary, "reused_from": found.run_id}),
+            Finished({**stored_run.summary, "reused_from": stored_run.run_id}),
         )
-        return found.run_id, list(history.evaluations), found.summary["weights_digest"]
+        return stored_run.run_id, list(history.evaluations), stored_run.summary["weights_digest"]
 
     def end(self, message: str, details: str, status: EndStatus) -> None:
         """The trial ended early, as the driver sees it."""
@@ -353,13 +353,13 @@ def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> 
 @contextmanager
 def recorders_here(concurrency: int, begun: Callable[[int], object]) -> Iterator[Any]:
     """The actor, on this node, while the block runs; it takes no CPU from the trials. `begun` is told its process id."""
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     groups = {"write": 1, "ask": concurrency + 1, "news": 2, "sweep": 1}
     actor = (
         ray.remote(num_cpus=0, concurrency_groups=groups)(RecordersActor)
-        .options(scheduling_strategy=here)
+        .options(scheduling_strategy=strategy)
         .remote(str(Path.cwd()), list(sys.path))
     )
     pid = answer_of_recorders(actor.process.remote(), ANSWER_S, AGAIN)

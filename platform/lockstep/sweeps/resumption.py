@@ -38,9 +38,11 @@ def resume_sweep(
     SpecError where another command works on the sweep, unless it is taken over; where `overrides` change the bits of its trials; and
     for a `step` or a `fork`, which only a run has.
     """
-    given = list(overrides)
+    override_list = list(overrides)
     where = load_spec(
-        {"job": {"use": "any:Job"}}, [o for o in given if o.startswith(("record.", "checkpoint."))], uri=uri
+        {"job": {"use": "any:Job"}},
+        [o for o in override_list if o.startswith(("record.", "checkpoint."))],
+        uri=uri,
     )
     store = where.record.uri or ""
     document = find_sweep(store, sweep_id, where.folder)
@@ -54,14 +56,14 @@ def resume_sweep(
             "with the run id of a trial"
         )
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
-    before = load_spec(document["spec"])
-    spec = load_sweep(document, [f"spec.{override}" for override in given])
+    recorded_spec = load_spec(document["spec"])
+    spec = load_sweep(document, [f"spec.{override}" for override in override_list])
     with held_sweep(spec, sweep_id, takeover=takeover) as hold:
         from lockstep.proof.recorded_run import recorded_main
 
         source = recorded_main(spec.base, sweep_id)
         with imported_from(source) if source else nullcontext():
-            _refuse_changes(sweep_id, before, spec.base)
+            _refuse_changes(sweep_id, recorded_spec, spec.base)
         from lockstep.sweeps.driver import run_sweep
 
         return run_sweep(replace(options, source=source), spec, sweep_id, hold)
@@ -75,7 +77,7 @@ def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
         )
     hidden = redacted_fields(before.document())
     for name, old, new in changed_fields(before, after):
-        if not any(name.startswith(one) for one in hidden):
+        if not any(name.startswith(field) for field in hidden):
             raise SpecError(
                 f"resume: {name} is {shown(old)} in sweep {sweep_id}, got {shown(new)}; a resumed sweep is the same sweep: leave it, or begin a new one"
             )

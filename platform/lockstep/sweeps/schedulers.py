@@ -184,15 +184,15 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         """Have the rule live through what it has not yet of the decisions: what has just ended, or all after a resume."""
         assert self._rule is not None
         new = self._decisions.events[self._lived :]
-        last = {event["trial"]: place for place, event in enumerate(new) if "heard" in event}
+        last = {event["trial"]: index for index, event in enumerate(new) if "heard" in event}
 
         def order(place: int) -> float:
             """Of a trial that ended under a version that did not record what was heard, the results have come after the end."""
             event = new[place]
             return max(place, last.get(event["trial"], 0) + 0.5) if "status" in event else place
 
-        for place in sorted(range(len(new)), key=order):
-            self._rule.take(new[place])
+        for index in sorted(range(len(new)), key=order):
+            self._rule.take(new[index])
         self._lived += len(new)
 
     def _on_member_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
@@ -211,12 +211,12 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         Tune copies the whole configuration. With it they get the folder of that trial's checkpoint, into which its next one may be
         written before they begin: so the run and the step stand in their configuration.
         """
-        for other in self._trials:
-            own, taken = self._numbers[other.trial_id], other.config["trial"]
-            if taken != own:
-                other.config |= {"trial": own, "fork": self._reached[taken]}
+        for current in self._trials:
+            number, taken = self._numbers[current.trial_id], current.config["trial"]
+            if taken != number:
+                current.config |= {"trial": number, "fork": self._reached[taken]}
                 origin = next(trial for trial in self._trials if self._numbers[trial.trial_id] == taken)
-                other.config["fields"] = self._explored(own, other.config, origin.config["fields"])
+                current.config["fields"] = self._explored(number, current.config, origin.config["fields"])
 
     def _explored(self, number: int, config: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
         """The fields with which a trial goes on that took over the state, and the fields `taken`, of another one.
@@ -224,24 +224,24 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         Tune's, which know no bounds, within the space; what was decided before stays.
         """
         step, fields = config["fork"][STEP], dict(config["fields"])
-        known = self._decisions.explored(number, step)
-        if known is None:
-            known = self._within(fields, taken)
-            if known != fields and self._resumed and self._begun(number, config):
-                known = fields  # by a version that left the space
-            self._decisions.explore(number, step, known)
-        return known
+        explored = self._decisions.explored(number, step)
+        if explored is None:
+            explored = self._within(fields, taken)
+            if explored != fields and self._resumed and self._begun(number, config):
+                explored = fields  # by a version that left the space
+            self._decisions.explore(number, step, explored)
+        return explored
 
     def _within(self, fields: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
         """Explored fields in their domains; where no spec has all of them, those that one has beside what was `taken`."""
         within = {field: self._sweep.space[field].nearest(value) for field, value in fields.items()}
         if self._is_spec(within):
             return within
-        found = dict(taken)
+        accepted = dict(taken)
         for field, value in within.items():
-            if self._is_spec({**found, field: value}):
-                found[field] = value
-        return found
+            if self._is_spec({**accepted, field: value}):
+                accepted[field] = value
+        return accepted
 
     def _is_spec(self, fields: Mapping[str, Any]) -> bool:
         try:
@@ -289,12 +289,12 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
 
     def _waits_for_nobody(self) -> bool:
         """Whether the whole population waits, and the one that it waited for has ended for good: Tune decides only where one reports."""
-        left = [trial for trial in self._trials if not trial.is_finished()]
+        unfinished = [trial for trial in self._trials if not trial.is_finished()]
         ended = [self._numbers[trial.trial_id] for trial in self._trials if trial.is_finished()]
         return (
-            bool(left)
+            bool(unfinished)
             and len(self._trials) == self._sweep.total
-            and all(trial.status == Trial.PAUSED and trial in self._results for trial in left)
+            and all(trial.status == Trial.PAUSED and trial in self._results for trial in unfinished)
             and all(number in self._decisions.ends for number in ended)
         )
 

@@ -69,9 +69,9 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
 
     def _tell(self, number: int, end: Mapping[str, Any]) -> None:
         metric = end["metric"]
-        known = end["status"] != "failed" and metric is not None and not math.isnan(metric)
-        result = {self._sweep.metric: metric} if known else None
-        self._optuna.on_trial_complete(str(number), result, error=not known)
+        usable = end["status"] != "failed" and metric is not None and not math.isnan(metric)
+        result = {self._sweep.metric: metric} if usable else None
+        self._optuna.on_trial_complete(str(number), result, error=not usable)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False

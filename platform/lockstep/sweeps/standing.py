@@ -62,7 +62,7 @@ class Standing:
         if self._first is None or now.place < self._counted[self._first].place:
             self._first = number
         elif number == self._first and before is not None and now.place > before.place:
-            self._first = min(self._counted, key=lambda other: self._counted[other].place)
+            self._first = min(self._counted, key=lambda candidate: self._counted[candidate].place)
 
 
 def best_of(trials: Sequence[TrialRow], mode: str) -> TrialRow | None:

@@ -121,8 +121,8 @@ class SweepRecord:
             drawn = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
             details = {} if best is None else {**best["fields"], "best run": best["run_id"]}
             details |= {"figures": "; ".join(undrawn)} if undrawn else {}
-            told = documents.Verdict(status, " · ".join([f" {verdict}", *shown]))
-            text = documents.note(told, details, drawn, self.run_id)
+            headline = documents.Verdict(status, " · ".join([f" {verdict}", *shown]))
+            text = documents.note(headline, details, drawn, self.run_id)
             self._store.set_tags({"lockstep.note": text})
             self._store.set_status(status)
 
@@ -180,8 +180,8 @@ class SweepRecord:
         """The spec that the best trial has on record: a member of a population has a fork in it."""
         if run_id != self._best:
             base = self._sweep.base
-            found = find_run(base.record.uri or "", run_id, base.folder)
-            self._document("best.yaml", documents.as_yaml(found.spec))
+            stored_run = find_run(base.record.uri or "", run_id, base.folder)
+            self._document("best.yaml", documents.as_yaml(stored_run.spec))
             self._best = run_id
 
     def _document(self, name: str, content: str | bytes) -> None:

@@ -255,16 +255,16 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         if not self._ends:
             return ""
         spent = time.monotonic() - self._began
-        left = spent / self._ends * (self._sweep.total - self._ends)
-        return f" · about {left // 60:.0f}:{left % 60:02.0f} left"
+        remaining_s = spent / self._ends * (self._sweep.total - self._ends)
+        return f" · about {remaining_s // 60:.0f}:{remaining_s % 60:02.0f} left"
 
 
 def without_metric(row: Mapping[str, Any], metric: str) -> str:
     """That a trial's last evaluation gave no such metric, and what it gave; nothing where it did, or where there was none."""
     if not row["metrics"] or metric in row["metrics"]:
         return ""
-    before = f", and the value is that of step {row['curve'][-1][0]}" if row["curve"] else ""
-    return f"its evaluation of step {row['step']} gave no {metric!r}, but {', '.join(sorted(row['metrics']))}{before}"
+    value_note = f", and the value is that of step {row['curve'][-1][0]}" if row["curve"] else ""
+    return f"its evaluation of step {row['step']} gave no {metric!r}, but {', '.join(sorted(row['metrics']))}{value_note}"
 
 
 def shown(fields: Mapping[str, Any]) -> str:

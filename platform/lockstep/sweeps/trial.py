@@ -257,11 +257,11 @@ class Training:
     def _reuse(self) -> None:
         """A finished run has this trial's identity, and so its every bit."""
         key = str(self.number)
-        found, rows, digest = answer_of(self._recorders.adopt.remote(key), RECORDER, ANSWER_S)
+        reused_id, rows, digest = answer_of(self._recorders.adopt.remote(key), RECORDER, ANSWER_S)
         self.run_id = answer_of(self._recorders.run_id.remote(key), RECORDER, ANSWER_S)
         self._give_all(rows)
         self._recorders.close_trial.remote(key)
-        self._over("reused", f"run {found} has the same identity and is finished", digest)
+        self._over("reused", f"run {reused_id} has the same identity and is finished", digest)
 
     def _history(self, found: StoredRun) -> Rows | None:
         """The rows of a run that has ended; None where it was cut off before all were written, or only its status says that it ended."""
@@ -331,19 +331,21 @@ class Training:
             error, ray.exceptions.RayActorError
         ):  # where it is the recorders', the driver ends the sweep
             error = ClusterError(f"a process of the sweep is gone: {why_lost(str(error))}")
-        known = as_lockstep_error(error, "rank 0")
-        if isinstance(known, TransientStorageError):  # Tune begins at once with the next attempt
+        lockstep_error = as_lockstep_error(error, "rank 0")
+        if isinstance(lockstep_error, TransientStorageError):  # Tune begins at once with the next attempt
             self._rank_zero.rest(FIRST_STORAGE_PAUSE_S)
-        if isinstance(known, ClusterError | CorruptionError | TransientStorageError):
-            self.results.put({"lost": str(known)})
+        if isinstance(lockstep_error, ClusterError | CorruptionError | TransientStorageError):
+            self.results.put({"lost": str(lockstep_error)})
             return
-        self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")
+        self._recorders.end_trial.remote(
+            str(self.number), str(lockstep_error), traceback.format_exc(), "FAILED"
+        )
         with suppress(
             ray.exceptions.RayError, SilentError
         ):  # where the store could not be opened there is no run
-            asked = self._recorders.run_id.remote(str(self.number))
-            self.run_id = self.run_id or answer_of(asked, RECORDER, ANSWER_S)
-        self._over("failed", str(known))
+            ref = self._recorders.run_id.remote(str(self.number))
+            self.run_id = self.run_id or answer_of(ref, RECORDER, ANSWER_S)
+        self._over("failed", str(lockstep_error))
 
     def give(self, row: EvaluationRow) -> None:
         """A result for Tune."""

@@ -120,8 +120,8 @@ class TrialRun:
     def _learn(self) -> bool:
         """Take in the id of a new run. False where a finished one stands for it."""
         name, self.on_run_id = self.on_run_id, None
-        asked = self._recorders.known_or_reused.remote(self._key)
-        run_id: str | None = answer_of(asked, RECORDER, ANSWER_S)
+        ref = self._recorders.known_or_reused.remote(self._key)
+        run_id: str | None = answer_of(ref, RECORDER, ANSWER_S)
         self.reused = run_id is None
         if run_id is not None and name is not None:
             name(run_id)

@@ -33,7 +33,7 @@ class SweepWatchdog:
 
         SilentError where the recorders themselves are lost, or do not answer for NEWS_S.
         """
-        found = {}
+        reasons = {}
         for number, view in self._views().items():
             attempt = (number, view.attempt)
             patience = self._patience.setdefault(
@@ -45,8 +45,8 @@ class SweepWatchdog:
                 members = [view.members[rank] for rank in sorted(view.members)]
                 self._recorders.document.remote(str(number), name, end(members))
                 what = "no rank made progress for" if patience.begun else "no first step within"
-                found[number] = f"{what} {patience.bound_s:.0f} s; what each was doing is in {name}"
-        return found
+                reasons[number] = f"{what} {patience.bound_s:.0f} s; what each was doing is in {name}"
+        return reasons
 
     def _views(self) -> dict[int, RunView]:
         """What the recorders have answered since the last call, if they have; they are asked again. Never waits."""

@@ -44,15 +44,15 @@ def _recomputed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
 @contextmanager
 def kept_activations(model: nn.Module) -> Iterator[None]:
     """Have the model's modules compute by their own `forward`, as before `checkpoint_activations`."""
-    own = {
+    checkpointed = {
         module: forward
         for module in model.modules()
         if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _recomputed
     }
-    for module, forward in own.items():
+    for module, forward in checkpointed.items():
         module.forward = forward.args[0]
     try:
         yield
     finally:
-        for module, forward in own.items():
+        for module, forward in checkpointed.items():
             module.forward = forward

@@ -51,7 +51,7 @@ def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
 def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
     """Indices of the values that differ from the majority; none where no value has more than half."""
     value, count = Counter(values).most_common(1)[0]
-    return tuple(i for i, other in enumerate(values) if other != value) if 2 * count > len(values) else ()
+    return tuple(i for i, vote in enumerate(values) if vote != value) if 2 * count > len(values) else ()
 
 
 def settled(doubt: Corrupted, held: Held) -> Corrupted:
@@ -133,10 +133,10 @@ class Agreement:
     def compare(self, every: Sequence[Held]) -> None:
         """`check` for digests that are gathered already, by rank."""
         if len(set(every)) > 1:
-            found = self._found(every)
-            self.tell(found)
+            corrupted = self._found(every)
+            self.tell(corrupted)
             raise CorruptionError(
-                f"{found}; no checkpoint has it: the last agreement is after step {self._since}"
+                f"{corrupted}; no checkpoint has it: the last agreement is after step {self._since}"
             )
         step = self._state.counters.step
         for doubt in self._doubts:
@@ -146,7 +146,7 @@ class Agreement:
         self._since = max(self._since, step)
 
     def _found(self, every: Sequence[Held]) -> Corrupted:
-        differing = [i for i in range(len(QUANTITIES)) if len({held[i] for held in every}) > 1]
+        differing = [i for i in range(len(QUANTITIES)) if len({digests[i] for digests in every}) > 1]
         wrong = outvoted(every)
         return Corrupted(
             step=self._state.counters.step,
@@ -161,9 +161,11 @@ class Agreement:
 
     def _first_tensor(self) -> str:
         """The name of the first tensor that differs. All ranks call it."""
-        own = self.tensor_digests()
-        every = self._group.gather(own)
-        return next((name for name in own if len({other.get(name) for other in every}) > 1), "")
+        digests = self.tensor_digests()
+        every = self._group.gather(digests)
+        return next(
+            (name for name in digests if len({rank_digests.get(name) for rank_digests in every}) > 1), ""
+        )
 
     def tensor_digests(self) -> dict[str, int]:
         """The digest of each tensor of this rank's state, by the name that messages use."""
@@ -172,15 +174,15 @@ class Agreement:
     def _named(self) -> dict[str, Tensor]:
         """The tensors that are compared, by names that a person understands."""
         state = self._state
-        found = tensors(state.model)
+        named = tensors(state.model)
         names = {id(parameter): name for name, parameter in state.model.named_parameters()}
         if not isinstance(state.optimizer, ShardedOptimizer):
             for phase, optimizer in optimizers_of(state.optimizer).items():
                 within = f" in phase {phase}" if phase else ""
                 for parameter, values in optimizer.state.items():
                     owner = f"{names.get(id(parameter), '?')}{within}"
-                    found |= {f"{path} of {owner}": value for path, value in leaves(values, "")}
+                    named |= {f"{path} of {owner}": value for path, value in leaves(values, "")}
         if state.average is not None:
-            found |= {f"average of {name}": value for name, value in state.average.weights.items()}
-        found |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            named |= {f"average of {name}": value for name, value in state.average.weights.items()}
+        named |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}

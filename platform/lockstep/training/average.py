@@ -55,9 +55,9 @@ class Average:
         with torch.no_grad():
             for name in names:
                 parameter = learning[name]
-                own = parameter.detach().clone()
+                original = parameter.detach().clone()
                 parameter.copy_(self.weights[name])
-                self.weights[name].copy_(own)
+                self.weights[name].copy_(original)
 
     def _learning(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -70,7 +70,9 @@ class Average:
         """Load what `state_dict` returned. StorageError where it is the average of another model."""
         learning = self._learning()
         for name in {**learning, **state} if state else {}:
-            shapes = [tuple(held[name].shape) if name in held else None for held in (state, learning)]
+            shapes = [
+                tuple(tensors[name].shape) if name in tensors else None for tensors in (state, learning)
+            ]
             if shapes[0] != shapes[1]:
                 raise StorageError(
                     f"checkpoint: the average of {name!r} has the shape {shapes[0]}, and the parameter {shapes[1]}"

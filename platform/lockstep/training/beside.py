@@ -46,7 +46,9 @@ def unlisted_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     listed = model.state_dict(keep_vars=True)
     there = set(map(id, listed.values()))  # it may have renamed them
-    parameters = ((name, one) for name, one in model.named_parameters() if id(one) not in there)
+    parameters = (
+        (name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in there
+    )
     named = (*model.named_buffers(), *parameters)
     return {name: tensor.detach() for name, tensor in named if name not in listed}
 
@@ -56,15 +58,15 @@ def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside
     ModuleSettings(model).load(beside.get("settings", {}))
     model.load_state_dict({**weights, **beside.get("extra", {})})
     saved, buffers = beside.get("buffers", {}), unlisted_tensors(model)
-    if left := sorted(buffers.keys() - saved.keys()):
-        raise ValueError(f"the run's model had no buffer {left[0]!r}")
+    if missing := sorted(buffers.keys() - saved.keys()):
+        raise ValueError(f"the run's model had no buffer {missing[0]!r}")
     for name, value in saved.items():
         buffer = buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
             buffer.copy_(value)  # modules may share it
         else:  # it came, or grew, while the run trained
-            place, _, own = name.rpartition(".")
-            setattr(model.get_submodule(place), own, value)
+            module_path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_path), attribute, value)
     if of_job := beside.get("job"):
         job.load_state_dict(of_job)
 
@@ -72,9 +74,9 @@ def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside
 def copied(beside: dict[str, Tree]) -> dict[str, Tree]:
     """A copy in host memory."""
     packed = pack(beside, "job")
-    tensors = {name: one.detach().cpu().clone() for name, one in packed.tensors.items()}  # type: ignore[union-attr]
-    found: dict[str, Tree] = unpack(packed.skeleton, tensors)
-    return found
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in packed.tensors.items()}  # type: ignore[union-attr]
+    copy: dict[str, Tree] = unpack(packed.skeleton, tensors)
+    return copy
 
 
 def beside_path(weights: Path) -> Path:
@@ -85,7 +87,7 @@ def beside_path(weights: Path) -> Path:
 def save_beside(weights: Path, beside: Mapping[str, Tree]) -> Path:
     """Write it beside the file `weights`, whole or not at all. Returns the file."""
     path, packed = beside_path(weights), pack(dict(beside), "job")
-    tensors = {name: one.detach().cpu().contiguous() for name, one in packed.tensors.items()}  # type: ignore[union-attr]
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in packed.tensors.items()}  # type: ignore[union-attr]
     try:
         with replaced(path) as aside:
             content = {"version": VERSION, "skeleton": packed.skeleton}
@@ -106,9 +108,9 @@ def load_beside(weights: Path) -> dict[str, Tree]:
             content = strict_json((file.metadata() or {})[_KEY].encode())
             check_version(content["version"], VERSION)
             tensors = {name: file.get_tensor(name).clone() for name in names}
-            found: dict[str, Tree] = unpack(content["skeleton"], tensors)
+            loaded: dict[str, Tree] = unpack(content["skeleton"], tensors)
     except (
         OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, BadCheckpointError
     ) as error:  # fmt: skip
         raise StorageError(f"weights: cannot read {str(path)!r}: {error}; restore the file") from error
-    return found
+    return loaded

@@ -25,8 +25,8 @@ from lockstep.training.step import Stepper
 
 def is_compared(step: int, every: int) -> bool:
     """Whether the precisions are compared in `step`: in steps `every`, 2 * `every`, 4 * `every`, …"""
-    times, rest = divmod(step, every)
-    return rest == 0 and times & (times - 1) == 0
+    times, remainder = divmod(step, every)
+    return remainder == 0 and times & (times - 1) == 0
 
 
 class BesideFp32(NoProbe):
@@ -58,22 +58,22 @@ class BesideFp32(NoProbe):
         batch = self._batches.pop(phase.name, None)
         if batch is None or self.problem is not None:
             return {}
-        own = self._step.state.precision
+        precision = self._step.state.precision
         try:
             with torch.enable_grad():
                 exact_loss, exact = self._step.beside(phase, position, 0, copied(batch), self._plain)
-                loss, gradients = self._step.beside(phase, position, 0, batch, own)
+                loss, gradients = self._step.beside(phase, position, 0, batch, precision)
         except LockstepError as error:
             self.problem = error
             return {}
         with torch.no_grad():
-            torch._foreach_div_(gradients, own.scale)
+            torch._foreach_div_(gradients, precision.scale)
             size = added(phase.norm.squares(exact))
             torch._foreach_sub_(gradients, exact)
-            apart = added(phase.norm.squares(gradients))
-        name = f"{own.name}/{phase.name}/" if phase.name else f"{own.name}/"
-        found = {
-            "gradient_difference": apart / size if size else math.nan,
+            distance = added(phase.norm.squares(gradients))
+        name = f"{precision.name}/{phase.name}/" if phase.name else f"{precision.name}/"
+        differences = {
+            "gradient_difference": distance / size if size else math.nan,
             "loss_difference": abs(loss - exact_loss) / abs(exact_loss) if exact_loss else math.nan,
         }
-        return {name + what: value for what, value in found.items() if math.isfinite(value)}
+        return {name + what: value for what, value in differences.items() if math.isfinite(value)}

@@ -41,22 +41,22 @@ class StepBuffers:
         modules = list(model.named_modules())
         self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
         self._count, self._there = self._number(), self._all_names()
-        self._empty = [(held, name) for _, held in self._places for name in held if held[name] is None]
+        self._empty = [(owner, name) for _, owner in self._places for name in owner if owner[name] is None]
 
     def _come_since(self) -> list[str]:
         """The buffers that were not there at the start. It counts: this runs for each micro-batch."""
-        if self._number() == self._count and all(held.get(name) is None for held, name in self._empty):
+        if self._number() == self._count and all(owner.get(name) is None for owner, name in self._empty):
             return []
         return sorted(self._all_names() - self._there)
 
     def _number(self) -> int:
-        return sum(len(held) for _, held in self._places)
+        return sum(len(owner) for _, owner in self._places)
 
     def _all_names(self) -> set[str]:
         return {
-            f"{place}{name}"
-            for place, held in self._places
-            for name, value in held.items()
+            f"{prefix}{name}"
+            for prefix, owner in self._places
+            for name, value in owner.items()
             if value is not None
         }
 
@@ -65,9 +65,9 @@ class StepBuffers:
         changed = self._changed()
         self._by_forward = frozenset(filter(self._is_counted, changed))
         written = [self._written_value(i) for i in changed]
-        kept = [torch.empty_like(value) for value in written]
-        copy_all(kept, written)
-        self._kept = dict(zip(changed, kept, strict=True))
+        copies = [torch.empty_like(value) for value in written]
+        copy_all(copies, written)
+        self._kept = dict(zip(changed, copies, strict=True))
         return changed
 
     def keep_late(self) -> None:
@@ -92,16 +92,16 @@ class StepBuffers:
 
     def _is_counted(self, i: int) -> bool:
         """Whether a write to a buffer shows, in its version or as another tensor in its place."""
-        held, name = self._owners[i]
-        return self.buffers[i]._version != self._versions[i] or held.get(name) is not self.buffers[i]
+        owner, name = self._owners[i]
+        return self.buffers[i]._version != self._versions[i] or owner.get(name) is not self.buffers[i]
 
     def _written_value(self, i: int) -> Tensor:
-        held, name = self._owners[i]
-        value, before = held.get(name), self._before[i]
-        if value is None or value.dtype != before.dtype:
+        owner, name = self._owners[i]
+        value, initial = owner.get(name), self._before[i]
+        if value is None or value.dtype != initial.dtype:
             got = "None" if value is None else f"a tensor of {value.dtype}"
             raise JobError(
-                f"buffer {self._names[i]!r} became {got} in training, wanted {before.dtype} as at the start; a buffer keeps its type"
+                f"buffer {self._names[i]!r} became {got} in training, wanted {initial.dtype} as at the start; a buffer keeps its type"
             )
         return value.detach()
 
@@ -119,8 +119,8 @@ class StepBuffers:
         if not changed:
             return
         for i in changed:
-            held, name = self._owners[i]
-            held[name] = self.buffers[i]
+            owner, name = self._owners[i]
+            owner[name] = self.buffers[i]
         copy_all([self.buffers[i] for i in changed], [self._before[i] for i in changed])
         for i in changed:
             self._versions[i] = self.buffers[i]._version
@@ -134,9 +134,9 @@ class StepBuffers:
 
         Called when the step's buffers have been put back. On a CUDA device it waits for each buffer.
         """
-        for i, (buffer, before) in enumerate(zip(self.buffers, self._before, strict=True)):
+        for i, (buffer, initial) in enumerate(zip(self.buffers, self._before, strict=True)):
             small = buffer.numel() * buffer.element_size() <= LARGEST
-            if small and i not in self.written and not same_bits(buffer, before):
+            if small and i not in self.written and not same_bits(buffer, initial):
                 raise JobError(
                     f"buffer {self._names[i]!r} was written to past torch's count of writes ({where}), and not in the rehearsal, so each "
                     "worker would keep what its own micro-batches wrote; write to it by torch: buffer.copy_(…), not buffer.data"
@@ -166,11 +166,13 @@ class StepBuffers:
 
     def take_over(self) -> None:
         """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
-        replaced = [i for i, (held, name) in enumerate(self._owners) if held.get(name) is not self.buffers[i]]
+        replaced = [
+            i for i, (owner, name) in enumerate(self._owners) if owner.get(name) is not self.buffers[i]
+        ]
         copy_all([self.buffers[i] for i in replaced], [self._written_value(i) for i in replaced])
         for i in replaced:
-            held, name = self._owners[i]
-            held[name] = self.buffers[i]
+            owner, name = self._owners[i]
+            owner[name] = self.buffers[i]
         copy_all(self._before, self.buffers)
         self._versions = [buffer._version for buffer in self.buffers]
 
@@ -200,20 +202,22 @@ class KeptBuffers:
 
     def now(self) -> dict[str, Tensor]:
         """The buffers that the model has now, by name; one that was removed is missing."""
-        held = zip(self._names, self._owners, strict=True)
-        return {name: value for name, (place, key) in held if (value := place.get(key)) is not None}
+        pairs = zip(self._names, self._owners, strict=True)
+        return {name: value for name, (owner, key) in pairs if (value := owner.get(key)) is not None}
 
     def written(self) -> frozenset[int]:
         """Indices of the buffers whose values have changed."""
-        now = [place.get(name) for place, name in self._owners]
-        pairs = enumerate(zip(now, self._before, strict=True))
-        return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
+        current = [owner.get(name) for owner, name in self._owners]
+        pairs = enumerate(zip(current, self._before, strict=True))
+        return frozenset(
+            i for i, (value, initial) in pairs if value is None or not torch.equal(value, initial)
+        )
 
     def restore(self) -> None:
         """Put back every tensor object and its value."""
         with torch.no_grad():
-            for (place, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
-                place[key] = buffer
+            for (owner, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
+                owner[key] = buffer
                 if buffer.shape != value.shape:
                     buffer.resize_(value.shape)
                 buffer.copy_(value)
@@ -221,12 +225,12 @@ class KeptBuffers:
 
 def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
     """Where each buffer is: its module's dict of buffers and its name there, in the order of `model.buffers()`."""
-    found: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+    owner_by_id: dict[int, tuple[dict[str, Tensor | None], str]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                found.setdefault(id(buffer), (module._buffers, name))
-    return list(found.values())
+                owner_by_id.setdefault(id(buffer), (module._buffers, name))
+    return list(owner_by_id.values())
 
 
 def statistics(model: nn.Module) -> frozenset[int]:
@@ -243,12 +247,12 @@ def statistics(model: nn.Module) -> frozenset[int]:
 
 def _following_statistics() -> tuple[type, ...]:
     """Batch and instance norms, and the observers of quantization where the job has imported them."""
-    found: list[type] = [nn.modules.batchnorm._NormBase]
+    classes: list[type] = [nn.modules.batchnorm._NormBase]
     for module, name in (("observer", "ObserverBase"), ("fake_quantize", "FakeQuantizeBase")):
         there = sys.modules.get(f"torch.ao.quantization.{module}")
         if there is not None:
-            found.append(getattr(there, name))
-    return tuple(found)
+            classes.append(getattr(there, name))
+    return tuple(classes)
 
 
 def _typed(part: Tensor, like: Tensor) -> Tensor:

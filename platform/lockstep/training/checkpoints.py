@@ -84,10 +84,10 @@ class Checkpoints:
         """The run that it belongs to."""
         self.unsaved = ""
         """Why the newest save failed; empty where it did not. Known on rank 0."""
-        own = start is not None and not start.fork
+        is_resume = start is not None and not start.fork
         self._began_at = state.counters.step
-        self._saved_step = self._began_at if own else -1
-        if start is not None and own:
+        self._saved_step = self._began_at if is_resume else -1
+        if start is not None and is_resume:
             self.newest = start.loaded.checkpoint.shown
         self._own: RunFolder | None = None
         self._token = uuid.uuid4().hex
@@ -198,8 +198,8 @@ class Checkpoints:
     def _open(self, origin: AttemptOrigin) -> AsyncSaver | None:
         """A saver for the run's folder, once this attempt may publish there. None where a rank cannot open it: the next save tries again."""
         attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
-        own = attempt and (attempt.run.run_id, attempt.number)
-        joined, error = self.group.gather((own, error))[0]
+        claim = attempt and (attempt.run.run_id, attempt.number)
+        joined, error = self.group.gather((claim, error))[0]
         if self.group.rank > 0 and joined is not None:
             attempt, error = self._joined(lambda: self._folder(joined[0]).attempt(joined[1]))
         error = next((failed for failed in self.group.gather(error) if failed), None)

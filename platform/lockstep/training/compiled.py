@@ -114,11 +114,11 @@ class CompiledLosses:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Run everything eager inside the block."""
-        before, self._eager = self._eager, True
+        previous, self._eager = self._eager, True
         try:
             yield
         finally:
-            self._eager = before
+            self._eager = previous
 
     def compare(
         self,
@@ -154,7 +154,9 @@ class CompiledLosses:
             **identity_of_compiler(self),
             "programs": counters["stats"]["unique_graphs"],
             "graph_breaks": breaks,
-            "first_micro_batch": {name: one._asdict() for name, one in self.differences.items()},
+            "first_micro_batch": {
+                name: difference._asdict() for name, difference in self.differences.items()
+            },
         }
         return json.dumps(report, indent=1) + "\n"
 
@@ -199,20 +201,20 @@ class CompiledLoss:
 
 def shapes_of(batch: Any) -> tuple[str, ...]:
     """What a program is compiled for: each tensor's dtype, shape, strides, device and requires_grad; a plain value itself; else the class."""
-    found: list[str] = []
+    shapes: list[str] = []
 
     def tensor(one: Tensor) -> Tensor:
         strides = one.stride() if one.layout is torch.strided else one.layout
-        found.append(f"{one.dtype} {tuple(one.shape)} {strides} {one.device} {one.requires_grad}")
+        shapes.append(f"{one.dtype} {tuple(one.shape)} {strides} {one.device} {one.requires_grad}")
         return one
 
     def other(one: Any) -> Any:
         plain = isinstance(one, bool | int | float | str | bytes | None)
-        found.append(f"{type(one).__qualname__} {one!r}" if plain else type(one).__qualname__)
+        shapes.append(f"{type(one).__qualname__} {one!r}" if plain else type(one).__qualname__)
         return one
 
     map_tensors(batch, tensor, other)
-    return tuple(found)
+    return tuple(shapes)
 
 
 def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:
@@ -263,13 +265,15 @@ def cpp_compiler() -> str:
 
     try:
         name = get_cpp_compiler()
-        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=True, timeout=60)
+        completed = subprocess.run(
+            [name, "--version"], capture_output=True, text=True, check=True, timeout=60
+        )
     except (InvalidCxxCompiler, OSError, subprocess.SubprocessError) as error:
         raise SpecError(
             f"compile: got true, but {os.environ.get('CXX', 'g++')} does not run on this machine, and inductor needs a C++ compiler; "
             "install g++ on every node (or name one by CXX), or set compile=false"
         ) from error
-    return said.stdout.partition("\n")[0].strip()
+    return completed.stdout.partition("\n")[0].strip()
 
 
 def forget_programs() -> None:
@@ -312,10 +316,10 @@ def _largest(values: Tensor) -> float:
 
 def _distance(off: Iterable[Tensor], eager: Iterable[Tensor]) -> float:
     """The norm of some tensors, all together, relative to that of others."""
-    mine, whole = (
-        math.hypot(*(float(one.detach().double().norm()) for one in every)) for every in (off, eager)
+    mine, reference = (
+        math.hypot(*(float(tensor.detach().double().norm()) for tensor in every)) for every in (off, eager)
     )
-    return mine / whole if whole else math.inf if mine else 0.0
+    return mine / reference if reference else math.inf if mine else 0.0
 
 
 def _too_far(difference: Difference) -> JobError:

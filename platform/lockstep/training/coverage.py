@@ -86,4 +86,6 @@ def _types(value: Any) -> list[str]:
         if isinstance(value, Tensor)
         else tensors_in(list(value) if isinstance(value, Iterator) else value)
     )
-    return sorted({str(one.dtype).removeprefix("torch.") for one in tensors if one.dtype.is_floating_point})
+    return sorted(
+        {str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.dtype.is_floating_point}
+    )

@@ -46,7 +46,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     cudnn = torch.backends.cudnn
-    before = (
+    previous = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -62,22 +62,22 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
             with filled_memory(False):
                 yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
-        cudnn.benchmark = before[3]
-        for one in settings:
-            one.put_back()
+        torch.set_num_threads(previous[0])
+        torch.use_deterministic_algorithms(previous[1], warn_only=previous[2])
+        cudnn.benchmark = previous[3]
+        for device_settings in settings:
+            device_settings.put_back()
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
     """DeterminismError where the job's own code has changed what `determinism` set: the bits would differ from machine to machine."""
-    found = {
+    settings = {
         "torch.set_num_threads": (torch.get_num_threads(), threads, "the spec's threads"),
         "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled(), True, "strict"),
         "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False, "strict"),
         "the number of threads of NumPy's BLAS": (library_threads(), 1, "whatever the machine"),
     }
-    for name, (value, wanted, why) in found.items() if kind == "strict" else ():
+    for name, (value, wanted, why) in settings.items() if kind == "strict" else ():
         if value != wanted:
             raise DeterminismError(
                 f"determinism strict: the job has set {name} to {value}, wanted {wanted} ({why}); take that out of the job, and "
@@ -89,12 +89,12 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
 def filled_memory(on: bool) -> Iterator[None]:
     """Turn filling of newly allocated tensors with NaN on or off inside the block (strict determinism only)."""
     settings: Any = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
+    previous = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = on
     try:
         yield
     finally:
-        settings.fill_uninitialized_memory = before
+        settings.fill_uninitialized_memory = previous
 
 
 def numerics_probe(device: torch.device) -> str:
@@ -217,7 +217,7 @@ def _gradients(
         "gelu": (F.gelu, (x,)),
     }
     for name, (function, inputs) in calls.items():
-        leaves = [one.detach().clone().requires_grad_() for one in inputs]
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         result = function(*leaves)
         gradients = torch.autograd.grad(result, leaves, _values(device, *result.shape))
         for i, gradient in enumerate(gradients):

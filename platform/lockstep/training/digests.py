@@ -85,34 +85,34 @@ class Digester:
             work = self._workspace[: len(part)]
             torch.sum(work.copy_(part).mul_(self._factors), 1, out=sums[i : i + len(part)])
         if count > full * BLOCK:
-            rest = words[full * BLOCK :]
-            work = self._workspace[0, : rest.numel()]
-            sums[full] = work.copy_(rest).mul_(self._factors[: rest.numel()]).sum()
+            tail = words[full * BLOCK :]
+            work = self._workspace[0, : tail.numel()]
+            sums[full] = work.copy_(tail).mul_(self._factors[: tail.numel()]).sum()
         return sums
 
     def digest(self, tensors: Mapping[str, Tensor], values: Sequence[str] = ()) -> int:
         """The digest of tensors by name, and of lines of values."""
-        (found,) = resolved([[self.summed(name, tensor) for name, tensor in tensors.items()]])
-        return (found + _of_lines(values)) & _MASK
+        (total,) = resolved([[self.summed(name, tensor) for name, tensor in tensors.items()]])
+        return (total + _of_lines(values)) & _MASK
 
 
 def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
     """The digests, each from what its tensors add. Waits for the device once."""
-    there = [one.sums for summed in digests for one in summed if isinstance(one.sums, Tensor)]
+    there = [part.sums for summed in digests for part in summed if isinstance(part.sums, Tensor)]
     flat = torch.cat(there).cpu().numpy().view(np.uint64) if there else np.empty(0, np.uint64)
-    found, at = [], 0
+    results, at = [], 0
     for summed in digests:
         total = 0
-        for one in summed:
-            if isinstance(one.sums, Tensor):
-                blocks = flat[at : at + one.sums.numel()]
+        for part in summed:
+            if isinstance(part.sums, Tensor):
+                blocks = flat[at : at + part.sums.numel()]
                 at += len(blocks)
-                whole = int((blocks * _odd(2**32, len(blocks))).sum(dtype=np.uint64))
+                tensor_sum = int((blocks * _odd(2**32, len(blocks))).sum(dtype=np.uint64))
             else:
-                whole = one.sums
-            total += whole * one.factor + one.term
-        found.append(total & _MASK)
-    return found
+                tensor_sum = part.sums
+            total += tensor_sum * part.factor + part.term
+        results.append(total & _MASK)
+    return results
 
 
 def model_digest(digester: Digester, state: Mapping[str, Any]) -> int:
@@ -122,14 +122,14 @@ def model_digest(digester: Digester, state: Mapping[str, Any]) -> int:
 
 def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
     """The digest of an optimizer's `state_dict`: tensors and values by the keys that lead to them, such as `state/0/exp_avg`."""
-    found: dict[str, Tensor] = {}
+    state_tensors: dict[str, Tensor] = {}
     lines = []
     for path, value in leaves(state, ""):
         if isinstance(value, Tensor):
-            found[path] = value
+            state_tensors[path] = value
         else:
             lines.append(f"{path}={_text(value)}")
-    return digester.digest(found, lines)
+    return digester.digest(state_tensors, lines)
 
 
 def values_digest(tree: Mapping[str, Any]) -> int:
@@ -145,13 +145,13 @@ def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer_digest(digester, saved)
     rank, ranks = optimizer.group.rank, optimizer.group.size
-    places = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
-    mine = optimizer.assembled(saved, {place: i % ranks for i, place in enumerate(places)})
-    whole = [value for _, value in leaves(saved, "")]
+    placeholders = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
+    mine = optimizer.assembled(saved, {placeholder: i % ranks for i, placeholder in enumerate(placeholders)})
+    saved_values = [value for _, value in leaves(saved, "")]
     tensors = {
         path: value
-        for (path, value), before in zip(leaves(mine, ""), whole, strict=True)
-        if isinstance(value, Tensor) and (isinstance(before, Elsewhere) or rank == 0)
+        for (path, value), saved_value in zip(leaves(mine, ""), saved_values, strict=True)
+        if isinstance(value, Tensor) and (isinstance(saved_value, Elsewhere) or rank == 0)
     }
     lines = [
         f"{path}={_text(value)}"
@@ -176,7 +176,7 @@ def check_same_weights(
 ) -> None:
     """Raise DriftError for ranks whose weights differ from rank 0's, and name the first tensor that differs."""
     every = group.gather(tensor_digests(tensors(model)))
-    first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
+    first = next(name for name in every[0] if any(digests.get(name) != every[0][name] for digests in every))
     raise DriftError(
         f"after step {step} ranks {list(strays)} hold other {what} than rank 0, first in {first!r}; this run is void"
     )

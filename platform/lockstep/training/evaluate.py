@@ -92,13 +92,13 @@ class Evaluation:
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
-        own, outputs = self._own_results(model, alive)
+        own_rows, outputs = self._own_results(model, alive)
         totals: dict[str, tuple[float, float]] = {}
-        for rank_rows in self.group.gather(own):
+        for rank_rows in self.group.gather(own_rows):
             for row in rank_rows:
                 for name, (total, weight) in row.items():
-                    before = totals.get(name, (0.0, 0.0))
-                    totals[name] = (before[0] + total, before[1] + weight)
+                    subtotal = totals.get(name, (0.0, 0.0))
+                    totals[name] = (subtotal[0] + total, subtotal[1] + weight)
         metrics = {
             f"eval/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in totals.items()
@@ -112,16 +112,16 @@ class Evaluation:
     def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
         every = self.group.gather_first(own)
-        found: whole_set.WholeSet | None = None
+        result: whole_set.WholeSet | None = None
         wrong: LockstepError | None = None
         if every is not None:
             try:
                 outputs = whole_set.joined([outputs for outputs in every if outputs])
-                found = self._over_all(model, outputs)
+                result = self._over_all(model, outputs)
             except LockstepError as error:
                 wrong = error
-        self.figures = found.figures if found is not None else {}
-        metrics, refusal = self.group.gather((found.metrics if found else {}, wrong))[0]
+        self.figures = result.figures if result is not None else {}
+        metrics, refusal = self.group.gather((result.metrics if result else {}, wrong))[0]
         if refusal is not None:
             raise wrong or refusal
         return dict(metrics)
@@ -152,12 +152,12 @@ class Evaluation:
         self.restore_buffers = KeptBuffers(model).restore
         if not repeat:
             return self._shown(model, *self._computed(model, 0), warn)
-        shown, left, with_it = in_child(partial(self._rehearsed, model, training), self.job)
+        shown, leftovers, with_it = in_child(partial(self._rehearsed, model, training), self.job)
         for text in shown.warnings:
             warn(text)
-        if left:
-            self._check_left(left, with_it, in_child(training, self.job))
-        if handed_on := self._handed_on(model, training, left):
+        if leftovers:
+            self._check_left(leftovers, with_it, in_child(training, self.job))
+        if handed_on := self._handed_on(model, training, leftovers):
             warn(
                 f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
                 "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
@@ -172,12 +172,12 @@ class Evaluation:
         once, outputs = self._computed(model, 0)
         self._check_repeats(model, _texts(once, outputs), before)
         after = memory_of(self.job, model)
-        left = {place: after.values.get(place, "") for place in after.changed_since(before)}
+        leftovers = {place: after.values.get(place, "") for place in after.changed_since(before)}
         check_modes(model)
-        with_it = in_child(training, self.job) if left else []
+        with_it = in_child(training, self.job) if leftovers else []
         warnings: list[str] = []
         shown = self._shown(model, once, outputs, warnings.append)
-        return shown._replace(warnings=warnings), left, with_it
+        return shown._replace(warnings=warnings), leftovers, with_it
 
     def _shown(
         self, model: nn.Module, row: Row, outputs: whole_set.Outputs, warn: Callable[[str], None]
@@ -217,26 +217,26 @@ class Evaluation:
         if not self._repeats:
             return whole_set.compute(self.job, outputs, seed=self.seed)
         before, further = memory_of(self.job, model), [*others()]
-        found = whole_set.compute(self.job, outputs, seed=self.seed)
+        result = whole_set.compute(self.job, outputs, seed=self.seed)
         after = memory_of(self.job, model)
-        changed = after.changed_since(before, beside=found.objects)
+        changed = after.changed_since(before, beside=result.objects)
         if changed:
             self._values = [*self._values, after.values, *further]
-        kept = [place for place in changed if before.keeps(place, after.values, *self._values)]
-        if kept:
+        retained = [place for place in changed if before.keeps(place, after.values, *self._values)]
+        if retained:
             raise JobError(
-                f"evaluation: {named(kept)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
+                f"evaluation: {named(retained)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
                 "worker has it; keep nothing in them: return what is to be recorded, and compute what training goes by in "
                 "job.after_step(model, step), on every worker"
             )
-        return found
+        return result
 
     def _after_others(self, model: nn.Module, outputs: whole_set.Outputs) -> Iterator[Mapping[str, str]]:
         """What the job holds after the whole-set metrics of the first outputs and the last, and after the last alone."""
 
         def values(*every: whole_set.Outputs) -> Mapping[str, str]:
-            for one in every:
-                whole_set.compute(self.job, one, seed=self.seed)
+            for batch_outputs in every:
+                whole_set.compute(self.job, batch_outputs, seed=self.seed)
             return memory_of(self.job, model).values
 
         _, last = self._computed(model, self._last)
@@ -247,9 +247,9 @@ class Evaluation:
         self, left: Mapping[str, str], with_it: list[dict[str, str]], without: list[dict[str, str]]
     ) -> None:
         """Refuse what evaluation leaves behind if the results of the first micro-batch of training depend on it."""
-        for one, other in zip(with_it, without, strict=True):
-            for name in {**one, **other}:
-                if one.get(name) != other.get(name):
+        for with_values, without_values in zip(with_it, without, strict=True):
+            for name in {**with_values, **without_values}:
+                if with_values.get(name) != without_values.get(name):
                     raise JobError(
                         f"evaluation: {named([*left])} is left behind by an evaluation, and {name} of the first training micro-batch "
                         "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
@@ -288,21 +288,21 @@ class Evaluation:
 
         `once` are its first results, `held` what the job held before them.
         """
-        own = OwnGenerators({"eval_data": self.batches.samples})
+        generators = OwnGenerators({"eval_data": self.batches.samples})
         again = _texts(*self._computed(model, 0))
-        own.look()
+        generators.look()
         between = memory_of(self.job, model)
         if self._last:
             self._computed(model, self._last)
-            own.look()
+            generators.look()
         third = _texts(*self._computed(model, 0))
-        own.look()
-        if gone_on := own.gone_on():
+        generators.look()
+        if gone_on := generators.gone_on():
             self._computed(model, 0)
-            own.look()
-            own.refuse(gone_on)
-        for one, other, before in ((again, third, between), (once, again, held)):
-            metric = next((name for name, value in one.items() if other.get(name) != value), None)
+            generators.look()
+            generators.refuse(gone_on)
+        for first, second, before in ((again, third, between), (once, again, held)):
+            metric = next((name for name, value in first.items() if second.get(name) != value), None)
             if metric is not None:
                 raise self._differs(metric, memory_of(self.job, model).changed_since(before))
 
@@ -338,9 +338,9 @@ class Evaluation:
             # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
             with nullcontext() if any(map(has_own_train, model.modules())) else evaluating(model):
                 for i, batch in zip(self.assigned, loader, strict=True):
-                    found, given = self._results(model, i, batch)
-                    means.append(found)
-                    outputs.append(given)
+                    batch_means, batch_outputs = self._results(model, i, batch)
+                    means.append(batch_means)
+                    outputs.append(batch_outputs)
                     alive()
         finally:
             loader.close()
@@ -367,10 +367,10 @@ class Evaluation:
                     outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
                 parameters.check(where)
                 means = means_of(loss, further) if self._has_loss else means_alone(further)
-                own = {name: _own(mean) for name, mean in means.items()}
+                copies = {name: _own(mean) for name, mean in means.items()}
         finally:
             self.restore_buffers()
-        return own, outputs
+        return copies, outputs
 
 
 def check_modes(model: nn.Module) -> None:
@@ -383,11 +383,11 @@ def check_modes(model: nn.Module) -> None:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.rand_like(parameter))
-        before = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
+        digests = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
         with evaluating(model):
             pass
         for name, parameter in model.named_parameters():
-            if tensor_digest(parameter) != before[name]:
+            if tensor_digest(parameter) != digests[name]:
                 raise JobError(
                     f"job.model: parameter {name!r} has other bits after train() and eval() of its modules, so the weights would depend on how "
                     "often its worker evaluates; add nothing to weights in evaluation mode (in loralib merge_weights=False)"

@@ -164,10 +164,10 @@ def _on_device(values: list[Tensor | float], device: torch.device) -> Tensor:
     pinned = device.type == "cuda"
     numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
     message = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
-    held = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
-    if held:
-        places = torch.tensor(list(held), pin_memory=pinned).to(device, non_blocking=True)
-        losses = torch.stack([value.to(device, torch.float64).reshape(()) for value in held.values()])
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
+    if tensors:
+        places = torch.tensor(list(tensors), pin_memory=pinned).to(device, non_blocking=True)
+        losses = torch.stack([value.to(device, torch.float64).reshape(()) for value in tensors.values()])
         message.index_copy_(0, places, losses)
     return message
 

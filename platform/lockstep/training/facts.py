@@ -47,7 +47,7 @@ from lockstep.training.settings import Settings
 def _own_fields(job: Job) -> dict[str, Any]:
     """What a job adds to the identity. JobError where it fails, returns no mapping or what cannot be looked into."""
     try:
-        own = {str(name): tree_of(value) for name, value in job.identity().items()}
+        fields = {str(name): tree_of(value) for name, value in job.identity().items()}
     except UnreadableError as error:
         raise JobError(
             f"job.identity: gave a {error.kind}, whose content cannot be read ({error.reason}); "
@@ -55,7 +55,7 @@ def _own_fields(job: Job) -> dict[str, Any]:
         ) from error
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "in identity") from error
-    return {f"job.identity.{name}": value for name, value in own.items()}
+    return {f"job.identity.{name}": value for name, value in fields.items()}
 
 
 def facts_of(
@@ -131,12 +131,12 @@ def _left_out(without: str) -> dict[str, str]:
 def _fingerprints(spec: Spec, batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
     """Fingerprints of the data, as fields `data.train.…` and `data.eval.…`."""
     without = {"train": LeftOut(spec.data.without), "eval": LeftOut(None)}
-    found = dict[str, Any]()
+    fingerprints = dict[str, Any]()
     for name, data, size in _data_sets(batches, evaluate):
         with job_at(f"in fingerprint of {name}_data"):
             fields = fingerprint(data.samples, size, data.seed, without[name].has_one)
-        found |= {f"data.{name}.{field}": value for field, value in fields.items()}
-    return found
+        fingerprints |= {f"data.{name}.{field}": value for field, value in fields.items()}
+    return fingerprints
 
 
 def _data_sets(batches: MicroBatches, evaluate: Evaluation | None) -> Iterator[tuple[str, MicroBatches, int]]:
@@ -149,15 +149,15 @@ def leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str]
     """The number of evaluation samples that are training samples too, with a warning if any; None where they are not compared."""
     if eval_data is None:
         return None
-    found = find_leakage(train_data, eval_data, seed)
-    if found is None:
+    leakage = find_leakage(train_data, eval_data, seed)
+    if leakage is None:
         return None
-    if found.rows:
+    if leakage.rows:
         drawn = "" if is_table(train_data) else " (both are opened under one seed: what both draw is equal)"
         warn(
-            f"data: {found.described(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
+            f"data: {leakage.described(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
         )
-    return found.rows
+    return leakage.rows
 
 
 def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:
@@ -173,8 +173,8 @@ def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:
 def check_agreed(group: Group, own: dict[str, Any], spec: Spec) -> None:
     """Refuse to train where ranks differ in anything that enters the identity."""
     every = group.gather(own)
-    for rank, other in enumerate(every):
-        for name, first, second in differences(every[0], other):
+    for rank, fields in enumerate(every):
+        for name, first, second in differences(every[0], fields):
             if spec.determinism == "strict":
                 raise DriftError(
                     f"{name}: rank 0 has {shown(first)}, rank {rank} has {shown(second)}; {_advice(name)}"

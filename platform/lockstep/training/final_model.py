@@ -49,8 +49,8 @@ def _traced(model: nn.Module, arguments: tuple[Any, ...], folder: Path) -> Final
         output = _computed(model, argument)
         rows = {0: torch.export.Dim.AUTO}
         graph = torch.export.export(model, (argument,), dynamic_shapes=(rows,))
-        found = _computed(graph.module(), argument)
-    if weights_digest({"": found}) != weights_digest({"": output}):
+        traced_output = _computed(graph.module(), argument)
+    if weights_digest({"": traced_output}) != weights_digest({"": output}):
         raise ValueError(
             "on the example input, the traced graph gives other bits than the trained model; look for what forward does otherwise when "
             "it is traced"

@@ -34,8 +34,8 @@ def held_bytes(device: torch.device) -> int:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux: the peak is good enough for a trend
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return int(found.get("RssAnon", found["VmRSS"]).split()[0]) * 1024
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return int(fields.get("RssAnon", fields["VmRSS"]).split()[0]) * 1024
 
 
 class Holding(NamedTuple):
@@ -59,16 +59,16 @@ class Growth:
 
     def look(self, step: int) -> tuple[int, str]:
         """The bytes held after a step, and a line about what keeps graphs alive: once, else empty."""
-        now = held_bytes(self._device)
+        bytes_now = held_bytes(self._device)
         if self._reported:
-            return now, ""
-        self._looks.append((step, now))
+            return bytes_now, ""
+        self._looks.append((step, bytes_now))
         first = self._began()
-        if self._before is None and now - self._looks[first][1] < self._least:
-            return now, ""
+        if self._before is None and bytes_now - self._looks[first][1] < self._least:
+            return bytes_now, ""
         if self._before is None and len(self._looks) - first <= LOOKS:
-            return now, ""
-        return now, self._searched(first)
+            return bytes_now, ""
+        return bytes_now, self._searched(first)
 
     def _began(self) -> int:
         """The index of the look since which memory has never fallen."""
@@ -78,20 +78,22 @@ class Growth:
         return i
 
     def _searched(self, first: int) -> str:
-        before, found = self._before, holdings()
-        if before is None:
-            self._before = {id(one.holder): one.nodes for one in found}
+        previous, current = self._before, holdings()
+        if previous is None:
+            self._before = {id(holding.holder): holding.nodes for holding in current}
             return ""
         self._before = None
-        grown = [one for one in found if one.nodes > before.get(id(one.holder), one.nodes)]
-        (began, held), (step, now) = self._looks[first], self._looks[-1]
+        grown = [
+            holding for holding in current if holding.nodes > previous.get(id(holding.holder), holding.nodes)
+        ]
+        (began, bytes_then), (step, bytes_now) = self._looks[first], self._looks[-1]
         if not grown:
-            self._least = 2 * max(self._least, now - held)
+            self._least = 2 * max(self._least, bytes_now - bytes_then)
             return ""
-        most = max(grown, key=lambda one: one.nodes)
+        most = max(grown, key=lambda holding: holding.nodes)
         self._reported = True
         return (
-            f"{held / 1e6:.0f} MB after step {began} and {now / 1e6:.0f} MB after step {step}: {name_of(most, [found, grown])} keeps "
+            f"{bytes_then / 1e6:.0f} MB after step {began} and {bytes_now / 1e6:.0f} MB after step {step}: {name_of(most, [current, grown])} keeps "
             f"{len(most.tensors)} tensors alive with their graphs, of {most.nodes} nodes, and more each time"
         )
 
@@ -99,28 +101,28 @@ class Growth:
 def holdings() -> list[Holding]:
     """The objects that keep tensors alive which have a graph, those with the most first."""
     kinds = _kinds_of_tensors()
-    alive = [one for one in gc.get_objects() if type(one) in kinds and _has_graph(one)]
+    alive = [item for item in gc.get_objects() if type(item) in kinds and _has_graph(item)]
     if not alive:
         return []
     del alive[_MOST_TENSORS:]
     numbers = {id(tensor) for tensor in alive}
-    found = []
+    result = []
     for holder in gc.get_referrers(*alive):
         if holder is alive or isinstance(holder, FrameType | Tensor):
             continue
-        held = [one for one in _within(holder) if id(one) in numbers]
-        found.append(Holding(holder, held, _nodes(held)))
-    return sorted(found, key=lambda one: -one.nodes)[:_MOST_HOLDERS]
+        tensors = [item for item in _within(holder) if id(item) in numbers]
+        result.append(Holding(holder, tensors, _nodes(tensors)))
+    return sorted(result, key=lambda item: -item.nodes)[:_MOST_HOLDERS]
 
 
 def _kinds_of_tensors() -> set[type]:
     """Tensor and all its subclasses: for 300 000 objects a lookup in a set takes half as long as `issubclass`."""
-    found, waiting = set[type](), list[type]([Tensor])
+    kinds, waiting = set[type](), list[type]([Tensor])
     while waiting:
         kind = waiting.pop()
-        found.add(kind)
-        waiting += set(type.__subclasses__(kind)) - found
-    return found
+        kinds.add(kind)
+        waiting += set(type.__subclasses__(kind)) - kinds
+    return kinds
 
 
 def _has_graph(tensor: Tensor) -> bool:
@@ -142,28 +144,28 @@ def _within(holder: Any) -> Iterable[Any]:
 def _nodes(tensors: Iterable[Tensor]) -> int:
     """The nodes of the graphs of some tensors, each once."""
     waiting = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
+    visited: set[Any] = set()
+    while waiting and len(visited) < _MOST_NODES:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             waiting += [following for following, _ in node.next_functions]
-    return len(seen)
+    return len(visited)
 
 
 def name_of(holding: Holding, own: Sequence[Any]) -> str:
     """What keeps the tensors alive, as an attribute or variable of its owner where that is known. `own` are the caller's lists, to be ignored."""
-    holder, tensor = holding.holder, max(holding.tensors, key=lambda one: _nodes([one]))
+    holder, tensor = holding.holder, max(holding.tensors, key=lambda item: _nodes([item]))
     kind = type(holder).__name__
     direct = _held_by(holder, tensor)
     if direct:
         return direct
     for owner in gc.get_referrers(holder):
-        if owner is holding or isinstance(owner, FrameType) or any(owner is one for one in own):
+        if owner is holding or isinstance(owner, FrameType) or any(owner is item for item in own):
             continue
-        found = _held_by(owner, holder)
-        if found:
-            return f"the {kind} {found}"
+        description = _held_by(owner, holder)
+        if description:
+            return f"the {kind} {description}"
     return f"a {kind} whose owner is not known"
 
 
@@ -176,16 +178,16 @@ def _held_by(owner: Any, held: Any) -> str:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module) is owner:
             return f"{name!r} of module {module.__name__!r}"
-    for one in gc.get_referrers(owner):
-        if not isinstance(one, FrameType) and _attributes(one) is owner:
-            return f"{name!r} of an object of class {type(one).__name__!r}"
+    for referrer in gc.get_referrers(owner):
+        if not isinstance(referrer, FrameType) and _attributes(referrer) is owner:
+            return f"{name!r} of an object of class {type(referrer).__name__!r}"
     return ""
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
     """The attributes of `owner`, bypassing any attribute access that its class defines."""
     try:
-        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return found
+    return attributes

@@ -89,10 +89,10 @@ def places_here() -> dict[str, Any]:
 def completed(fields: Mapping[str, Any], saved: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
     """The fields of an identity, with those that another process of the run has found and this one has not met yet: what they are here."""
     late = [name.removeprefix(VARIABLE) for name in saved if name.startswith(VARIABLE) and name not in fields]
-    here = {f"{VARIABLE}{name}": variable_tree(name, value) for name, value in held_now(late).items()}
+    current = {f"{VARIABLE}{name}": variable_tree(name, value) for name, value in held_now(late).items()}
     files = [path for path in recorded_beside(saved) if path not in recorded_beside(fields)]
     read = contents_here([name for name in saved if name.startswith(FILE) and name not in fields], spec)
-    return {**here, **read, **source_fields(files_here(spec.job.use, files)), **fields}
+    return {**current, **read, **source_fields(files_here(spec.job.use, files)), **fields}
 
 
 def differing(saved: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Difference]:
@@ -146,19 +146,19 @@ class Inputs:
         environment = facts["environment"]
         facts["environment"] = {**environment, MOVED: {**places, **environment[MOVED]}}
         files = self._new_files()
-        found = {
+        new_fields = {
             name: tree
             for name, tree in {**deciding, **source_fields(files)}.items()
             if name not in facts["fields"]
         }
-        self._add(facts, found, step, tell, files)
+        self._add(facts, new_fields, step, tell, files)
 
     def agree(self, group: Group, facts: dict[str, Any], step: int, tell: Tell) -> None:
         """Add what any rank has found. All ranks call it, before what they have is saved. DriftError where two of them differ in it."""
         if group.size == 1:
             return
-        own = {name: tree for name, tree in facts["fields"].items() if name.startswith(VARIABLE)}
-        every: list[dict[str, Any]] = group.gather(own)
+        own_fields = {name: tree for name, tree in facts["fields"].items() if name.startswith(VARIABLE)}
+        every: list[dict[str, Any]] = group.gather(own_fields)
         together: dict[str, Any] = {}
         for rank, fields in enumerate(every):
             for name, tree in fields.items():
@@ -167,7 +167,9 @@ class Inputs:
                         f"{name}: rank {rank} has read {shown(tree)}, a rank before it {shown(together[name])}; give every worker the same variables, "
                         "or have the job declare it in placement_variables"
                     )
-        self._add(facts, {name: tree for name, tree in together.items() if name not in own}, step, tell, {})
+        self._add(
+            facts, {name: tree for name, tree in together.items() if name not in own_fields}, step, tell, {}
+        )
 
     def _new_files(self) -> dict[str, bytes]:
         """The files of modules that were imported since the last look, and that no distribution has installed."""

@@ -60,7 +60,7 @@ def is_unsaid(data: Any) -> bool:
 
 def _of_neighbours(keys: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of the same global batch, cut into neighbours in its order."""
-    ids = [one for across in zip(*(key.ids for key in keys), strict=True) for one in across]
+    ids = [sample_id for across in zip(*(key.ids for key in keys), strict=True) for sample_id in across]
     size = len(keys[0].ids)
     return [key._replace(ids=ids[i * size : (i + 1) * size], due=()) for i, key in enumerate(keys)]
 

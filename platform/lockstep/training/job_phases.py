@@ -47,19 +47,19 @@ class ModelPhase:
 
 def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
     """The phases of a step, in order. JobError where a phase is invalid, or a parameter that requires a gradient is in none."""
-    own = own_phases(job)
+    declared = own_phases(job)
     asking = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not own:
+    if not declared:
         return (ModelPhase("", lambda model, batch: job.loss(model, batch), tuple(asking)),)
-    found = tuple(_on_model(phase, own, model, asking) for phase in own)
-    learning = {name for phase in found for name in phase.names}
+    phases = tuple(_on_model(phase, declared, model, asking) for phase in declared)
+    learning = {name for phase in phases for name in phase.names}
     missing = [name for name in asking if name not in learning]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise JobError(
             f"job.phases: parameter {missing[0]!r}{others} is in no phase and would never learn; add it to one, or set requires_grad to False"
         )
-    return found
+    return phases
 
 
 def own_phases(job: Job) -> list[Phase]:
@@ -67,32 +67,32 @@ def own_phases(job: Job) -> list[Phase]:
     if not overrides(job, "phases"):
         return []
     with job_at("while its phases were asked for"):
-        given: Any = job.phases()
-    if not isinstance(given, list | tuple) or not all(isinstance(phase, Phase) for phase in given):
-        raise JobError(f"job.phases: returned {type(given).__name__}, wanted a list of lockstep.Phase")
-    names = [phase.name for phase in given]
+        phases: Any = job.phases()
+    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
+        raise JobError(f"job.phases: returned {type(phases).__name__}, wanted a list of lockstep.Phase")
+    names = [phase.name for phase in phases]
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise JobError(f"job.phases: got the name {name!r}, wanted letters, digits, '_', '-' and '.'")
     if len(set(names)) < len(names):
         raise JobError(f"job.phases: got the names {names}, wanted each once")
-    return list(given)
+    return list(phases)
 
 
 def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: list[str]) -> ModelPhase:
-    names = [one.name for one in every]
+    names = [candidate.name for candidate in every]
     if phase.draws_as is not None and phase.draws_as not in names:
         raise JobError(
             f"job.phases: phase {phase.name!r} draws as {phase.draws_as!r}, which is none of {names}"
             f"{nearest(phase.draws_as, names)}"
         )
     chosen = selected(model, phase.parameters, f"job.phases: the parameters of phase {phase.name!r}")
-    own = tuple(name for name in chosen if name in asking)
-    if not own:
+    trainable = tuple(name for name in chosen if name in asking)
+    if not trainable:
         raise JobError(
             f"job.phases: no parameter of phase {phase.name!r} asks for a gradient; there is nothing to train"
         )
-    return ModelPhase(phase.name, phase.loss, own, (phase.draws_as or phase.name,), phase.optimizer)
+    return ModelPhase(phase.name, phase.loss, trainable, (phase.draws_as or phase.name,), phase.optimizer)
 
 
 def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
@@ -102,16 +102,20 @@ def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     chosen: set[str] = set()
-    for wanted in names:
-        if not isinstance(wanted, str):
-            raise JobError(f"{label}: got a {type(wanted).__name__}, wanted names of parameters or modules")
-        own = {name for full, name in every.items() if full == wanted or full.startswith(f"{wanted}.")}
-        if not own:
-            known = [*every, *(module for module, _ in model.named_modules() if module)]
+    for requested in names:
+        if not isinstance(requested, str):
             raise JobError(
-                f"{label}: the model has no parameter and no module with parameters named {wanted!r}{nearest(wanted, known)}"
+                f"{label}: got a {type(requested).__name__}, wanted names of parameters or modules"
             )
-        chosen |= own
+        matches = {
+            name for full, name in every.items() if full == requested or full.startswith(f"{requested}.")
+        }
+        if not matches:
+            candidates = [*every, *(module for module, _ in model.named_modules() if module)]
+            raise JobError(
+                f"{label}: the model has no parameter and no module with parameters named {requested!r}{nearest(requested, candidates)}"
+            )
+        chosen |= matches
     return [name for name in first.values() if name in chosen]
 
 
@@ -120,15 +124,15 @@ def check_combination(job: Job, spec: Spec) -> None:
     phased, rests = bool(own_phases(job)), overrides(job, "frozen_parameters")
     if not phased and not rests:
         return
-    has = "phases" if phased else "frozen_parameters"
+    feature = "phases" if phased else "frozen_parameters"
     if spec.optimizer.sharded:
         raise SpecError(
-            f"optimizer.sharded: got true, and the job has {has}: only one optimizer that updates all its parameters in every step is "
+            f"optimizer.sharded: got true, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
             "shared out; set optimizer.sharded=false"
         )
     if spec.reduction == "native":
         raise SpecError(
-            f"reduction: got 'native', and the job has {has}: their gradients are summed along the exact tree alone; set reduction=exact"
+            f"reduction: got 'native', and the job has {feature}: their gradients are summed along the exact tree alone; set reduction=exact"
         )
     if phased and spec.recheck:
         raise SpecError(
@@ -162,13 +166,13 @@ class FrozenRule:
             return frozenset()
         seed_all(self._seed, "frozen", step - 1)
         with job_at(f"while it was asked what rests in step {step}"):
-            given = self._job.frozen_parameters(self._model, step)
-            names = given if isinstance(given, str) else tuple(given)
-        found = self._known.get(names) if all(isinstance(name, str) for name in names) else None
-        if found is None:
+            returned = self._job.frozen_parameters(self._model, step)
+            names = returned if isinstance(returned, str) else tuple(returned)
+        frozen = self._known.get(names) if all(isinstance(name, str) for name in names) else None
+        if frozen is None:
             label = f"job.frozen_parameters (step {step})"
-            found = self._known[names] = frozenset(selected(self._model, names, label))
-        return found
+            frozen = self._known[names] = frozenset(selected(self._model, names, label))
+        return frozen
 
     def check(self, total: int, learning: Iterable[str]) -> None:
         """Ask for the first steps and the last one, twice. JobError where the answers differ, or where nothing of `learning` is left."""
@@ -243,8 +247,8 @@ class PhaseSchedules:
         return {name: schedule.standing(update) for name, schedule in self.by_phase.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        found = {name: schedule.state_dict() for name, schedule in self.by_phase.items()}
-        return {name: state for name, state in found.items() if state}
+        states = {name: schedule.state_dict() for name, schedule in self.by_phase.items()}
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
         for name, schedule in self.by_phase.items():

@@ -27,17 +27,17 @@ def layer_groups(names: Sequence[str]) -> dict[str, list[int]]:
     first level gives more, neighbours are merged, as `first-last`. A parameter of the model itself is a group by its own name.
     """
     paths = [name.split(".")[:-1] or [name] for name in names]
-    found: dict[str, list[int]] = {}
+    finest: dict[str, list[int]] = {}
     for levels in range(1, max(map(len, paths), default=0) + 1):
         groups: dict[str, list[int]] = {}
         for i, path in enumerate(paths):
             groups.setdefault(".".join(path[:levels]), []).append(i)
-        if len(groups) > MOST_GROUPS and found:
+        if len(groups) > MOST_GROUPS and finest:
             break
-        found = groups
+        finest = groups
         if len(groups) > MOST_GROUPS:
             return _taken_together(groups)
-    return found
+    return finest
 
 
 def _taken_together(groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -101,11 +101,11 @@ class LayerFlow:
         out where these are all zero. `silent_units` is the share of units of linear and convolutional layers whose weights have a gradient of
         exactly zero.
         """
-        before, self._before = self._before, []
-        if not before:
+        deltas, self._before = self._before, []
+        if not deltas:
             return {}
-        torch._foreach_sub_(before, [parameter.detach() for parameter in self._parameters])
-        updates, values = self._norm.squares(before), dict[str, float]()
+        torch._foreach_sub_(deltas, [parameter.detach() for parameter in self._parameters])
+        updates, values = self._norm.squares(deltas), dict[str, float]()
         for group, members in self.groups.items():
             values[f"layers/{group}/gradient_norm"] = added(self._gradients[i] for i in members)
             weights = added(self._weights[i] for i in members)

@@ -250,8 +250,8 @@ def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
 
 def goes_on(run: Run, requests: Requests) -> bool:
     """Whether to go on; `requests.go_on` may wait. All ranks leave together: one that left alone would break the others' next collective."""
-    own = requests.go_on() if run.group.rank == 0 else True
-    return bool(run.group.gather(own)[0])
+    decision = requests.go_on() if run.group.rank == 0 else True
+    return bool(run.group.gather(decision)[0])
 
 
 def catch_up(run: Run, tell: Tell) -> bool:
@@ -311,7 +311,7 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
 def tell_unripe_average(run: Run, tell: Tell) -> None:
     """Warn, once, where an evaluation decides what is kept and the average that it judges is not one yet."""
     rules = {"early_stop": run.spec.early_stop, "checkpoint.keep_best": run.spec.checkpoint.keep_best}
-    rule = next((name for name, one in rules.items() if one is not None), None)
+    rule = next((name for name, value in rules.items() if value is not None), None)
     if rule is not None and run.state.average is not None:
         for text in run.state.average.told_where_it_decides(run.state.counters.updates, rule):
             tell(Warned(text))
@@ -358,8 +358,8 @@ def kept_in(run: Run, seat: Seat) -> Path | None:
         return None
     if seat.origin.saves:
         return run.spec.folder / seat.requests.run_id()
-    wanted = seat.origin.replay.weights if seat.origin.replay is not None else None
-    return None if wanted is None else Path(wanted)
+    folder = seat.origin.replay.weights if seat.origin.replay is not None else None
+    return None if folder is None else Path(folder)
 
 
 def _beside(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -409,7 +409,7 @@ def _common_digest(run: Run, what: str) -> str:
     state = run.state.model.state_dict()
     digests = run.group.gather(weights_digest(state))
     if len(set(digests)) > 1:
-        strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         check_same_weights(run.group, run.state.model, run.state.counters.step, strays, what)
     return str(digests[0])
 

@@ -23,8 +23,8 @@ def means_of(loss: object, further: object) -> dict[str, Mean]:
             f"job.loss: returned {type(loss).__name__} in evaluation, wanted lockstep.Loss(total, weight) as in training"
         )
     check_parts("job.loss", loss.parts)
-    own = {"loss": Mean(loss.total, loss.weight), **loss.parts}
-    return {**own, **means_alone(further, own)}
+    means = {"loss": Mean(loss.total, loss.weight), **loss.parts}
+    return {**means, **means_alone(further, means)}
 
 
 def check_form(loss: object, label: str, where: str = "") -> None:

@@ -90,13 +90,13 @@ class Meeting:
         """The seat in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
         with self._lock:
             self._group = None
-        own = Rendezvous(self._host, self._secret)
-        self._client.arrive(self._attempt, Arrival(progress, self._host, own.port))
+        rendezvous = Rendezvous(self._host, self._secret)
+        self._client.arrive(self._attempt, Arrival(progress, self._host, rendezvous.port))
         while (answer := self._client.ask(self._attempt)) is None:
             time.sleep(ASK_S)
         if isinstance(answer, Formation):
-            return self._connected(seat, answer, own)
-        own.close()
+            return self._connected(seat, answer, rendezvous)
+        rendezvous.close()
         if isinstance(answer, Dismissed):
             raise LeftError("this worker leaves the run, which the others go on with")
         return None

@@ -66,8 +66,12 @@ def optimizer_bytes(optimizer: Optimizers) -> int:
     """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part."""
     states = [
         state
-        for one in optimizers_of(optimizer).values()
-        for state in (one.own_state() if isinstance(one, ShardedOptimizer) else one.state).values()
+        for phase_optimizer in optimizers_of(optimizer).values()
+        for state in (
+            phase_optimizer.own_state()
+            if isinstance(phase_optimizer, ShardedOptimizer)
+            else phase_optimizer.state
+        ).values()
     ]
     return sum(tensor.nbytes for tensor in tensors_in(states))
 
@@ -80,7 +84,7 @@ def average_bytes(state: TrainState) -> int:
 def checkpoint_bytes(state: TrainState) -> int:
     """Bytes of the tensors that a checkpoint of `state` holds."""
     packed = (pack(tree, section) for section, tree in state.sections().items())
-    return sum(tensor.nbytes for one in packed for tensor in one.tensors.values())
+    return sum(tensor.nbytes for part in packed for tensor in part.tensors.values())
 
 
 def sums_held(assigned: range, leaves: int) -> int:
@@ -93,14 +97,16 @@ def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int
     if spec.reduction != "exact":
         return 0
     ranges = worker_ranges(micro_batches, workers)
-    return gradients * max(sums_held(own, micro_batches) for own in ranges)
+    return gradients * max(sums_held(worker_range, micro_batches) for worker_range in ranges)
 
 
 def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
     """Bytes of DDP's buckets, which exist beside the gradients of all but the last micro-batch, and of the messages of two of them."""
     if workers == 1:
         return 0
-    sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))
+    sums = max(
+        len(nodes(worker_range, micro_batches)) for worker_range in worker_ranges(micro_batches, workers)
+    )
     bucket = min(gradients, int(spec.workers.bucket_mb * 2**20))
     return gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
 

@@ -46,7 +46,9 @@ class Modes:
         was = self._by_id()
         named = self._model.named_modules()
         differing = (
-            name or "the model" for name, one in named if was.get(id(one), one.training) != one.training
+            name or "the model"
+            for name, module in named
+            if was.get(id(module), module.training) != module.training
         )
         return next(differing, "")
 
@@ -58,7 +60,7 @@ class Modes:
             if was.get(id(module), module.training) == module.training or name.startswith(resting):
                 continue
             parameters = list(module.parameters())
-            if not parameters or any(one.requires_grad for one in parameters):
+            if not parameters or any(parameter.requires_grad for parameter in parameters):
                 return name or "the model"
             resting += (f"{name}.",)
         return ""
@@ -102,7 +104,7 @@ def enter_training(model: nn.Module) -> None:
 def learning_in_evaluation_mode(model: nn.Module) -> list[str]:
     """A warning where a part that learns was returned in evaluation mode, and has dropout or batch norm, which a loop's `train()` would turn on."""
     names = [name for name, module in model.named_modules() if _rests_as_a_whole(module)]
-    names = [name for name in names if not any(has_own_train(one) for one in _above(model, name))]
+    names = [name for name in names if not any(has_own_train(ancestor) for ancestor in _above(model, name))]
     if model.training is False or not names:
         return []
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -117,10 +119,10 @@ def _rests_as_a_whole(module: nn.Module) -> bool:
     if module.training or not any(parameter.requires_grad for parameter in module.parameters()):
         return False
     return any(
-        (isinstance(one, _ANY_DROPOUT) and one.p > 0)
-        or (isinstance(one, _ANY_BATCH_NORM) and one.track_running_stats)
-        for one in module.modules()
-        if one is not module and not one.training
+        (isinstance(submodule, _ANY_DROPOUT) and submodule.p > 0)
+        or (isinstance(submodule, _ANY_BATCH_NORM) and submodule.track_running_stats)
+        for submodule in module.modules()
+        if submodule is not module and not submodule.training
     )
 
 
@@ -169,9 +171,9 @@ class ModuleSettings:
     def followed(self) -> Iterator[None]:
         """Note what the block changes. It compares objects by identity: this runs once a step, for a thousand modules."""
         attributes = [vars(module) for module in self._modules.values()]
-        before = [held.copy() for held in attributes]
+        copies = [namespace.copy() for namespace in attributes]
         yield
-        for name, now, was in zip(self._modules, attributes, before, strict=True):
+        for name, now, was in zip(self._modules, attributes, copies, strict=True):
             if len(now) == len(was) and all(map(is_, now.values(), was.values())):
                 continue
             for key, value in now.items():

@@ -139,12 +139,12 @@ def added(squares: Iterable[float]) -> float:
 
 def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:
     """The blocks of all parameters by the width of the row that each is put into."""
-    found: dict[int, list[_Piece]] = {}
+    pieces: dict[int, list[_Piece]] = {}
     for p, parameter in enumerate(parameters):
         for block, start in enumerate(range(0, parameter.numel(), BLOCK)):
             piece = _Piece(p, block, min(BLOCK, parameter.numel() - start))
-            found.setdefault(next(width for width in _WIDTHS if width >= piece.length), []).append(piece)
-    return found
+            pieces.setdefault(next(width for width in _WIDTHS if width >= piece.length), []).append(piece)
+    return pieces
 
 
 def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:

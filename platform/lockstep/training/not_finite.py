@@ -65,8 +65,8 @@ class Found:
             return f"step {self.step}: {self.evidence}"
         where = f"module {self.module}" if self.module else "the loss"
         where = "backward" if self.phase == "backward" else f"the forward of {where}"
-        made = f"{self.operator} in {where}" if self.operator else "its gradient"
-        return f"step {self.step}, micro-batch {self.micro_batch}: the first value that is not finite comes from {made}; {self.evidence}"
+        source = f"{self.operator} in {where}" if self.operator else "its gradient"
+        return f"step {self.step}, micro-batch {self.micro_batch}: the first value that is not finite comes from {source}; {self.evidence}"
 
 
 @contextmanager
@@ -86,9 +86,9 @@ def looked_into(run: Run, tell: Tell, origin: AttemptOrigin | None) -> Iterator[
 def _look(run: Run, error: NumericsError, tell: Tell) -> None:
     try:
         if run.group.rank == 0:
-            found = find(run, error)
-            tell(Document(NAME, json.dumps(asdict(found), indent=1) + "\n"))
-            tell(Warned(f"{found} ({NAME} has the details)"))
+            finding = find(run, error)
+            tell(Document(NAME, json.dumps(asdict(finding), indent=1) + "\n"))
+            tell(Warned(f"{finding} ({NAME} has the details)"))
     except Exception as failure:  # noqa: BLE001 - the run's own error is the one to report, whatever goes wrong here
         tell(Warned(f"what was not finite could not be looked into: {' '.join(str(failure).split())}"))
     with suppress(RuntimeError, LockstepError):  # a rank was lost meanwhile, and nothing is left to do
@@ -98,11 +98,11 @@ def _look(run: Run, error: NumericsError, tell: Tell) -> None:
 def find(run: Run, error: NumericsError) -> Found:
     """The first operator of the step that made a value that is not finite, and what caused it."""
     assert error.step is not None
-    until, found = time.monotonic() + LONGEST_S, Found(run.plan.position(error.step).number)
+    until, finding = time.monotonic() + LONGEST_S, Found(run.plan.position(error.step).number)
     bad_weights = _not_finite(dict(run.state.model.state_dict()))
     for key in _keys(run, error):
         if time.monotonic() > until:
-            found.evidence = f"after {LONGEST_S:g} s no micro-batch with such a value was found"
+            finding.evidence = f"after {LONGEST_S:g} s no micro-batch with such a value was found"
             break
         batch = next(Loader(run.batches, [key], run.group.device))
         if batch is None:  # data.without leaves it no sample
@@ -110,14 +110,16 @@ def find(run: Run, error: NumericsError) -> Found:
         look = _computed(run, error.phase, key, batch, until)
         if not look.bad:
             continue
-        found.micro_batch, found.samples = key.micro_batch, [int(i) for i in key.ids]
-        found.operator, found.module, found.phase = look.operator, look.module, look.phase
-        found.brought_by, found.evidence = _brought_by(run, error.phase, key, batch, look, bad_weights, until)
+        finding.micro_batch, finding.samples = key.micro_batch, [int(i) for i in key.ids]
+        finding.operator, finding.module, finding.phase = look.operator, look.module, look.phase
+        finding.brought_by, finding.evidence = _brought_by(
+            run, error.phase, key, batch, look, bad_weights, until
+        )
         if error.phase:
-            found.evidence = f"in phase {error.phase!r}; {found.evidence}"
-        found.batch = _kept(batch)
+            finding.evidence = f"in phase {error.phase!r}; {finding.evidence}"
+        finding.batch = _kept(batch)
         break
-    return found
+    return finding
 
 
 def _keys(run: Run, error: NumericsError) -> list[MicroBatch]:
@@ -187,7 +189,7 @@ def _computed(
             total = total if plainly else state.precision.scaled(total)
             # Not backward(): DDP's hooks on the parameters would wait for the other ranks.
             gradients = torch.autograd.grad(total, phase.parameters, allow_unused=True)
-        if not look.bad and any(one is not None and _has_bad(one) for one in gradients):
+        if not look.bad and any(gradient is not None and _has_bad(gradient) for gradient in gradients):
             look.bad = True
     finally:
         for hook in hooks:

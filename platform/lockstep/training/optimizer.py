@@ -27,37 +27,39 @@ def make_optimizer(job: Job, model: nn.Module, spec: Optimizer, group: Group | N
     phases = phases_of(job, model)
     if phases[0].name:
         return PhaseOptimizers(_of_phases(phases, model, spec))
-    whole = _whole_optimizer(job, model, spec)
+    optimizer = _whole_optimizer(job, model, spec)
     if not spec.sharded:
-        return whole
+        return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
-    check_shardable(whole)
-    return whole if group is None or group.size == 1 else ShardedOptimizer(whole, group)
+    check_shardable(optimizer)
+    return optimizer if group is None or group.size == 1 else ShardedOptimizer(optimizer, group)
 
 
 def _of_phases(
     phases: Sequence[ModelPhase], model: nn.Module, spec: Optimizer
 ) -> dict[str, torch.optim.Optimizer]:
-    found: dict[str, torch.optim.Optimizer] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
     for phase in phases:
         parameters, label = phase.parameters(model), f"job.phases: the optimizer of phase {phase.name!r}"
         if phase.optimizer is None:
-            found[phase.name] = _named_by_spec(parameters, spec)
+            optimizers[phase.name] = _named_by_spec(parameters, spec)
             continue
-        own = _made(phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made")
+        optimizer = _made(
+            phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made"
+        )
         named = dict(zip(phase.names, parameters, strict=True))
-        if any(own is other for other in found.values()):
+        if any(optimizer is earlier for earlier in optimizers.values()):
             raise JobError(f"{label} is that of another phase; make one for each")
-        found[phase.name] = _checked(own, named, parameters, label)
-    return found
+        optimizers[phase.name] = _checked(optimizer, named, parameters, label)
+    return optimizers
 
 
 def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
-    own = _made(job.optimizer, model, "while its optimizer was made")
+    optimizer = _made(job.optimizer, model, "while its optimizer was made")
     asking = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if own is None:
+    if optimizer is None:
         return _named_by_spec(list(asking.values()), spec)
-    return _checked(own, asking, list(model.parameters()), "job.optimizer")
+    return _checked(optimizer, asking, list(model.parameters()), "job.optimizer")
 
 
 def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
@@ -104,16 +106,16 @@ def _checked(
             f"{label}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
             "Lockstep computes each step's gradient once; use one that steps from the gradient alone, such as AdamW"
         )
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = set(map(id, allowed))
-    strange = [parameter for parameter in held if id(parameter) not in known]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    allowed_ids = set(map(id, allowed))
+    strange = [parameter for parameter in parameters if id(parameter) not in allowed_ids]
     if strange:
         whose = "the model's" if label == "job.optimizer" else "the phase's"
         raise JobError(
             f"{label}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
             f"no gradient; build the optimizer from {'the model that it is' if label == 'job.optimizer' else 'the parameters that it is'} given"
         )
-    ids = {id(parameter) for parameter in held}
+    ids = {id(parameter) for parameter in parameters}
     missing = [name for name, parameter in learning.items() if id(parameter) not in ids]
     if missing:
         raise JobError(

@@ -26,15 +26,18 @@ def order_of(optimizer: Optimizers, model: nn.Module) -> Order:
     """The names of the parameters in the order in which the optimizers hold them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        phase: [[names.get(id(parameter), "") for parameter in group["params"]] for group in one.param_groups]
-        for phase, one in optimizers_of(optimizer).items()
+        phase: [
+            [names.get(id(parameter), "") for parameter in group["params"]]
+            for group in phase_optimizer.param_groups
+        ]
+        for phase, phase_optimizer in optimizers_of(optimizer).items()
     }
 
 
 def is_of_model(order: Order, model: nn.Module) -> bool:
     """Whether each group has its parameters in the model's order. A group made from a set could have it only by chance."""
-    place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    groups = [[place.get(name, -1) for name in group] for every in order.values() for group in every]
+    positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    groups = [[positions.get(name, -1) for name in group] for every in order.values() for group in every]
     return all(group == sorted(group) for group in groups)
 
 
@@ -50,8 +53,8 @@ def check_order(own: Order, there: str, other: Order, elsewhere: str) -> None:
 def check_same_order(group: Group, own: Order) -> None:
     """JobError where the ranks hold parameters in different orders. All ranks call it."""
     every = group.gather(own)
-    for rank, other in enumerate(every):
-        check_order(every[0], "on rank 0", other, f"on rank {rank}")
+    for rank, order in enumerate(every):
+        check_order(every[0], "on rank 0", order, f"on rank {rank}")
 
 
 def _places(order: Order) -> Iterator[tuple[str, str]]:

@@ -86,10 +86,10 @@ class Pace:
 def stragglers(steps: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
     """The ranks that are slower than the others step after step, each with its ratio to them. `steps`: seconds by rank, of each step."""
     medians = [statistics.median(column) for column in zip(*steps, strict=True)]
-    found = []
-    for rank, own in enumerate(medians):
+    slow = []
+    for rank, median in enumerate(medians):
         others = statistics.median(medians[:rank] + medians[rank + 1 :])
         slowest = sum(seconds[rank] == max(seconds) for seconds in steps)
-        if own > TIMES * others and slowest >= SHARE * len(steps):
-            found.append((rank, own / others))
-    return found
+        if median > TIMES * others and slowest >= SHARE * len(steps):
+            slow.append((rank, median / others))
+    return slow

@@ -43,8 +43,8 @@ class ParameterWatch:
         watched = zip(
             self._held, self._versions, self._asking, strict=True
         )  # one pass: this runs for each micro-batch
-        for (full, parameter, place, name), version, asking in watched:
-            if parameter._version != version or place.get(name) is not parameter:
+        for (full, parameter, owner, name), version, asking in watched:
+            if parameter._version != version or owner.get(name) is not parameter:
                 raise written_parameter(full, where)
             if parameter.requires_grad != asking:
                 raise _asks_otherwise(full, asking, where)
@@ -57,8 +57,8 @@ class ParameterWatch:
 
     def check_places(self) -> None:
         """Raise JobError where an update has replaced a parameter: the optimizer holds the old one."""
-        for full, parameter, place, name in self._held:
-            if place.get(name) is not parameter:
+        for full, parameter, owner, name in self._held:
+            if owner.get(name) is not parameter:
                 raise JobError(
                     f"parameter {full!r} was replaced after the first update (before training), and the optimizer and the other "
                     "workers hold the old one; write into it: parameter.copy_(…) in job.after_step(model, step)"
@@ -80,20 +80,29 @@ class ModuleWatch:
     def _note(self) -> None:
         modules = self._known.values()
         self._held = [
-            (one._parameters, len(one._parameters), one._modules, [*one._modules.values()]) for one in modules
+            (module._parameters, len(module._parameters), module._modules, [*module._modules.values()])
+            for module in modules
         ]
-        self._empty = [(own, name) for own, *_ in self._held for name in own if own[name] is None]
+        self._empty = [
+            (parameters, name)
+            for parameters, *_ in self._held
+            for name in parameters
+            if parameters[name] is None
+        ]
 
     def check(self, where: str) -> None:
         """Raise JobError for one that has come, gone or been replaced since; `where` is the place in the run."""
-        alike = all(len(own) == n and [*there.values()] == children for own, n, there, children in self._held)
-        if alike and all(own.get(name) is None for own, name in self._empty):
+        alike = all(
+            len(parameters) == n and [*there.values()] == children
+            for parameters, n, there, children in self._held
+        )
+        if alike and all(parameters.get(name) is None for parameters, name in self._empty):
             return
-        now = dict(self._model.named_modules(remove_duplicate=False))
-        known, there = set(map(id, self._known.values())), set(map(id, now.values()))
-        for name in {**self._known, **now}:
-            before, after = self._known.get(name), now.get(name)
-            is_another_name = id(before) in there and id(after) in known
+        current = dict(self._model.named_modules(remove_duplicate=False))
+        known_ids, there = set(map(id, self._known.values())), set(map(id, current.values()))
+        for name in {**self._known, **current}:
+            before, after = self._known.get(name), current.get(name)
+            is_another_name = id(before) in there and id(after) in known_ids
             if before is not after and not is_another_name and (_has_tensors(before) or _has_tensors(after)):
                 done = "was made" if before is None else "was taken out" if after is None else "was replaced"
                 raise JobError(
@@ -107,7 +116,7 @@ class ModuleWatch:
                     f"parameter {name!r} was made after training had begun ({where}), so no optimizer holds it, and no checkpoint could be loaded "
                     "into a new model; make it in job.model"
                 )
-        self._known = now  # modules without tensors may come and go
+        self._known = current  # modules without tensors may come and go
         self._note()
 
 

@@ -164,8 +164,8 @@ class PhaseStep:
 
     def _in_ddp(self) -> DistributedDataParallel:
         """Wrap the loss in DDP. It broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
         settings: dict[str, Any] = {
             buffers: False,
             "process_group": self._group.channel,  # a group of its own would cost gloo a second set of threads
@@ -185,9 +185,9 @@ class PhaseStep:
         yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
         if not self.module.apart:
             return
-        own = set(map(id, self.parameters))
+        parameter_ids = set(map(id, self.parameters))
         named = self.module.named_parameters(remove_duplicate=False)
-        yield from (name for name, parameter in named if id(parameter) not in own)
+        yield from (name for name, parameter in named if id(parameter) not in parameter_ids)
 
     def abandon(self) -> None:
         """Give up what is under way and free the parameters."""
@@ -240,17 +240,17 @@ def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[It
     if phases == 1:
         yield batches
         return
-    held: list[Any] = []
+    originals: list[Any] = []
 
     def fetched() -> Iterator[Any]:
         for batch in islice(batches, count):
-            held.append(batch)
+            originals.append(batch)
             yield copied(batch)
 
     yield fetched()
     for _ in range(phases - 2):
-        yield map(copied, held)
-    yield iter(held)
+        yield map(copied, originals)
+    yield iter(originals)
 
 
 def copied(batch: Any) -> Any:

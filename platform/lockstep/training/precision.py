@@ -64,7 +64,7 @@ class Precision:
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
-        if any(bool(found) for found in self.scaler._found_inf_per_device(optimizer).values()):
+        if any(bool(found_inf) for found_inf in self.scaler._found_inf_per_device(optimizer).values()):
             return False  # the scaler would step a fused optimizer all the same: it skips by itself, and begins its state
         self.scaler.step(optimizer)
         return True
@@ -73,10 +73,10 @@ class Precision:
         """Update the scale after every optimizer of the step was stepped: one that overflowed halves it for all."""
         if not self.scaler.is_enabled():
             return
-        before = self.scale
+        previous_scale = self.scale
         self.scaler.update()
         self.scale = float(self.scaler.get_scale())
-        self.skips_in_a_row = 0 if self.scale >= before else self.skips_in_a_row + 1
+        self.skips_in_a_row = 0 if self.scale >= previous_scale else self.skips_in_a_row + 1
         if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise NumericsError(
                 f"precision fp16: {self.skips_in_a_row} steps in a row overflowed and the loss scale fell to {self.scale:g}; "
@@ -90,7 +90,7 @@ def underflow(gradients: Sequence[Tensor], scale: float) -> float:
     On a CUDA device it waits for the gradients, once. Elements that became zero on the way do not count: many gradients are rightly zero.
     """
     sizes = [gradient.abs() for gradient in gradients]
-    small = torch.stack([((one > 0) & (one < SMALLEST_NORMAL / scale)).sum() for one in sizes]).sum()
-    other = torch.stack([one.count_nonzero() for one in sizes]).sum()
-    below, elements = torch.stack([small, other]).tolist()
+    small = torch.stack([((size > 0) & (size < SMALLEST_NORMAL / scale)).sum() for size in sizes]).sum()
+    nonzero = torch.stack([size.count_nonzero() for size in sizes]).sum()
+    below, elements = torch.stack([small, nonzero]).tolist()
     return below / elements if elements else 0.0

@@ -55,12 +55,12 @@ def assigned_again(counts: Sequence[int], owners: Mapping[int, int]) -> dict[int
     `counts` has how many micro-batches each rank has in this step, `owners` the rank of each that is computed again. On a tie it is the
     next rank after the owner. A single rank does it itself.
     """
-    load, size, found = list(counts), len(counts), {}
+    load, size, assignment = list(counts), len(counts), {}
     for m, owner in sorted(owners.items()):
         others = [(owner + i) % size for i in range(1, size)] or [owner]
-        found[m] = min(others, key=load.__getitem__)
-        load[found[m]] += 1
-    return found
+        assignment[m] = min(others, key=load.__getitem__)
+        load[assignment[m]] += 1
+    return assignment
 
 
 def odd_ones(found: Found) -> tuple[int, ...]:
@@ -117,11 +117,13 @@ class Recheck:
     def compute(self, position: Position) -> None:
         """Compute this rank's share of the second computations. It runs before the rank's own micro-batches: ranks with more of those take longer."""
         chosen = self.chosen(position)
-        ranges = [clip(own, position.micro_batches) for own in self._plan.ranges(self._group.size)]
-        self._owners = {m: rank for rank, own in enumerate(ranges) for m in own if m in chosen}
-        self._others = assigned_again([len(own) for own in ranges], self._owners)
+        ranges = [
+            clip(rank_range, position.micro_batches) for rank_range in self._plan.ranges(self._group.size)
+        ]
+        self._owners = {m: rank for rank, rank_range in enumerate(ranges) for m in rank_range if m in chosen}
+        self._others = assigned_again([len(rank_range) for rank_range in ranges], self._owners)
         self._again = {
-            m: self._digest(position, m) for m, other in self._others.items() if other == self._group.rank
+            m: self._digest(position, m) for m, checker in self._others.items() if checker == self._group.rank
         }
 
     def compare(self, position: Position, own: Mapping[int, int]) -> None:
@@ -133,34 +135,36 @@ class Recheck:
             return
         every = self._group.gather(({m: own[m] for m in self._owners if m in own}, self._again))
         for m, owner in sorted(self._owners.items()):
-            other = self._others[m]
-            digests = every[owner][0][m], every[other][1][m]
+            checker = self._others[m]
+            digests = every[owner][0][m], every[checker][1][m]
             if digests[0] != digests[1]:
-                raise self._disagreed(position, m, ((owner, digests[0]), (other, digests[1])))
+                raise self._disagreed(position, m, ((owner, digests[0]), (checker, digests[1])))
 
     def _disagreed(
         self, position: Position, m: int, digests: tuple[tuple[int, int], tuple[int, int]]
     ) -> LockstepError:
         """Ask a third worker or, if there is none, those two once more. If it gives other bits each time, what the job keeps is the cause."""
-        if (kept := self._kept_by_job(position, m)) is not None:
-            return kept
-        found: dict[int, list[int]] = {}
+        if (error := self._kept_by_job(position, m)) is not None:
+            return error
+        digests_by_rank: dict[int, list[int]] = {}
         for rank, digest in digests:
-            found.setdefault(rank, []).append(digest)
+            digests_by_rank.setdefault(rank, []).append(digest)
         size, rank = self._group.size, self._group.rank
-        asked = [one for one in range(size) if one not in found][:1] or list(found)
-        every = self._group.gather(self._digest(position, m) if rank in asked else None)
-        for one in asked:
-            found.setdefault(one, []).append(every[one])
-        wrong = odd_ones(found)
-        witnesses = self._group.gather(witness(self._group, found.get(rank, ())))
+        arbiters = [worker for worker in range(size) if worker not in digests_by_rank][:1] or list(
+            digests_by_rank
+        )
+        every = self._group.gather(self._digest(position, m) if rank in arbiters else None)
+        for worker in arbiters:
+            digests_by_rank.setdefault(worker, []).append(every[worker])
+        wrong = odd_ones(digests_by_rank)
+        witnesses = self._group.gather(witness(self._group, digests_by_rank.get(rank, ())))
         event = Corrupted(
             step=position.number,
             since=self._agreement.began_at,
             attempt=self._agreement.attempt,
             quantity="gradients",
             tensor="",
-            workers=tuple(one for one in witnesses if one.rank in found),
+            workers=tuple(worker for worker in witnesses if worker.rank in digests_by_rank),
             wrong=wrong,
             how="undecided" if not wrong else "majority" if size > 2 else "repetition",
             micro_batch=m,
@@ -170,9 +174,9 @@ class Recheck:
 
     def _kept_by_job(self, position: Position, m: int) -> JobError | None:
         """The error for a micro-batch that gives other bits at each computation on every rank, because of what a computation leaves in the job."""
-        before = self._memory()
+        memory_before = self._memory()
         unsteady = self._digest(position, m) != self._digest(position, m)
-        every = self._group.gather((unsteady, self._memory().changed_since(before)))
+        every = self._group.gather((unsteady, self._memory().changed_since(memory_before)))
         places = [place for _, changed in every for place in changed]
         if not places or not all(unsteady for unsteady, _ in every):
             return None
@@ -189,5 +193,5 @@ class Recheck:
         finally:
             loader.close()
         digester = self._agreement.digester
-        (found,) = resolved([[digester.summed(name, gradient) for name, gradient in gradients.items()]])
-        return found
+        (digest,) = resolved([[digester.summed(name, gradient) for name, gradient in gradients.items()]])
+        return digest

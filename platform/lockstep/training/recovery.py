@@ -102,7 +102,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
 
     Raises `cause` where the attempt must end, LeftError where this worker leaves. It also survives another loss meanwhile.
     """
-    before = seat
+    previous_seat = seat
     planned = isinstance(cause, RegroupError)
     # The roll call ends this loop: if nobody else is lost, it refuses the same step a second time.
     while True:
@@ -122,7 +122,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
             if planned:  # all have come, so nobody waits in the old group any more
                 seat.group.close()
             seat, planned = met, False
-            return taken_on(run, seat, before), seat
+            return taken_on(run, seat, previous_seat), seat
         except Exception as error:
             if not is_lost_peer(error):
                 raise
@@ -174,12 +174,12 @@ def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tu
     ClusterError where they then differ.
     """
     counters, own_memory = state.counters, bool(state.job.state_dict())
-    own = Progress(counters.step, counters.evaluated) if holds else None
-    every: list[tuple[Progress | None, bool]] = group.gather((own, own_memory))
+    own_progress = Progress(counters.step, counters.evaluated) if holds else None
+    every: list[tuple[Progress | None, bool]] = group.gather((own_progress, own_memory))
     holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
     source = min(holding, key=lambda rank: (holding[rank], rank))
     # A job's own state may have changed in the step that was left.
-    if any(one != (every[source][0], False) for one in every):
+    if any(report != (every[source][0], False) for report in every):
         hand_over(group, state, source)
     try:
         check_same_state(group, state)
@@ -195,11 +195,14 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
 
     ClusterError on all ranks where a newcomer would compute other bits: on another machine or from other data.
     """
-    own = group.rank == source
-    facts, rows = group.given((run.facts, run.history.handed()) if own else None, source)
+    is_source = group.rank == source
+    facts, rows = group.given((run.facts, run.history.handed()) if is_source else None, source)
     # A fork's origin is known from its checkpoint, which a newcomer does not read.
     mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
-    others = [one.name for one in differing(facts["fields"], completed(mine, facts["fields"], run.spec))]
+    others = [
+        difference.name
+        for difference in differing(facts["fields"], completed(mine, facts["fields"], run.spec))
+    ]
     for rank, names in enumerate(group.gather(others)):
         if names:
             raise ClusterError(
@@ -213,17 +216,17 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     packed = pack(state.sections())
     if any(not isinstance(tensor, Tensor) for tensor in packed.tensors.values()):
         raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
-    held = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
-    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
-    own = group.rank == source
-    skeleton, wanted = group.given((packed.skeleton, shapes), source)
+    tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    is_source = group.rank == source
+    skeleton, source_shapes = group.given((packed.skeleton, shapes), source)
     taken: dict[str, Tensor] = {}
-    for name, (dtype, shape) in wanted.items():
-        tensor = held[name].detach() if own else torch.empty(shape, dtype=dtype)
+    for name, (dtype, shape) in source_shapes.items():
+        tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
         if tensor.numel():
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
         taken[name] = tensor
-    if not own:
+    if not is_source:
         state.restore(unpack(skeleton, taken))
 
 

@@ -60,9 +60,9 @@ class TreeSum:
             left, total = self.sums.pop()
             folded.append(total)
             node = range(left.start, node.stop)
-        apart = [total for _, total in self.sums]
+        unfolded = [total for _, total in self.sums]
         self.sums = []
-        return folded, apart
+        return folded, unfolded
 
 
 _NOTHING = torch.empty(0)
@@ -107,7 +107,7 @@ class _Bucket:
     def __init__(self, buffer: Tensor, rounds: Sequence[Rounds]) -> None:
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._buffer, self._left = buffer, len(rounds)
-        self.pieces = [_Piece(one, self._over) for one in rounds]
+        self.pieces = [_Piece(piece_rounds, self._over) for piece_rounds in rounds]
 
     def _over(self) -> None:
         self._left -= 1
@@ -250,7 +250,7 @@ class Reduction(ABC):
         rank = self.group.rank
         chunk = sums if message is None else [*sums, message]
         extra = 0 if message is None else message.numel()
-        lengths = [len(own) * buffer.numel() + extra for own in self._nodes]
+        lengths = [len(rank_nodes) * buffer.numel() + extra for rank_nodes in self._nodes]
         largest, lengths[rank] = max(lengths), 0
         outgoing = _joined(chunk, buffer)
         received, wait = self.group.swap(outgoing, lengths, largest)
@@ -258,18 +258,21 @@ class Reduction(ABC):
 
         by_rank = list(torch.split(received, lengths))
         if message is not None:
-            messages = [one[one.numel() - extra :] for one in by_rank if one.numel()]
+            messages = [block[block.numel() - extra :] for block in by_rank if block.numel()]
             messages.insert(rank, message)
             self.exchange.arrived(torch.cat(messages).view(self.exchange.message.dtype))
         if self._pairs_up:
             by_rank[rank] = outgoing
             buffer.copy_(in_pairs(torch.cat(by_rank).view(self.group.size, -1)[:, : buffer.numel()]))
         else:
-            parts = [one[: len(own) * buffer.numel()] for one, own in zip(by_rank, self._nodes, strict=True)]
+            parts = [
+                block[: len(rank_nodes) * buffer.numel()]
+                for block, rank_nodes in zip(by_rank, self._nodes, strict=True)
+            ]
             # By a view: a bucket without elements has as many sums as any other.
             every = [
-                sums if i == rank else part.view(len(own), buffer.numel()).unbind()
-                for i, (part, own) in enumerate(zip(parts, self._nodes, strict=True))
+                sums if i == rank else part.view(len(rank_nodes), buffer.numel()).unbind()
+                for i, (part, rank_nodes) in enumerate(zip(parts, self._nodes, strict=True))
             ]
             _put(buffer, *self._added(self._nodes, every))
         # A backend thread keeps the tensors of a finished work until it gets a turn to run: free the memory now.
@@ -280,8 +283,8 @@ class Reduction(ABC):
     def _added(self, owned: Sequence[Sequence[range]], sums: Sequence[Sequence[Tensor]]) -> Gradients:
         """The sums of some ranks, by rank, added as far as the tree goes. The left operands are overwritten."""
         tree = TreeSum(self._leaves)
-        for own, parts in zip(owned, sums, strict=True):
-            for node, part in zip(own, parts, strict=True):
+        for rank_nodes, parts in zip(owned, sums, strict=True):
+            for node, part in zip(rank_nodes, parts, strict=True):
                 tree.add(node, [part])
         return [total for _, (total,) in tree.sums]
 
@@ -314,7 +317,7 @@ class TreeReduction(Reduction):
     def _in_stages(self, buffer: Tensor, sums: Gradients) -> Rounds:
         """Each round of the first half splits the rank's slice among a few ranks; each round of the second half gathers theirs."""
         rank = self.group.rank
-        held, start, stop = sums, 0, buffer.numel()
+        totals, start, stop = sums, 0, buffer.numel()
         largest = stop  # the longest slice of any rank: all must choose the same number of rounds, or their messages cross
         del sums  # a generator keeps its arguments alive, and these must be freed with the first stage
         gathers = []
@@ -322,31 +325,31 @@ class TreeReduction(Reduction):
             peers, me = stage.peers(rank), stage.place(rank)
             owned = [stage.nodes[stage.block(peer)] for peer in peers]
             length = stop - start
-            whole = stage.sends_whole(largest * buffer.element_size(), LATENCY_BYTES)
-            cuts = [slice(0, length)] * stage.ways if whole else slices(length, stage.ways)
+            sends_whole = stage.sends_whole(largest * buffer.element_size(), LATENCY_BYTES)
+            cuts = [slice(0, length)] * stage.ways if sends_whole else slices(length, stage.ways)
             largest = _length(slices(largest, stage.ways)[0])
             mine = cuts[me]
             others = [i for i in range(stage.ways) if i != me]
-            outgoing = [(peers[i], _joined([total[cuts[i]] for total in held], buffer)) for i in others]
+            outgoing = [(peers[i], _joined([total[cuts[i]] for total in totals], buffer)) for i in others]
             incoming = [(peers[i], buffer.new_empty(len(owned[i]) * _length(mine))) for i in others]
             yield self.group.pass_on(outgoing, incoming)
             received: list[Sequence[Tensor]] = [
                 part.view(len(owned[i]), _length(mine)).unbind()
                 for i, (_, part) in zip(others, incoming, strict=True)
             ]
-            received.insert(me, [total[mine] for total in held])
+            received.insert(me, [total[mine] for total in totals])
             del outgoing, incoming
-            held = self._added(owned, received)
+            totals = self._added(owned, received)
             del received
-            if not whole:
+            if not sends_whole:
                 gathers.append((peers, [slice(start + cut.start, start + cut.stop) for cut in cuts]))
             start, stop = start + mine.start, start + mine.stop
-        _put(buffer[start:stop], *held)
-        held.clear()
+        _put(buffer[start:stop], *totals)
+        totals.clear()
         for peers, cuts in reversed(gathers):
-            own = buffer[cuts[peers.index(rank)]]
+            summed = buffer[cuts[peers.index(rank)]]
             parts = [(peer, buffer[cut]) for peer, cut in zip(peers, cuts, strict=True) if peer != rank]
-            yield self.group.pass_on([(peer, own) for peer, _ in parts], parts)
+            yield self.group.pass_on([(peer, summed) for peer, _ in parts], parts)
 
 
 class NativeReduction(Reduction):
@@ -365,9 +368,9 @@ class NativeReduction(Reduction):
 
 def pairs_up(owned: Sequence[Sequence[range]], leaves: int) -> bool:
     """Whether each rank has one node, neighbours have siblings, pairs of neighbours too, and so on up to the root."""
-    if any(len(own) != 1 for own in owned):
+    if any(len(rank_nodes) != 1 for rank_nodes in owned):
         return False
-    level = [own[0] for own in owned]
+    level = [rank_nodes[0] for rank_nodes in owned]
     while len(level) > 1:
         pairs = list(zip(level[0::2], level[1::2], strict=False))
         if len(level) % 2 or not all(are_siblings(left, right, leaves) for left, right in pairs):

@@ -35,8 +35,8 @@ def links(nodes: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
     passes on to more than four.
     """
     rows: dict[str, list[int]] = {}
-    for other, node in enumerate(nodes):
-        rows.setdefault(node, []).append(other)
+    for member, node in enumerate(nodes):
+        rows.setdefault(node, []).append(member)
     source, targets = None, []
     for row in ([ranks[0] for ranks in rows.values()], rows[nodes[rank]]):
         if rank in row:
@@ -74,10 +74,10 @@ class Relay:
             except LockstepError as raised:
                 error = raised
             content = pickle.dumps((value, error))
-        asked = zlib.crc32(request.encode())
-        front = torch.tensor([asked, len(content)])
+        checksum = zlib.crc32(request.encode())
+        front = torch.tensor([checksum, len(content)])
         self.move(front)
-        if front[0] != asked:
+        if front[0] != checksum:
             raise DriftError(
                 f"rank {self._group.rank} has read other bytes of {request!r} than rank 0, which has them from the store; "
                 "the memory of its machine, or the network between them, is at fault"
@@ -92,18 +92,18 @@ class Relay:
 
     def tensors(self, request: str, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Contiguous tensors in host memory that `read` gives on rank 0; errors as in `hand`."""
-        own: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
 
         def contents() -> dict[str, tuple[torch.Size, torch.dtype]]:
-            own.update(read())
-            return {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+            result.update(read())
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in result.items()}
 
         for name, (shape, dtype) in self.hand(request, contents).items():
             if not self.reads:
-                own[name] = torch.empty(shape, dtype=dtype)
-            for piece in torch.split(own[name].view(-1).view(torch.uint8), PIECE):
+                result[name] = torch.empty(shape, dtype=dtype)
+            for piece in torch.split(result[name].view(-1).view(torch.uint8), PIECE):
                 self.move(piece)
-        return own
+        return result
 
     def move(self, tensor: Tensor) -> None:
         """Overwrite `tensor`, in host memory, with rank 0's."""

@@ -141,9 +141,14 @@ class RollCalls:
     @property
     def able(self) -> bool:
         """Whether every worker trains and would come to a roll call."""
-        now = self._now
-        refused = isinstance(self._answers.get(now.attempt), Refused)
-        return bool(now.workers) and set(now.workers) <= self._ready and not now.ended and not refused
+        roll_call = self._now
+        refused = isinstance(self._answers.get(roll_call.attempt), Refused)
+        return (
+            bool(roll_call.workers)
+            and set(roll_call.workers) <= self._ready
+            and not roll_call.ended
+            and not refused
+        )
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -165,9 +170,11 @@ class RollCalls:
                 self._close()
         if worker not in self._now.workers and worker not in self._first:  # a newcomer that was not let in
             return True
-        left = set(self._now.workers) - self._lost
-        there = len(left) + len(self._now.newcomers)
-        able = bool(left) and left <= self._ready and there >= self._now.fewest and not self._now.ended
+        remaining = set(self._now.workers) - self._lost
+        there = len(remaining) + len(self._now.newcomers)
+        able = (
+            bool(remaining) and remaining <= self._ready and there >= self._now.fewest and not self._now.ended
+        )
         if not able:
             self.refuse("not every worker that is left can go on")
         return able and not isinstance(self._answers.get(self._now.attempt), Refused)
@@ -203,14 +210,14 @@ class RollCalls:
 
     def _close(self) -> None:
         """If this roll call is over, keep its answer and begin the next one."""
-        now = self._now
-        answer = now.answer() if now.arrived else None
-        if answer is None or now.attempt in self._answers:
+        roll_call = self._now
+        answer = roll_call.answer() if roll_call.arrived else None
+        if answer is None or roll_call.attempt in self._answers:
             return
-        self._answers[now.attempt] = answer
+        self._answers[roll_call.attempt] = answer
         if isinstance(answer, Formation):
             self.newest = answer
-            self._dismissed |= now.leaving
-            whole = None if now.lost or now.planned else answer.progress
-            self._now = RollCall(answer.attempt, answer.workers, now.fewest, whole)
+            self._dismissed |= roll_call.leaving
+            progress = None if roll_call.lost or roll_call.planned else answer.progress
+            self._now = RollCall(answer.attempt, answer.workers, roll_call.fewest, progress)
             self._now.lost |= self._lost & set(answer.workers)

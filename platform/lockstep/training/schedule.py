@@ -61,14 +61,14 @@ def _fallen(schedule: Linear | Cosine | Polynomial | WarmupStableDecay, progress
     """The factor at `progress`, from 0 to 1, through the decay to `final`."""
     match schedule:
         case Cosine() | WarmupStableDecay(decay="cosine"):
-            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
         case Polynomial():
-            left = (1.0 - progress) ** schedule.power
+            remaining = (1.0 - progress) ** schedule.power
         case WarmupStableDecay(decay="sqrt"):  # Hägele et al. 2024, eq. 3
-            left = 1.0 - math.sqrt(progress)
+            remaining = 1.0 - math.sqrt(progress)
         case _:
-            left = 1.0 - progress
-    return schedule.final + (1.0 - schedule.final) * left
+            remaining = 1.0 - progress
+    return schedule.final + (1.0 - schedule.final) * remaining
 
 
 def _one_cycle(schedule: OneCycle, update: int, total: int) -> float:
@@ -209,11 +209,13 @@ class TorchScheduler:
                 "rates, or start a new run from its weights with initial_weights"
             )
         counting = [
-            one for one in _nested(self.scheduler) if isinstance(vars(one).get("milestones"), Counter)
+            scheduler
+            for scheduler in _nested(self.scheduler)
+            if isinstance(vars(scheduler).get("milestones"), Counter)
         ]
         self.scheduler.load_state_dict(dict(state["scheduler"]))
-        for one in counting:  # saved as a dict, which SequentialLR cannot begin with
-            one.milestones = Counter(one.milestones)  # type: ignore[attr-defined]
+        for scheduler in counting:  # saved as a dict, which SequentialLR cannot begin with
+            scheduler.milestones = Counter(scheduler.milestones)  # type: ignore[attr-defined]
         if fork:  # a fork's optimizer keeps the rates it was made with, but its scheduler goes on from the saved ones
             for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
                 group["lr"] = rate
@@ -230,8 +232,8 @@ def _plain(state: Any) -> Any:
 def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """A scheduler, and those that it is made of, as SequentialLR and ChainedScheduler are."""
     yield scheduler
-    for one in vars(scheduler).get("_schedulers", ()):
-        yield from _nested(one)
+    for inner in vars(scheduler).get("_schedulers", ()):
+        yield from _nested(inner)
 
 
 def make_schedule(
@@ -239,20 +241,20 @@ def make_schedule(
 ) -> RateSchedule:
     """The job's own schedule over its optimizer, or the one that the spec names. `total` is the most updates that the run takes."""
     with job_at("while its schedule was made"):
-        own = job.schedule(optimizer, total)
-    if own is None:
+        schedule = job.schedule(optimizer, total)
+    if schedule is None:
         _check_unused(optimizer)
         check_length(spec, total)
         return FunctionOfUpdates(optimizer, lambda update: rate_factor(spec, update, total))
-    if isinstance(own, Plateau):
-        return _on_plateau(own, optimizer)
-    if isinstance(own, LRScheduler):
-        return _scheduled(own, optimizer, evaluates=evaluates)
-    if callable(own):
+    if isinstance(schedule, Plateau):
+        return _on_plateau(schedule, optimizer)
+    if isinstance(schedule, LRScheduler):
+        return _scheduled(schedule, optimizer, evaluates=evaluates)
+    if callable(schedule):
         _check_unused(optimizer)
-        return FunctionOfUpdates(optimizer, _checked(own, total))
+        return FunctionOfUpdates(optimizer, _checked(schedule, total))
     raise JobError(
-        f"job.schedule: returned {type(own).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.Plateau, or None"
+        f"job.schedule: returned {type(schedule).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.Plateau, or None"
     )
 
 
@@ -357,10 +359,10 @@ class Rates:
         """Set every group's rate for update number `update`. JobError where that overwrites a change of the job's."""
         self._check_groups()
         if self._left and isinstance(self.schedule, FunctionOfUpdates):
-            for i, (now, left) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
-                if now != left:
+            for i, (current, previous) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
+                if current != previous:
                     raise JobError(
-                        f"job.optimizer: the learning rate of group {i} was changed from {left:g} to {now:g} after an update, as by "
+                        f"job.optimizer: the learning rate of group {i} was changed from {previous:g} to {current:g} after an update, as by "
                         "job.after_step, and the schedule would overwrite it: use the spec's schedule or job.schedule(optimizer, updates)"
                     )
         self.schedule.set(update)
@@ -369,12 +371,12 @@ class Rates:
     def used(self) -> float:
         """The first group's rate in the update since `set`, or the one that was set where it was skipped."""
         self._check_groups()
-        for i, (left, was_set, used) in enumerate(
+        for i, (current, was_set, used) in enumerate(
             zip(rates_of(self.optimizer), self._set, self._used, strict=True)
         ):
-            if left not in (was_set, used):
+            if current not in (was_set, used):
                 raise JobError(
-                    f"job.optimizer: an update changed the learning rate of group {i} from {used:g} to {left:g}, which the schedule "
+                    f"job.optimizer: an update changed the learning rate of group {i} from {used:g} to {current:g}, which the schedule "
                     "would overwrite: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
                     "update (register_step_pre_hook)"
                 )

@@ -153,16 +153,16 @@ class Settings:
         if [read() for read in self._reads] == self._first:
             return
         changes = list(self._changes())
-        setting, now, first = next((one for one in changes if one[1] != _NEWER_WAY), changes[0])
+        setting, current, first = next((change for change in changes if change[1] != _NEWER_WAY), changes[0])
         raise DeterminismError(
-            f"determinism strict: {where}, the job changed {setting.name} from {first} to {now}, which no checkpoint keeps, so a resumed run "
+            f"determinism strict: {where}, the job changed {setting.name} from {first} to {current}, which no checkpoint keeps, so a resumed run "
             f"would go on with {first}; set it where the job is imported or in model(), for the whole run, or in loss, for the micro-batch"
         )
 
     def _changes(self) -> Iterator[tuple[Setting, Any, Any]]:
         for setting, first in zip(self._settings, self._first, strict=True):
-            if (now := setting.read()) != first:
-                yield setting, now, first
+            if (current := setting.read()) != first:
+                yield setting, current, first
 
     def fields(self) -> dict[str, Any]:
         """For the identity: these, the variables by which libraries choose their kernels, and how Python reads text and asserts."""

@@ -237,7 +237,7 @@ def rehearse(
     Each rank does so by itself.
     """
     first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
-    found = first_step.first()
+    rehearsals = first_step.first()
     evaluate = None
     if eval_data is not None:
         evaluate = Evaluation(
@@ -257,7 +257,7 @@ def rehearse(
         evaluate.learned(shown)
         check_metric(spec, shown.names)
         check_followed(state.schedule, shown.names)
-    return found, evaluate
+    return rehearsals, evaluate
 
 
 def make_facts(
@@ -274,7 +274,7 @@ def make_facts(
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
     digest = weights_digest(state.model.state_dict())
-    first = " ".join(one.digest for one in rehearsal.values())
+    first = " ".join(result.digest for result in rehearsal.values())
     facts = facts_of(
         spec, job, group, batches, plan, evaluate, digest, first, settings, fork=start and start.parent
     )
@@ -291,8 +291,8 @@ def make_stepper(
     spec: Spec, job: Job, plan: Plan, group: Group, state: TrainState, rehearsal: dict[str, Rehearsal]
 ) -> Stepper:
     """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
-    parts = {phase: one.parts for phase, one in rehearsal.items()}
-    written = frozenset[int]().union(*(one.written for one in rehearsal.values()))
+    parts = {phase: result.parts for phase, result in rehearsal.items()}
+    written = frozenset[int]().union(*(result.written for result in rehearsal.values()))
     return Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
 
 
@@ -341,11 +341,15 @@ def make_state(
     with imports_of_job(job):
         optimizer = make_optimizer(job, model, spec.optimizer, group)
         schedules = {
-            phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
-            for phase, one in optimizers_of(optimizer).items()
+            phase: make_schedule(job, spec.schedule, phase_optimizer, plan.total_steps, evaluates=evaluates)
+            for phase, phase_optimizer in optimizers_of(optimizer).items()
         }
     if average is not None and (
-        modal := [one for one in optimizers_of(optimizer).values() if has_modes(one)]
+        modal := [
+            phase_optimizer
+            for phase_optimizer in optimizers_of(optimizer).values()
+            if has_modes(phase_optimizer)
+        ]
     ):
         raise SpecError(
             f"ema: got {spec.ema:g}, and the job's {type(modal[0]).__name__} has weights of its own to evaluate (train() and eval()); leave ema out"

@@ -63,7 +63,7 @@ def stretches(
     Where `cut` is false a parameter stays whole. A parameter without elements belongs to rank 0.
     """
     total = sum(length * width for length, width in zip(lengths, widths, strict=True))
-    found, begin = [], 0
+    result, begin = [], 0
     for parameter, (length, width, may_cut) in enumerate(zip(lengths, widths, cut, strict=True)):
         ends = [0]
         for rank in range(1, ranks):
@@ -71,10 +71,10 @@ def stretches(
             unit = UNIT if may_cut else max(1, length)
             ends.append(min(max(ends[-1], round(at / unit) * unit), length))
         ends.append(length)
-        own = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
-        found += own or [Stretch(parameter, 0, 0, 0)]
+        pieces = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
+        result += pieces or [Stretch(parameter, 0, 0, 0)]
         begin += length * width
-    return found
+    return result
 
 
 def gathering_width(ranks: int) -> int:
@@ -99,9 +99,9 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
     kind = type(optimizer)
     if kind not in ELEMENT_BY_ELEMENT:
-        known = ", ".join(sorted(one.__name__ for one in ELEMENT_BY_ELEMENT))
+        supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         raise SpecError(
-            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {known}: parts of a parameter get the "
+            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
             "bits of the whole only if each element is updated independently; set optimizer.sharded=false"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -169,26 +169,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups, index = [], 0
         for every in self.param_groups:
             numbers = range(index, index + len(every["params"]))
-            own = [
+            params = [
                 self._parts[i].value for i in numbers if i in self._parts and self.parameters[i].requires_grad
             ]
-            groups.append({**every, "params": own})
+            groups.append({**every, "params": params})
             index = numbers.stop
         make: Callable[[Any], torch.optim.Optimizer] = self.kind
         return make(groups)
 
     def _of(self, stretch: Stretch) -> Tensor:
         """A view of a stretch in its parameter's memory; a parameter with gaps as it is."""
-        whole = self._whole[stretch.parameter]
-        return whole if self._uncut[stretch.parameter] else whole[stretch.start : stretch.stop]
+        parameter = self._whole[stretch.parameter]
+        return parameter if self._uncut[stretch.parameter] else parameter[stretch.start : stretch.stop]
 
     def _bytes(self) -> list[list[Tensor]]:
         """The updated tensors that each rank sends, by rank."""
-        found: list[list[Tensor]] = [[] for _ in range(self.group.size)]
+        tensors_by_rank: list[list[Tensor]] = [[] for _ in range(self.group.size)]
         for stretch in self.stretches:
             if stretch.stop > stretch.start:
-                found[stretch.owner].append(self._of(stretch))
-        return found
+                tensors_by_rank[stretch.owner].append(self._of(stretch))
+        return tensors_by_rank
 
     # --- the update -----------------------------------------------------------------------------------------------
 
@@ -196,8 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's stretches, and gather those of the other ranks. All ranks call it."""
         self._build()
-        for own, every in zip(self._own.param_groups, self.param_groups, strict=True):
-            own.update({name: value for name, value in every.items() if name != "params"})
+        for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in every.items() if name != "params"})
         for i, part in self._parts.items():
             if (gradient := self.parameters[i].grad) is not None:
                 part.value.grad = self._gradient(part.stretch, gradient)
@@ -224,20 +224,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `assembled` then fills in the tensors that a rank writes.
         """
         self._build()
-        own = {
+        local_state = {
             i: {name: _as_told(name, value) for name, value in self._own.state[part.value].items()}
             for i, part in self._parts.items()
             if part.value in self._own.state
         }
-        known: dict[int, dict[str, Any]] = {}
-        for found in self.group.gather(own):
-            known = {**found, **known}
+        merged: dict[int, dict[str, Any]] = {}
+        for rank_state in self.group.gather(local_state):
+            merged = {**rank_state, **merged}
         state = {
             i: {
                 name: Elsewhere.like(self.parameters[i], value) if isinstance(value, torch.dtype) else value
-                for name, value in known[i].items()
+                for name, value in merged[i].items()
             }
-            for i in sorted(known)
+            for i in sorted(merged)
         }
         return {"state": state, "param_groups": self.groups_as_saved()}
 
@@ -265,20 +265,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gathered(self, i: int, name: str, place: Elsewhere, writer: int) -> Tensor | Elsewhere:
         """One tensor of parameter `i`: whole on the rank that writes it, `place` on the others."""
         rank, calls, copies = self.group.rank, [], []
-        whole = (
+        assembled = (
             torch.empty_like(self.parameters[i], dtype=place.dtype, requires_grad=False)
             if rank == writer
             else None
         )
-        for stretch in (one for one in self.stretches if one.parameter == i):
+        for stretch in (candidate for candidate in self.stretches if candidate.parameter == i):
             source = self._own.state[self._parts[i].value][name] if stretch.owner == rank else None
-            if whole is None and source is None:
+            if assembled is None and source is None:
                 continue
-            if whole is None:
+            if assembled is None:
                 assert source is not None
                 calls.append(dist.P2POp(dist.isend, source.contiguous().view(-1), writer, self.group.channel))
                 continue
-            target = whole if self._uncut[i] else _required(flat(whole))[stretch.start : stretch.stop]
+            target = assembled if self._uncut[i] else _required(flat(assembled))[stretch.start : stretch.stop]
             if source is not None:
                 target.copy_(source)
                 continue
@@ -290,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.group.wait_for_messages(dist.batch_isend_irecv(calls))
         for target, received in copies:
             target.copy_(received.view(target.shape))
-        return place if whole is None else whole
+        return place if assembled is None else assembled
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
@@ -337,14 +337,17 @@ class _Gathering:
         # Memory with gaps has no view as bytes: it goes through a copy.
         self._copies = [
             [
-                (one, torch.empty_like(one, memory_format=torch.contiguous_format))
-                for one in parts
-                if flat(one) is None
+                (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+                for tensor in parts
+                if flat(tensor) is None
             ]
             for parts in every
         ]
-        through = {id(one): copy for parts in self._copies for one, copy in parts}
-        rows = [[through.get(id(one), one).view(-1).view(torch.uint8) for one in parts] for parts in every]
+        through = {id(tensor): copy for parts in self._copies for tensor, copy in parts}
+        rows = [
+            [through.get(id(tensor), tensor).view(-1).view(torch.uint8) for tensor in parts]
+            for parts in every
+        ]
         most = max((sum(map(len, row)) for row in rows), default=0)
         width = gathering_width(group.size)
         self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
@@ -366,11 +369,11 @@ class _Gathering:
 
     def _begun(self, pieces: list[list[Tensor]]) -> tuple[Any, Tensor, list[list[Tensor]]]:
         """Begin one round: its collective, the tensor that it fills, and the pieces that tensor goes to."""
-        own = pieces[self.group.rank]
+        outgoing = pieces[self.group.rank]
         length = max(sum(map(len, parts)) for parts in pieces)
         sent = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
-        if own:
-            torch.cat(own, out=sent[: sum(map(len, own))])
+        if outgoing:
+            torch.cat(outgoing, out=sent[: sum(map(len, outgoing))])
         received = sent.new_empty(self.group.size * length)
         gather = (
             getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -388,13 +391,13 @@ class _Gathering:
 
 def _within(parts: list[Tensor], start: int, stop: int) -> list[Tensor]:
     """The elements `start … stop - 1` of the concatenation of `parts`, as views."""
-    found, begin = [], 0
+    pieces, begin = [], 0
     for part in parts:
         piece = part[max(0, start - begin) : max(0, stop - begin)]
         if len(piece):
-            found.append(piece)
+            pieces.append(piece)
         begin += len(part)
-    return found
+    return pieces
 
 
 def _required(tensor: Tensor | None) -> Tensor:

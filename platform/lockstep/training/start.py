@@ -61,12 +61,12 @@ def find_start(
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
     if origin is not None and origin.replay is not None and origin.replay.step:
         replay = origin.replay
-        found = _load(replay.storage, replay.run_id, replay.step, group, warn)
-        return Start(found, fork=False) if found is not None else None
+        replayed = _load(replay.storage, replay.run_id, replay.step, group, warn)
+        return Start(replayed, fork=False) if replayed is not None else None
     if origin is not None and origin.run_id is not None:
-        own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
-        if own is not None:
-            return Start(own, fork=False)
+        resumed = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
+        if resumed is not None:
+            return Start(resumed, fork=False)
     if spec.fork is None:
         return None
     loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
@@ -82,9 +82,9 @@ def _load(
     store = open_storage(storage)
     with read_once(store, group) as relayed:
         folder = RunFolder.open(relayed, run_id)
-        found = load_newest(folder, warn) if step is None else load_step(folder, step)
+        loaded = load_newest(folder, warn) if step is None else load_step(folder, step)
     # Later reads come from one rank alone, so they must not go through the relay.
-    return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
+    return loaded and loaded._replace(checkpoint=replace(loaded.checkpoint, storage=store))
 
 
 def check_identity(start: Start, fields: Mapping[str, Any], hints: str = "") -> None:
@@ -117,7 +117,7 @@ def judges_anew(start: Start, fields: Mapping[str, Any]) -> bool:
     """Whether a fork compares other evaluations than its parent did: by another metric, or on other data. The parent's best is none of its own then."""
     if not start.fork or start.exact:
         return False
-    differing = (one.name for one in differences(start.facts.identity_fields, fields))
+    differing = (difference.name for difference in differences(start.facts.identity_fields, fields))
     return any(name in _JUDGED or name.startswith("data.eval") for name in differing)
 
 
@@ -154,11 +154,11 @@ def restore(
     """
     sections = start.loaded.sections
     saved: Any = sections["check"]
-    now = check_facts(spec, plan, state)
+    current = check_facts(spec, plan, state)
     for name, unit in (("global_batch", "batch.global"), ("steps_per_epoch", "the number of steps an epoch")):
-        if saved[name] != now[name]:
+        if saved[name] != current[name]:
             raise SpecError(
-                f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
+                f"fork: {unit} is {current[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
                 "keep it, or start a new run from its weights with initial_weights"
             )
     was = start.facts.identity_fields.get("optimizer.name")
@@ -170,11 +170,11 @@ def restore(
     state.restore(sections, fork=start.fork and not start.exact)
     if start.fork:
         return History(reached=state.counters.step)
-    now = check_facts(spec, plan, state)
+    current = check_facts(spec, plan, state)
     if "weights_digest" in saved:
-        now |= state_digests(Digester(state.precision.device), state)
-    compare_check(saved, now, start.loaded.checkpoint.shown)
-    segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
+        current |= state_digests(Digester(state.precision.device), state)
+    compare_check(saved, current, start.loaded.checkpoint.shown)
+    segments = [Segment.of(*astuple(segment)) for segment in start.loaded.manifest.shared]
     contents = shared_files(start.loaded, warn) if warn is not None else ()
     return History.restored(sections, segments, contents)
 

@@ -112,7 +112,9 @@ class TrainState:
     def __post_init__(self) -> None:
         self.settings = ModuleSettings(self.model)
         lazy = nn.parameter.is_lazy
-        self._shapes = {name: tuple(one.shape) for name, one in self.model.named_buffers() if not lazy(one)}
+        self._shapes = {
+            name: tuple(buffer.shape) for name, buffer in self.model.named_buffers() if not lazy(buffer)
+        }
         self.order = order_of(self.optimizer, self.model)
         if self.schedule is None:
             self.schedule = FunctionOfUpdates(self.optimizer_of(""), lambda _: 1.0)
@@ -169,9 +171,11 @@ class TrainState:
 
     def _resized(self) -> dict[str, list[int]]:
         """The shapes of the buffers that a forward has given another one than `job.model()` did, as that of an observer."""
-        now = {name: tuple(buffer.shape) for name, buffer in self.model.named_buffers()}
+        shapes = {name: tuple(buffer.shape) for name, buffer in self.model.named_buffers()}
         return {
-            name: list(now[name]) for name, shape in self._shapes.items() if now.get(name, shape) != shape
+            name: list(shapes[name])
+            for name, shape in self._shapes.items()
+            if shapes.get(name, shape) != shape
         }
 
     def _give_shapes(self, resized: Mapping[str, Sequence[int]]) -> None:
@@ -225,8 +229,8 @@ class TrainState:
 
 def check_shared(saved: Shared, restored: Shared) -> None:
     """JobError where tensors that shared memory when they were saved no longer do when they are restored."""
-    for places in saved - restored:
-        first, second = sorted(place.removeprefix("/") for place, _ in places)[:2]
+    for group in saved - restored:
+        first, second = sorted(path.removeprefix("/") for path, _ in group)[:2]
         raise JobError(
             f"job.load_state_dict: {first} and {second} share memory where state_dict() gives them, and not once they are restored: a write "
             "into the one would change the other, but not in a resumed run; take both from the state as they are given, copy them into memory that they "
@@ -247,13 +251,13 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
                 f"fork: the run that is forked has optimizers of the phases {sorted(of_saved)}, and this job of {sorted(phases)}; "
                 "keep its phases, or start a new run from its weights with initial_weights"
             )
-        for name, one in optimizers_of(optimizer).items():
-            restore_optimizer(one, saved[name], fork=fork)
+        for name, member in optimizers_of(optimizer).items():
+            restore_optimizer(member, saved[name], fork=fork)
         return
-    own = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+    group_defaults = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     if fork:
-        known = {name for group in saved["param_groups"] for name in group}
-        if foreign := sorted(set(optimizer.defaults) - known):
+        saved_names = {name for group in saved["param_groups"] for name in group}
+        if foreign := sorted(set(optimizer.defaults) - saved_names):
             raise SpecError(
                 f"optimizer.name: the state of the run that is forked is that of another optimizer, without {foreign[0]!r}; "
                 "keep its optimizer, or start a new run from its weights with initial_weights"
@@ -266,19 +270,22 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         places: dict[Any, Any] = dict(zip(numbers, parameters, strict=True))
         pairs = [
-            (next((one.state for one in every if place in one.state), optimizer.state)[place], of_one)
+            (
+                next((member.state for member in every if owner in member.state), optimizer.state)[owner],
+                of_one,
+            )
             for key, of_one in saved["state"].items()
-            if (place := places.get(key, key)) in optimizer.state or key in places
+            if (owner := places.get(key, key)) in optimizer.state or key in places
         ]
-        as_saved = _AsSaved((value, held[name]) for held, of_one in pairs for name, value in of_one.items())
-        for held, of_one in pairs:
+        as_saved = _AsSaved((value, state[name]) for state, of_one in pairs for name, value in of_one.items())
+        for state, of_one in pairs:
             for name, value in of_one.items():
-                held[name] = as_saved(value, held[name])
+                state[name] = as_saved(value, state[name])
     if fork:
-        for group, made_with in zip(optimizer.param_groups, own, strict=True):
+        for group, made_with in zip(optimizer.param_groups, group_defaults, strict=True):
             group.update(made_with)
-        for one in every:
-            counts_where_they_are_read(one)
+        for member in every:
+            counts_where_they_are_read(member)
 
 
 def counts_where_they_are_read(optimizer: torch.optim.Optimizer) -> None:
@@ -289,18 +296,18 @@ def counts_where_they_are_read(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         on_device = counts_on_device(group)
         for parameter in group["params"]:
-            held = optimizer.state.get(parameter, {})
-            for name in SCALARS & held.keys():
-                if isinstance(held[name], Tensor):
-                    held[name] = held[name].to(parameter.device if on_device else "cpu")
+            state = optimizer.state.get(parameter, {})
+            for name in SCALARS & state.keys():
+                if isinstance(state[name], Tensor):
+                    state[name] = state[name].to(parameter.device if on_device else "cpu")
 
 
 def _with_wrapped(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """An optimizer, and those that it wraps."""
     yield optimizer
-    for one in vars(optimizer).values():
-        if isinstance(one, torch.optim.Optimizer):
-            yield from _with_wrapped(one)
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _with_wrapped(value)
 
 
 @contextmanager
@@ -309,18 +316,21 @@ def _same_objects(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]
 
     torch puts new objects in their place, and an optimizer that wraps another one, or a hook, holds on to the old ones.
     """
-    held = [(vars(one), [*one.param_groups], one.param_groups, one.state) for one in optimizers]
+    originals = [
+        (vars(optimizer), [*optimizer.param_groups], optimizer.param_groups, optimizer.state)
+        for optimizer in optimizers
+    ]
     yield
-    for own, members, groups, state in held:
-        loaded = own.get("param_groups", groups)
+    for attributes, members, groups, state in originals:
+        loaded = attributes.get("param_groups", groups)
         if loaded is not groups and len(loaded) == len(members):
             for group, new in zip(members, loaded, strict=True):
                 if new is not group:
                     _refilled(group, dict(new))
-            own["param_groups"] = groups
-        if own.get("state", state) is not state:
-            _refilled(state, own["state"])
-            own["state"] = state
+            attributes["param_groups"] = groups
+        if attributes.get("state", state) is not state:
+            _refilled(state, attributes["state"])
+            attributes["state"] = state
 
 
 def _refilled(mapping: dict[Any, Any], content: Mapping[Any, Any]) -> None:
@@ -340,8 +350,8 @@ class _AsSaved:
         """What stands for a saved tensor, list or mapping, by its id."""
         together: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for value, loaded in pairs:
-            for one, other in _tensor_pairs(value, loaded):
-                together.setdefault(one.untyped_storage().data_ptr(), []).append((one, other))
+            for saved, restored in _tensor_pairs(value, loaded):
+                together.setdefault(saved.untyped_storage().data_ptr(), []).append((saved, restored))
         for members in together.values():
             if len(members) > 1 and not _keeps_together(members):
                 self._again.update(_moved_together(members))
@@ -354,13 +364,13 @@ class _AsSaved:
             cast = isinstance(loaded, Tensor) and loaded.dtype != value.dtype
             return value.to(loaded.device) if cast else loaded
         if isinstance(value, dict) and isinstance(loaded, dict) and value.keys() == loaded.keys():
-            found: Any = {key: self(one, loaded[key]) for key, one in value.items()}
+            result: Any = {key: self(item, loaded[key]) for key, item in value.items()}
         elif type(value) in (list, tuple) and type(loaded) is type(value) and len(loaded) == len(value):
-            found = type(value)(map(self, value, loaded))
+            result = type(value)(map(self, value, loaded))
         else:
             return value if isinstance(value, str) and isinstance(loaded, str) else loaded
-        self._again[id(value)] = found
-        return found
+        self._again[id(value)] = result
+        return result
 
 
 def _tensor_pairs(value: Any, loaded: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -369,22 +379,22 @@ def _tensor_pairs(value: Any, loaded: Any) -> Iterator[tuple[Tensor, Tensor]]:
         if value.numel() and value.shape == loaded.shape:
             yield value, loaded
     elif isinstance(value, dict) and isinstance(loaded, dict) and value.keys() == loaded.keys():
-        for key, one in value.items():
-            yield from _tensor_pairs(one, loaded[key])
+        for key, item in value.items():
+            yield from _tensor_pairs(item, loaded[key])
     elif type(value) in (list, tuple) and type(loaded) is type(value) and len(loaded) == len(value):
-        for one, other in zip(value, loaded, strict=True):
-            yield from _tensor_pairs(one, other)
+        for item, loaded_item in zip(value, loaded, strict=True):
+            yield from _tensor_pairs(item, loaded_item)
 
 
 def _keeps_together(members: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether what was loaded for tensors in one memory lies in one as they do."""
-    alike = all((one.dtype, one.stride()) == (other.dtype, other.stride()) for one, other in members)
-    return alike and len({other.data_ptr() - one.data_ptr() for one, other in members}) == 1
+    alike = all((saved.dtype, saved.stride()) == (loaded.dtype, loaded.stride()) for saved, loaded in members)
+    return alike and len({loaded.data_ptr() - saved.data_ptr() for saved, loaded in members}) == 1
 
 
 def _moved_together(members: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     """Tensors in one memory, as views of a copy of it on the device on which they have been loaded, by their ids."""
-    devices = [other.device for _, other in members]
+    devices = [loaded.device for _, loaded in members]
     device = next((one for one in devices if one.type != "cpu"), devices[0])
     memory = members[0][0].untyped_storage()
     row = torch.empty(0, dtype=torch.uint8, device=members[0][0].device).set_(memory).to(device)

@@ -92,9 +92,9 @@ class PhaseResult(NamedTuple):
 
     def columns(self, *, scaled: bool) -> dict[str, float]:
         """The ledger's columns of a named phase; `scaled` where a loss scaler may skip it."""
-        own = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        base = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
         skipped = {"skipped": float(self.skipped)} if scaled else {}
-        return {**own, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
+        return {**base, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
 
 
 class Stepper:
@@ -171,10 +171,10 @@ class Stepper:
         )
         count = len(clip(self.assigned, position.micro_batches))
         taken: dict[str, PhaseResult] = {}
-        for phase, own in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
+        for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
-            taken[phase.name] = self._take(phase, position, own, scale_down, last=last)
+            taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
         return self._finished(position, phases, taken)
 
     def _take(
@@ -243,7 +243,10 @@ class Stepper:
             stop=first.agreed.stop,
             save=first.agreed.save,
             regroup=first.agreed.regroup,
-            pace=[sum(own) for own in zip(*(one.agreed.pace for one in taken.values()), strict=True)],
+            pace=[
+                sum(seconds)
+                for seconds in zip(*(result.agreed.pace for result in taken.values()), strict=True)
+            ],
             digests=self.digests.taken(position),
         )
 
@@ -291,10 +294,10 @@ class Stepper:
                 tree.add(range(m, m + 1), gradients)
                 del gradients  # only the tree may hold them while the next micro-batch is computed
         # Before the last backward: the hook adds its gradients to these sums, bucket by bucket.
-        folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
+        folded, unfolded = tree.close(assigned[-1]) if assigned else ([], [])
         reduction = phase.reduction
         if reduction is not None:
-            reduction.begin(position, folded, apart)
+            reduction.begin(position, folded, unfolded)
             reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
             self.digests.next_micro_batch(assigned[-1], names)
@@ -396,7 +399,7 @@ class Stepper:
 
         Call it before the update, on any rank. It needs the memory of one more set of gradients.
         """
-        held = [parameter.grad for parameter in phase.parameters]
+        saved_gradients = [parameter.grad for parameter in phase.parameters]
         phase.forget_gradients()
         try:
             # Bypass DDP, which expects gradients only in its own backward.
@@ -407,7 +410,7 @@ class Stepper:
             return float(loss.total.detach()), self._take_gradients(phase, position, m)
         finally:
             self._leave_no_trace()
-            for parameter, gradient in zip(phase.parameters, held, strict=True):
+            for parameter, gradient in zip(phase.parameters, saved_gradients, strict=True):
                 parameter.grad = gradient
 
     def _backward_nothing(self, phase: PhaseStep) -> None:
@@ -506,11 +509,13 @@ class Stepper:
 
     def _failed(self, error: BaseException, phase: PhaseStep, position: Position, m: int) -> LockstepError:
         """The error for a failed micro-batch, with the place if another worker could fail there too."""
-        known = as_lockstep_error(error, self._where(phase, position, m))
-        found = kind_of(error)
-        if found.kind in ("device", "memory"):
-            known.place = FailedAt(found.what, position.number, m, tuple(map(int, self.samples(position, m))))
-        return known
+        lockstep_error = as_lockstep_error(error, self._where(phase, position, m))
+        failure = kind_of(error)
+        if failure.kind in ("device", "memory"):
+            lockstep_error.place = FailedAt(
+                failure.what, position.number, m, tuple(map(int, self.samples(position, m)))
+            )
+        return lockstep_error
 
     def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
         within = f", phase {phase.name!r}" if phase.name else ""
@@ -521,6 +526,6 @@ def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, fl
     """The results of each phase as parts of the step, such as `discriminator/loss`."""
     return {
         f"{name}/{column}": value
-        for name, one in taken.items()
-        for column, value in one.columns(scaled=scaled).items()
+        for name, result in taken.items()
+        for column, value in result.columns(scaled=scaled).items()
     }

@@ -71,8 +71,8 @@ class StepDigests:
         """Announce that the next gradients are micro-batch `m`'s, of the parameters `names`. Those of several phases make one digest."""
         self._names = names
         if self._summed is not None:
-            wanted = self._wanted is None or m in self._wanted
-            self._at_hand = self._summed.setdefault(m, []) if wanted else None
+            is_wanted = self._wanted is None or m in self._wanted
+            self._at_hand = self._summed.setdefault(m, []) if is_wanted else None
 
     def note(self, gradients: Sequence[Tensor], indices: Sequence[int] | None = None) -> None:
         """Add gradients of the current micro-batch, in logical order: those of its parameters `indices`, or of all."""
@@ -98,7 +98,7 @@ class StepDigests:
         every = self._group.gather(list(self.gradients().values()))
         counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
         self._every = tuple(
-            value for found, count in zip(every, counts, strict=True) for value in found[:count]
+            value for rank_digests, count in zip(every, counts, strict=True) for value in rank_digests[:count]
         )
 
     def taken(self, position: Position) -> Digests | None:
@@ -111,9 +111,9 @@ class StepDigests:
 
     def compare(self) -> None:
         """Compare what was `taken` with the other ranks. CorruptionError where their states differ."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._agreement.compare(self._group.gather(held))
+        digests, self._held = self._held, None
+        if digests is not None:
+            self._agreement.compare(self._group.gather(digests))
         elif self._agreement.awaits(self._state.counters.step):
             self._agreement.check()
 
@@ -122,10 +122,10 @@ class StepDigests:
 
         CorruptionError where the ranks hold different states, so that none is saved.
         """
-        held = self._agreement.check()
+        digests = self._agreement.check()
         if self._spec.record.digest_every is None:
             return {}
-        weights, optimizer, average = self._for_ledger(held or self._agreement.held())
+        weights, optimizer, average = self._for_ledger(digests or self._agreement.held())
         return {
             "weights_digest": f"{weights:016x}",
             "optimizer_digest": f"{optimizer:016x}",

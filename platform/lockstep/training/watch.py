@@ -174,42 +174,42 @@ class Watch:
         device = self._group.device
         hook_s = max(0.0, self._hook_s() - self._hook_began) / self._steps
         cuda = device.type == "cuda"
-        held, keeps_graphs = self._growth.look(position.number)
+        held_bytes, keeps_graphs = self._growth.look(position.number)
         return Seen(
             self._step.times.take(),
             0.0 if cuda else hook_s,  # on CUDA the hook only launches, and its time is part of backward's
-            held,
+            held_bytes,
             int(torch.cuda.max_memory_allocated(device)) if cuda else 0,
             keeps_graphs,
         )
 
     def _times(self, every: Sequence[Seen]) -> dict[str, float]:
         """Where the time of rank 0's steps went, in seconds per step."""
-        own = every[0]
-        reduction = own.times.get("reduction", 0.0) + own.hook_s
-        slowest = min(reduction, max(seen.own_s for seen in every) - own.own_s)
-        whole, data = self._whole_s / self._steps, self._data_s / self._steps
-        found = {
+        leader = every[0]
+        reduction = leader.times.get("reduction", 0.0) + leader.hook_s
+        slowest = min(reduction, max(seen.own_s for seen in every) - leader.own_s)
+        step_s, data = self._whole_s / self._steps, self._data_s / self._steps
+        times = {
             "data": data,
-            "forward": max(0.0, own.times.get("forward", 0.0) - data),
-            "backward": max(0.0, own.times.get("backward", 0.0) - own.hook_s),
+            "forward": max(0.0, leader.times.get("forward", 0.0) - data),
+            "backward": max(0.0, leader.times.get("backward", 0.0) - leader.hook_s),
             "slowest": slowest,
             "reduction": reduction - slowest,
-            "optimizer": own.times.get("optimizer", 0.0),
+            "optimizer": leader.times.get("optimizer", 0.0),
         }
-        found["other"] = max(0.0, whole - sum(found.values()))
-        found["checkpoint"] = self._saving_s / self._steps
-        return {f"perf/time/{name}_s": seconds for name, seconds in found.items()}
+        times["other"] = max(0.0, step_s - sum(times.values()))
+        times["checkpoint"] = self._saving_s / self._steps
+        return {f"perf/time/{name}_s": seconds for name, seconds in times.items()}
 
 
 def _memory(every: Sequence[Seen]) -> dict[str, float]:
-    held = {f"perf/memory/rank_{rank}_mb": seen.held_bytes / 1e6 for rank, seen in enumerate(every)}
+    current = {f"perf/memory/rank_{rank}_mb": seen.held_bytes / 1e6 for rank, seen in enumerate(every)}
     peaks = {
         f"perf/memory/rank_{rank}_peak_mb": seen.peak_bytes / 1e6
         for rank, seen in enumerate(every)
         if seen.peak_bytes
     }
-    return {**held, **peaks}
+    return {**current, **peaks}
 
 
 def _keeps_graphs(rank: int, position: Position, line: str) -> Diagnosed:

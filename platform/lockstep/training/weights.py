@@ -26,10 +26,10 @@ def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> l
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     # Tied weights share memory, which safetensors refuses: give each name a tensor of its own.
-    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
         with replaced(path) as aside:
-            safetensors.torch.save_file(own, aside, {_KEY: str(VERSION)})
+            safetensors.torch.save_file(copies, aside, {_KEY: str(VERSION)})
     except (OSError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"

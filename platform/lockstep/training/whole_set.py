@@ -77,9 +77,9 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
     """The outputs of several micro-batches joined. Raises JobError where they do not fit together."""
     if not parts:
         return {}
-    for other in parts[1:]:
-        if other.keys() != parts[0].keys():
-            odd = sorted(other.keys() ^ parts[0].keys())
+    for outputs in parts[1:]:
+        if outputs.keys() != parts[0].keys():
+            odd = sorted(outputs.keys() ^ parts[0].keys())
             raise JobError(
                 f"job.outputs: {odd[0]!r} is given for some micro-batches only, wanted the same names for all"
             )
@@ -103,17 +103,17 @@ def _kind(value: Tensor | list[Any]) -> str:
 
 def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
     """The job's metrics and figures over all outputs, with generators seeded from (seed, "eval set"). Raises LockstepError."""
-    found = {}
+    results = {}
     for name, function in (("whole_set_metrics", job.whole_set_metrics), ("figures", job.figures)):
         seed_all(seed, "eval set")
-        given = _called(name, function, outputs)
-        if not isinstance(given, Mapping):
+        returned = _called(name, function, outputs)
+        if not isinstance(returned, Mapping):
             raise JobError(
-                f"job.{name}: returned {type(given).__name__}, wanted a mapping by name, empty for none"
+                f"job.{name}: returned {type(returned).__name__}, wanted a mapping by name, empty for none"
             )
-        found[name] = given
+        results[name] = returned
     metrics: dict[str, float] = {}
-    for name, value in found["whole_set_metrics"].items():
+    for name, value in results["whole_set_metrics"].items():
         for key, number in _numbers(str(name), value, outputs):
             check_name("job.whole_set_metrics", key)
             if key in metrics:
@@ -121,8 +121,8 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
                     f"job.whole_set_metrics: {key!r} is given twice; give one of them another name"
                 )
             metrics[key] = number
-    figures = dict(_figure(str(name), value) for name, value in found["figures"].items())
-    objects = list(_objects(found["whole_set_metrics"]))
+    figures = dict(_figure(str(name), value) for name, value in results["figures"].items())
+    objects = list(_objects(results["whole_set_metrics"]))
     for name, metric in objects:
         # As before the next evaluation: nothing is kept until then.
         _called(f"{name}.reset", metric.reset)
@@ -175,10 +175,10 @@ def _computed(name: str, metric: Any, outputs: Outputs) -> Any:
     """The result of a metric object, as in torchmetrics, for the outputs that the parameters of its `update` name."""
     taken_by_name = inspect.signature(metric.update).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken_by_name.values())
-    given = {key: value for key, value in outputs.items() if every or key in taken_by_name}
+    arguments = {key: value for key, value in outputs.items() if every or key in taken_by_name}
     if callable(getattr(metric, "reset", None)):
         _called(f"{name}.reset", metric.reset)
-    _called(f"{name}.update", metric.update, **given)
+    _called(f"{name}.update", metric.update, **arguments)
     return _called(f"{name}.compute", metric.compute)
 
 

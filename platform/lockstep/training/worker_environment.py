@@ -51,24 +51,24 @@ _CUDA_KERNELS = re.compile(
 
 def kernel_variables(environment: Mapping[str, str], *, cuda: bool) -> dict[str, str]:
     """Those by which a process computes other bits: with their values a part of the identity."""
-    found = {
+    variables = {
         name: value
         for name, value in sorted(environment.items())
         if _KERNELS.fullmatch(name) or (cuda and _CUDA_KERNELS.fullmatch(name))
     }
     tunables = environment.get("GLIBC_TUNABLES", "").split(":")
     if chosen := [
-        one for one in tunables if one.startswith("glibc.cpu.")
+        tunable for tunable in tunables if tunable.startswith("glibc.cpu.")
     ]:  # which functions of libm there are
-        found["GLIBC_TUNABLES"] = ":".join(chosen)
-    return found
+        variables["GLIBC_TUNABLES"] = ":".join(chosen)
+    return variables
 
 
 def sent_environment() -> dict[str, str]:
     """What workers are given: WORKER_ENVIRONMENT, and what this process was given for its kernels and memory. Strings are hashed alike everywhere."""
-    given = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
+    variables = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
     kernels = {name: os.environ[name] for name in kernel_variables(os.environ, cuda=True)}
-    return {**given, **kernels, "PYTHONHASHSEED": DECISIVE["PYTHONHASHSEED"]}
+    return {**variables, **kernels, "PYTHONHASHSEED": DECISIVE["PYTHONHASHSEED"]}
 
 
 def hashes_otherwise() -> bool:

@@ -54,11 +54,11 @@ class Curves:
 
         The moments of a run that has gone on begin with those that it had before.
         """
-        scaled, before = self.document.get("precision") == "fp16", None
+        scaled, previous = self.document.get("precision") == "fp16", None
         rows = merge(self._steps(), self.observations, self._evaluations(), key=attrgetter("step"))
         for row in rows:
             if isinstance(row, StepRow):
-                points, before = step_points(row, before, scaled=scaled), row
+                points, previous = step_points(row, previous, scaled=scaled), row
             elif isinstance(row, Observation):
                 points = iter(
                     sorted(observation_points(row))
@@ -96,10 +96,10 @@ def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
             rows = RowsSoFar(folder)
             curves = Curves(run_id, document, rows, rows.failed, rows.observations)
         else:
-            found = find_run(uri, run_id, folder.parent)
+            run = find_run(uri, run_id, folder.parent)
             observations = find_observations(uri, run_id, folder.parent)
             history = find_history(uri, run_id, folder.parent)
-            curves = Curves(run_id, found.spec, history, found.status != "FINISHED", observations)
+            curves = Curves(run_id, run.spec, history, run.status != "FINISHED", observations)
     except OSError as error:
         raise RecordError(f"run {run_id}: cannot read {str(folder)!r}: {error.strerror or error}") from error
     if next(curves.moments(), None) is None:

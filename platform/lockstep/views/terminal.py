@@ -49,20 +49,22 @@ def series_of(curves: Curves, keys: Sequence[str]) -> list[Series]:
 
     SpecError for a key that the run has not.
     """
-    found: dict[str, Series] = {}
+    by_key: dict[str, Series] = {}
     for moment in curves.moments():
         for key, value in moment.values.items():
-            steps, values = found.setdefault(key, Series(key, [], []))[1:]
+            steps, values = by_key.setdefault(key, Series(key, [], []))[1:]
             steps.append(moment.step)  # type: ignore[attr-defined]
             values.append(value)  # type: ignore[attr-defined]
-    keys = [one for key in keys for one in (fnmatch.filter(found, key) if "*" in key else [key]) or [key]]
+    keys = [
+        match for key in keys for match in (fnmatch.filter(by_key, key) if "*" in key else [key]) or [key]
+    ]
     for key in keys:
-        if key not in found:
-            raise SpecError(f"plot: run {curves.run_id} has no {key!r}{nearest(key, found)}")
+        if key not in by_key:
+            raise SpecError(f"plot: run {curves.run_id} has no {key!r}{nearest(key, by_key)}")
     evaluations = sorted(
-        (key for key in found if key.startswith("eval/")), key=lambda key: key != "eval/loss"
+        (key for key in by_key if key.startswith("eval/")), key=lambda key: key != "eval/loss"
     )
-    return [found[key] for key in keys or ["train/loss", *evaluations[:1], "train/lr"]]
+    return [by_key[key] for key in keys or ["train/loss", *evaluations[:1], "train/lr"]]
 
 
 def drawn(found: Sequence[Series], screen: Screen) -> str:
@@ -120,16 +122,16 @@ def _drawn(series: Series, scale: _Scale, margin: int, steps: range, screen: Scr
 
 
 def _title(series: Series, points: Sequence[tuple[int, float]], columns: int) -> list[str]:
-    told = []
+    parts = []
     if points:
         least, most = (choose(points, key=lambda point: point[1]) for choose in (min, max))
-        told = [f"last {points[-1][1]:.4g}"]
-        told += [
+        parts = [f"last {points[-1][1]:.4g}"]
+        parts += [
             f"{name} {value:.4g} at step {step}" for name, (step, value) in (("least", least), ("most", most))
         ]
     if len(points) < len(series.values):
-        told += [f"not finite: {len(series.values) - len(points)}"]
-    return textwrap.wrap(f"{series.key}: {', '.join(told)}", columns, subsequent_indent="  ")
+        parts += [f"not finite: {len(series.values) - len(points)}"]
+    return textwrap.wrap(f"{series.key}: {', '.join(parts)}", columns, subsequent_indent="  ")
 
 
 @dataclass(slots=True)
@@ -161,20 +163,20 @@ class _Canvas:
             column = columns.setdefault(x, _Column(y, y, y, y))
             column.lowest, column.highest = min(column.lowest, y), max(column.highest, y)
             column.last = y
-        before: tuple[int, int] | None = None
+        previous: tuple[int, int] | None = None
         for x, column in columns.items():
             self._fill(x, column.lowest, column.highest)
-            if before is not None:
-                self._join(*before, x, column.first)
-            before = x, column.last
+            if previous is not None:
+                self._join(*previous, x, column.first)
+            previous = x, column.last
 
     def _join(self, x0: int, y0: int, x1: int, y1: int) -> None:
         """The dots between two of them, each column up to where the next one begins."""
         for x in range(x0, x1 + 1):
-            here, there = (
+            y_left, y_right = (
                 y0 + (y1 - y0) * min(max(at - x0, 0), x1 - x0) / (x1 - x0) for at in (x - 0.5, x + 0.5)
             )
-            self._fill(x, round(min(here, there)), round(max(here, there)))
+            self._fill(x, round(min(y_left, y_right)), round(max(y_left, y_right)))
 
     def _fill(self, x: int, low: int, high: int) -> None:
         self._dots.update((x, y) for y in range(low, high + 1))

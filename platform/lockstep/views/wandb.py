@@ -121,16 +121,16 @@ def _records(curves: Curves) -> Iterator[Any]:
 
 def _rows(curves: Curves, began: float) -> Iterator[tuple[int, Mapping[str, float]]]:
     """The steps, in order, each once: the values of an evaluation join those of its step, whose time they take."""
-    before: Moment | None = None
+    pending: Moment | None = None
     for moment in curves.moments():
-        if before is None or moment.step != before.step:
-            if before is not None:
-                yield before.step, _row(before, began)
-            before = moment
+        if pending is None or moment.step != pending.step:
+            if pending is not None:
+                yield pending.step, _row(pending, began)
+            pending = moment
         else:
-            before = before._replace(values=before.values | moment.values)
-    if before is not None:
-        yield before.step, _row(before, began)
+            pending = pending._replace(values=pending.values | moment.values)
+    if pending is not None:
+        yield pending.step, _row(pending, began)
 
 
 def _row(moment: Moment, began: float) -> Mapping[str, float]:

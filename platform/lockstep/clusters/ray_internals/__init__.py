@@ -282,22 +282,22 @@ def _differs(part: Part) -> str | None:
 def _found(name: str) -> Any:
     """What is at `module:attribute.attribute`."""
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for attribute in path.split("."):
-        found = getattr(found, attribute)
-    return found
+        target = getattr(target, attribute)
+    return target
 
 
 def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
     """What is wrong with `module:attribute.attribute`; None if nothing is."""
     try:
-        found = _found(name)
+        target = _found(name)
     except (ImportError, AttributeError) as error:
         return f"{name} is not there ({type(error).__name__})"
     if parameters is None:
         return None
     # Ray adds the parameter to a method when its class becomes an actor
-    have = tuple(name for name in inspect.signature(found).parameters if name != "_ray_trace_ctx")
+    have = tuple(name for name in inspect.signature(target).parameters if name != "_ray_trace_ctx")
     return None if have == parameters else f"{name} takes {', '.join(have) or 'nothing'}"
 
 
@@ -306,8 +306,8 @@ def _lacks(name: str, attributes: tuple[str, ...]) -> str | None:
     problem = _problem(name, None)
     if problem is not None:
         return problem
-    found = _found(name)
-    return next((f"{name} has no {each}" for each in attributes if not _has(found, each)), None)
+    target = _found(name)
+    return next((f"{name} has no {each}" for each in attributes if not _has(target, each)), None)
 
 
 def _has(found: type, attribute: str) -> bool:
@@ -332,10 +332,10 @@ def _sets(attribute: str, method: Any) -> bool:
 
 def rays_set_up() -> str:
     """The script by which Ray itself sets up a worker."""
-    found = importlib.util.find_spec("ray")  # which does not import it
-    assert found is not None
-    assert found.origin is not None
-    return str(Path(found.origin).parent / "_private" / "workers" / "setup_worker.py")
+    module_spec = importlib.util.find_spec("ray")  # which does not import it
+    assert module_spec is not None
+    assert module_spec.origin is not None
+    return str(Path(module_spec.origin).parent / "_private" / "workers" / "setup_worker.py")
 
 
 def warnings_of_ray() -> list[str]:

@@ -131,9 +131,9 @@ def _chosen(scaling_config: ChosenNodes) -> list[dict[str, str]] | None:
     if choose is None or unavailable("nodes"):
         return None
     until = time.monotonic() + FIRST_S
-    while (found := choose(free_resources(), True)) is None and time.monotonic() < until:
+    while (selectors := choose(free_resources(), True)) is None and time.monotonic() < until:
         time.sleep(LOOK_S)
-    return found or choose(free_resources(), False)
+    return selectors or choose(free_resources(), False)
 
 
 class DriverController(TrainController):  # type: ignore[misc]
@@ -162,8 +162,8 @@ class SupervisorDecides(FailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = getattr(training_failed_error, "controller_failure", None)
-        held = isinstance(cause, WorkerGroupStartupTimeoutError) and not self._ending.is_set()
-        return FailureDecision.RETRY if held else FailureDecision.RAISE
+        retry = isinstance(cause, WorkerGroupStartupTimeoutError) and not self._ending.is_set()
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
 
 class DriverTrainer(TorchTrainer):  # type: ignore[misc]
@@ -179,8 +179,13 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         for a driver; the other distributes Ray datasets, of which there are none. Where Ray would show the attempt, the run is shown.
         """
         unneeded = (PlacementGroupCleanerCallback, DatasetsCallback)
-        found = [one for one in super()._create_default_callbacks() if not isinstance(one, unneeded)]
-        return [TrainPage(self._shown) if isinstance(one, StateManagerCallback) else one for one in found]
+        callbacks = [
+            callback for callback in super()._create_default_callbacks() if not isinstance(callback, unneeded)
+        ]
+        return [
+            TrainPage(self._shown) if isinstance(callback, StateManagerCallback) else callback
+            for callback in callbacks
+        ]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Result:
         self._controller = DriverController(
@@ -197,7 +202,11 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         """The workers' placement group, and the index of each one's bundle by rank; None and {} if Ray does not say."""
         controller = getattr(self, "_controller", None)
         group = controller.get_worker_group() if controller is not None else None
-        placed = [one.placement for one in self.run_config.callbacks or () if isinstance(one, StageTimes)]
+        placed = [
+            callback.placement
+            for callback in self.run_config.callbacks or ()
+            if isinstance(callback, StageTimes)
+        ]
         if group is None or not group.has_started() or not placed:
             return None, {}
         indices = [getattr(worker, "placement_group_bundle_index", None) for worker in group.get_workers()]

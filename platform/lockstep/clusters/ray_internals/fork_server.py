@@ -81,22 +81,22 @@ def set_up(words: list[str]) -> NoReturn:
 
     What environment variables, a working directory and a command do not make of it (a container, conda) is left to Ray.
     """
-    given = {
+    options = {
         option: word.removeprefix(option) for word in words for option in _SET_UP if word.startswith(option)
     }
-    context = json.loads(given.get(_CONTEXT, "null"))
-    if given.get(_LANGUAGE) != "PYTHON" or context is None or not _is_plain(context):
+    context = json.loads(options.get(_CONTEXT, "null"))
+    if options.get(_LANGUAGE) != "PYTHON" or context is None or not _is_plain(context):
         from lockstep.clusters.ray_internals import rays_set_up  # not by each worker that starts
 
         os.execv(sys.executable, [sys.executable, rays_set_up(), *words])
     os.environ.update(context["env_vars"])
     if context["command_prefix"]:
         os.chdir(*shlex.split(context["command_prefix"][1]))
-    rest = [word for word in words if not word.startswith(_SET_UP)]
+    worker_words = [word for word in words if not word.startswith(_SET_UP)]
     if context["py_executable"] == py_executable():
-        start_worker(rest)
+        start_worker(worker_words)
     command = shlex.split(context["py_executable"])
-    os.execvp(command[0], [*command, *rest])
+    os.execvp(command[0], [*command, *worker_words])
 
 
 def _is_plain(context: Mapping[str, Any]) -> bool:
@@ -121,14 +121,14 @@ def start_worker(words: list[str]) -> NoReturn:
             os._exit(0)
         if forked is None or not os.environ.get(PRELOAD):
             _start_alone(words)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place, suppress(OSError):  # there is one
-            place.bind(name)
-            if _taken_over(place, words, until):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, suppress(OSError):  # there is one
+            listener.bind(name)
+            if _taken_over(listener, words, until):
                 os._exit(0)
-            place.set_inheritable(True)
+            listener.set_inheritable(True)
             serving = "from lockstep.clusters.ray_internals.fork_server import serve; serve()"
             os.execv(
-                sys.executable, [sys.executable, "-c", serving, str(place.fileno()), str(raylet), *words]
+                sys.executable, [sys.executable, "-c", serving, str(listener.fileno()), str(raylet), *words]
             )
         time.sleep(0.02)
     _start_alone(words)
@@ -160,8 +160,8 @@ def _forked_by(name: str, words: list[str]) -> bool | None:
 
 def _hand_over(place: socket.socket, words: list[str], *more: int) -> None:
     """Send what a worker is made of, and more open files."""
-    given = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
-    socket.send_fds(place, [struct.pack("!Q", len(given)) + given], [0, 1, 2, *more])
+    payload = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
+    socket.send_fds(place, [struct.pack("!Q", len(payload)) + payload], [0, 1, 2, *more])
 
 
 def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
@@ -187,8 +187,8 @@ def address_ahead(secret: str) -> str:
 
 def _address(environment: Mapping[str, str], raylet: int) -> str:
     """The server's name, which no file system has: the raylet and the environment tell one from another."""
-    told = json.dumps([os.getuid(), raylet, read_at_import(environment)], sort_keys=True)
-    return f"\0lockstep-workers-{hashlib.sha256(told.encode()).hexdigest()}"
+    identity = json.dumps([os.getuid(), raylet, read_at_import(environment)], sort_keys=True)
+    return f"\0lockstep-workers-{hashlib.sha256(identity.encode()).hexdigest()}"
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -207,9 +207,9 @@ def _recognised(place: socket.socket, *, client: bool = False) -> bool:
     secret = os.environ.get(CLUSTER_SECRET)
     if user != os.getuid() or not secret:
         return bool(user == os.getuid())
-    known = credentials()
-    shown = known.is_client if client else known.is_server
-    return bool(shown(place, known.Secret(bytes.fromhex(secret))))
+    module = credentials()
+    shown = module.is_client if client else module.is_server
+    return bool(shown(place, module.Secret(bytes.fromhex(secret))))
 
 
 @cache
@@ -317,13 +317,13 @@ def serve_forks(server: socket.socket, parent: int, first: int) -> list[str]:
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at > IDLE_S:
             break
-        if (asked := next_asking(server)) is None:
+        if (connection := next_asking(server)) is None:
             continue
-        with asked, suppress(OSError):  # the client was killed meanwhile
-            found = _asked(server, asked)
-            if isinstance(found, list):
-                return found
-            workers |= {found} if found else set()
+        with connection, suppress(OSError):  # the client was killed meanwhile
+            forked = _asked(server, connection)
+            if isinstance(forked, list):
+                return forked
+            workers |= {forked} if forked else set()
     os._exit(0)
 
 
@@ -331,13 +331,13 @@ def next_asking(server: socket.socket) -> socket.socket | None:
     """The next connection of this cluster's, or None if there is none soon."""
     if not select.select([server], [], [], _RAYLET_S)[0]:
         return None
-    asked, _ = server.accept()
-    asked.settimeout(_SHOW_S)
+    connection, _ = server.accept()
+    connection.settimeout(_SHOW_S)
     with suppress(OSError):
-        if _recognised(asked, client=True):
-            asked.settimeout(_ASK_S)
-            return asked
-    asked.close()
+        if _recognised(connection, client=True):
+            connection.settimeout(_ASK_S)
+            return connection
+    connection.close()
     return None
 
 
@@ -346,10 +346,10 @@ def received(asked: socket.socket) -> HandedOver:
     first, files, _, _ = socket.recv_fds(asked, 1 << 16, 4)
     try:
         (size,) = struct.unpack("!Q", first[:8])
-        given = first[8:]
-        while len(given) < size and (more := asked.recv(1 << 16)):
-            given += more
-        words, environment, folder = json.loads(given)
+        payload = first[8:]
+        while len(payload) < size and (more := asked.recv(1 << 16)):
+            payload += more
+        words, environment, folder = json.loads(payload)
     except BaseException:
         for file in files:
             os.close(file)

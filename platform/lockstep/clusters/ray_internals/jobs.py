@@ -11,6 +11,6 @@ def submission_id() -> str | None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
     from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY
 
-    told = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR) or "{}")
-    found: str | None = told.get("metadata", {}).get(JOB_ID_METADATA_KEY)
-    return found
+    job_config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR) or "{}")
+    job_id: str | None = job_config.get("metadata", {}).get(JOB_ID_METADATA_KEY)
+    return job_id

@@ -32,12 +32,12 @@ class Losses(WorkerGroupCallback):  # type: ignore[misc]  # untyped base
                 return
             lost[rank] = str(error)
         others = self._others()
-        left = len(lost) < len(status.worker_statuses) or others
-        if lost and not (left and self._outlived(lost)):
+        survivors = len(lost) < len(status.worker_statuses) or others
+        if lost and not (survivors and self._outlived(lost)):
             return
         for rank in lost:
             status.worker_statuses[rank] = WorkerStatus(running=False)
-        if others and not any(one.running for one in status.worker_statuses.values()):
+        if others and not any(worker_status.running for worker_status in status.worker_statuses.values()):
             status.worker_statuses[min(status.worker_statuses)] = WorkerStatus(running=True)
 
 

@@ -23,8 +23,8 @@ def draining_nodes() -> dict[str, int]:
 
 def largest_cluster() -> dict[str, float] | None:
     """The resources of the cluster once its autoscaler has added all the nodes it may; None without an autoscaler."""
-    found: dict[str, float] | None = ray._private.state.state.get_max_resources_from_cluster_config()
-    return found
+    resources: dict[str, float] | None = ray._private.state.state.get_max_resources_from_cluster_config()
+    return resources
 
 
 def drain(node: str, why: str, deadline_ms: int) -> None:

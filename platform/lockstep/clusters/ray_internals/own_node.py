@@ -65,7 +65,7 @@ def own_node(*, logs: bool, begun: Begun) -> Iterator[None]:
     systemd send it, leaves the cluster as it is: the driver ends it after a last checkpoint.
     """
     left_out = {"start_monitor", "start_api_server"} | (set() if logs else {"start_log_monitor"})
-    own, get_node = {name: vars(Node)[name] for name in left_out}, services.get_node
+    methods, get_node = {name: vars(Node)[name] for name in left_out}, services.get_node
     for name in left_out:
         setattr(Node, name, lambda *_, **__: None)
     services.get_node, services.ConsolePopen = (
@@ -76,7 +76,7 @@ def own_node(*, logs: bool, begun: Begun) -> Iterator[None]:
         yield
     finally:
         services.get_node, services.ConsolePopen = get_node, _Popen
-        for name, method in own.items():
+        for name, method in methods.items():
             setattr(Node, name, method)
 
 

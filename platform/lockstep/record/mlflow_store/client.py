@@ -101,8 +101,10 @@ def translated(uri: str, *, again: bool = True) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:
-        known = isinstance(error, MlflowException | SQLAlchemyError | CommandError | OSError | ImportError)
-        if not known and not type(error).__module__.startswith(_OF_STORES):
+        recognised = isinstance(
+            error, MlflowException | SQLAlchemyError | CommandError | OSError | ImportError
+        )
+        if not recognised and not type(error).__module__.startswith(_OF_STORES):
             raise
         kind = _verdict(error)
         if kind is UnavailableError:
@@ -194,8 +196,8 @@ def _status(error: Exception) -> int | None:
     status = getattr(response, "status_code", None)
     if status is not None:
         return int(status)
-    found = re.search(r"failed with error code (\d{3}) != ", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"failed with error code (\d{3}) != ", str(error))
+    return int(match[1]) if match else None
 
 
 def _reason(error: BaseException) -> str:

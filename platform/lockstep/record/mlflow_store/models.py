@@ -116,22 +116,24 @@ class Models:
         from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
         repository = files_of(self._client.tracking_uri, model)
-        here = Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
-        if here is not None:
-            make_folder(here)
+        local_folder = (
+            Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
+        )
+        if local_folder is not None:
+            make_folder(local_folder)
         shared = shared_in(folder)
         for file in sorted(folder.iterdir(), key=lambda file: (file.name == MANIFEST, file.name)):
-            if here is not None and _linked(file, here):
+            if local_folder is not None and _linked(file, local_folder):
                 continue
             if file.name in shared:
                 self._share(file, sent)
                 continue
             repository.log_artifact(str(file))
-            if here is not None:
-                flush(here / file.name)
+            if local_folder is not None:
+                flush(local_folder / file.name)
             sent(file.stat().st_size)
-        if here is not None:
-            flush(here)
+        if local_folder is not None:
+            flush(local_folder)
 
     def _share(self, file: Path, sent: Sent) -> None:
         """Send a file that checkpoints share to the run itself, once: its name contains the hash of its content."""
@@ -139,8 +141,8 @@ class Models:
 
         size, repository = file.stat().st_size, self.shared_files()
         if any(
-            Path(one.path).name == file.name and one.file_size == size
-            for one in repository.list_artifacts(SHARED)
+            Path(artifact.path).name == file.name and artifact.file_size == size
+            for artifact in repository.list_artifacts(SHARED)
         ):
             return
         repository.log_artifact(str(file), SHARED)
@@ -169,7 +171,7 @@ class Models:
 
     def all(self, further: str = "") -> list[Any]:
         """Every model of the run that is not deleted, READY or not; `further` is appended to MLflow's filter."""
-        found: list[Any] = []
+        models: list[Any] = []
         token = None
         while True:
             page = self._client.search_logged_models(
@@ -177,10 +179,10 @@ class Models:
                 filter_string=f"source_run_id = '{self._run_id}'{further}",
                 page_token=token,
             )
-            found += page
+            models += page
             token = page.token
             if not token:
-                return found
+                return models
 
     def _delete(self, model: Any) -> None:
         """Delete a model, which is never READY without its files. Files go first: MLflow itself only hides a deleted model."""
@@ -230,7 +232,7 @@ def fill_final(folder: Path, model: FinalModel) -> Callable[[str, Path], None]:
 
     It does not import torch, which would cost the end of a run seconds only to copy a file.
     """
-    return lambda model_id, place: _write(folder, model, model_id, place)
+    return lambda model_id, target: _write(folder, model, model_id, target)
 
 
 def _write(folder: Path, model: FinalModel, model_id: str, place: Path) -> None:

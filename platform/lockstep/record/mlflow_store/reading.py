@@ -81,10 +81,10 @@ def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path)
     _check_there(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         there = {item.path for item in client.list_artifacts(run_id)}
-        found = [name for name in names if name in there]
-        for name in found:
+        available = [name for name in names if name in there]
+        for name in available:
             client.download_artifacts(run_id, name, str(folder))
-    return found
+    return available
 
 
 def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
@@ -97,8 +97,8 @@ def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
             for key in run.data.metrics
         }
     with tempfile.TemporaryDirectory() as folder:
-        found = files_from_mlflow(uri, run_id, names, Path(folder))
-        digests = {name: digest(Path(folder, name)) for name in found}
+        downloaded = files_from_mlflow(uri, run_id, names, Path(folder))
+        digests = {name: digest(Path(folder, name)) for name in downloaded}
     return InStore(run.info.status, points, digests, run.data.tags.get(PROCESS))
 
 
@@ -106,13 +106,13 @@ def finished_in_mlflow(uri: str, identity: str) -> Iterator[StoredRun]:
     """The runs with status FINISHED and this identity, in any experiment, newest first; at most ten, unreadable ones skipped."""
     with connecting(uri) as (client, _):
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-        found = client.search_runs(
+        runs = client.search_runs(
             experiments,
             f"tags.`lockstep.identity` = '{identity}' and attributes.status = 'FINISHED'",
             max_results=_MOST_FINISHED,
             order_by=["attributes.start_time DESC"],
         )
-    for run in found:
+    for run in runs:
         with suppress(RecordError):
             yield recorded_in_mlflow(uri, run.info.run_id)
 
@@ -175,13 +175,13 @@ class MlflowReader:
             self._check_is_mlflow()
             return []  # of a user who may see none
         if not chosen:
-            known = ", ".join(sorted(self._experiments.values()))
-            raise RecordError(f"experiment: there is no {experiment!r}; known here: {known}")
+            available = ", ".join(sorted(self._experiments.values()))
+            raise RecordError(f"experiment: there is no {experiment!r}; known here: {available}")
         with translated(self._uri):
-            found = self._client.search_runs(
+            results = self._client.search_runs(
                 chosen, filter_string=_OURS, max_results=limit, order_by=["attributes.start_time DESC"]
             )
-        return [self._info(run) for run in found]
+        return [self._info(run) for run in results]
 
     def _check_is_mlflow(self) -> None:
         """RecordError for whoever answers `{}` to everything, which is no list of experiments but an empty one."""
@@ -220,16 +220,16 @@ class MlflowReader:
         if not reason:
             return self._as_it_is(run)
         with translated(self._uri):
-            now = self._client.get_run(run.info.run_id)
-        if now.info.status != "RUNNING" or not same_beat(run.data.tags, now.data.tags):
-            return self._as_it_is(now)  # it has given a sign of life since it was read
-        ended, epitaph = int(float(now.data.tags["lockstep.heartbeat"])), _epitaph(reason)
+            current = self._client.get_run(run.info.run_id)
+        if current.info.status != "RUNNING" or not same_beat(run.data.tags, current.data.tags):
+            return self._as_it_is(current)  # it has given a sign of life since it was read
+        ended, epitaph = int(float(current.data.tags["lockstep.heartbeat"])), _epitaph(reason)
         with suppress(RecordError), translated(self._uri):  # the run of another user, who will mark it
             for name, text in epitaph.items():
-                self._client.set_tag(now.info.run_id, name, text)
-            self._client.set_terminated(now.info.run_id, "FAILED", 1000 * ended)
-        found = self._as_it_is(now)
-        return found._replace(status="FAILED", ended=float(ended), tags={**found.tags, **epitaph})
+                self._client.set_tag(current.info.run_id, name, text)
+            self._client.set_terminated(current.info.run_id, "FAILED", 1000 * ended)
+        info = self._as_it_is(current)
+        return info._replace(status="FAILED", ended=float(ended), tags={**info.tags, **epitaph})
 
     def _as_it_is(self, run: Any) -> RunInfo:
         steps = {metric.key: metric.step for metric in run.data._metric_objs}

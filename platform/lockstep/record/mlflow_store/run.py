@@ -75,9 +75,9 @@ class MlflowStore:
     def open(self, run_id: str | None) -> str:
         with connecting(self._uri) as (self._client, database):
             if run_id is None:
-                beside = f"{database.parent.as_uri()}/mlartifacts" if database else self._artifacts
+                artifact_root = f"{database.parent.as_uri()}/mlartifacts" if database else self._artifacts
                 self._experiment_id = self._get_or_create_experiment(
-                    beside if is_database(self._uri) else None
+                    artifact_root if is_database(self._uri) else None
                 )
         if run_id is None:
             self._create()
@@ -88,8 +88,8 @@ class MlflowStore:
     def _get_or_create_experiment(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment_name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._experiment_name)
+        if experiment is None:
             try:
                 # The tag opens the experiment on its training pages instead of the ones for language models.
                 kind = {"mlflow.experimentKind": "custom_model_development"}
@@ -97,15 +97,15 @@ class MlflowStore:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                found = self._client.get_experiment_by_name(
+                experiment = self._client.get_experiment_by_name(
                     self._experiment_name
                 )  # another process was faster
-        identified(self._uri, found.experiment_id)
-        if found.lifecycle_stage != "active":
+        identified(self._uri, experiment.experiment_id)
+        if experiment.lifecycle_stage != "active":
             raise RecordError(
                 f"record.experiment: {self._experiment_name!r} was deleted in MLflow; restore it or name another"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _create(self) -> None:
         # The tags of its process tell a run that is killed in its first second from one that lives.
@@ -115,10 +115,10 @@ class MlflowStore:
             _CREATION: self._creation,
             **process_tags(time.time()),
         }
-        found = self._created() if self._tried else None
+        existing = self._created() if self._tried else None
         self._tried = True
         with self._translated():
-            run = found or self._client.create_run(
+            run = existing or self._client.create_run(
                 self._experiment_id, start_time=self._start_ms, run_name=self._run_name or None, tags=tags
             )
         self._run_id = identified(self._uri, run.info.run_id)
@@ -126,10 +126,10 @@ class MlflowStore:
     def _created(self) -> Any:
         """The run that an earlier try created, whose answer was lost."""
         with self._translated():
-            found = self._client.search_runs(
+            runs = self._client.search_runs(
                 [self._experiment_id], f"tags.`{_CREATION}` = '{self._creation}'", max_results=1
             )
-        return found[0] if found else None
+        return runs[0] if runs else None
 
     def _reopen(self, run_id: str) -> None:
         with self._translated():
@@ -203,7 +203,7 @@ class MlflowStore:
 
     def log_data(self, data: Sequence[DataSet]) -> None:
         with self._translated():
-            self._client.log_inputs(self._run_id, datasets=[_input(one) for one in data])
+            self._client.log_inputs(self._run_id, datasets=[_input(data_set) for data_set in data])
 
     def log_file(self, path: Path, folder: str) -> None:
         with self._translated():
@@ -222,9 +222,10 @@ class MlflowStore:
     def checkpoints(self) -> Mapping[int, bool]:
         with self._translated():
             models = self._models()
-            found = [model for model in models.all() if is_checkpoint(model)]
+            checkpoint_models = [model for model in models.all() if is_checkpoint(model)]
             return {
-                int(model.tags[STEP]): model.status == "READY" and models.has_files(model) for model in found
+                int(model.tags[STEP]): model.status == "READY" and models.has_files(model)
+                for model in checkpoint_models
             }
 
     def aliased_steps(self) -> frozenset[int]:

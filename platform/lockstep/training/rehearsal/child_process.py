@@ -90,10 +90,10 @@ def in_child(
         raise NoChildError(f"a process of its own {end} after {time.monotonic() - began:.0f} s")
     value, error, trace, cut = pickle.loads(answer)
     if error is None:
-        result, reads, asked = value
+        result, reads, imports = value
         for name, read in reads.items():
             reads_of(job).read(name, read)
-        note_imports(job, asked)
+        note_imports(job, imports)
         return result  # type: ignore[no-any-return]
     if cut:
         raise NoChildError(f"a process of its own failed: {error}{cut}")
@@ -128,7 +128,13 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)
-        inherited.make_own([one for one in opened if (one.device, one.inode) != (pipe.st_dev, pipe.st_ino)])
+        inherited.make_own(
+            [
+                descriptor
+                for descriptor in opened
+                if (descriptor.device, descriptor.inode) != (pipe.st_dev, pipe.st_ino)
+            ]
+        )
         inherited.look_for_waits(_result.__code__)
         torch.set_num_threads(1)
         content = _result(function)
@@ -155,15 +161,15 @@ def _result(function: Callable[[], Any]) -> bytes:
     except LockstepError as error:
         return pickle.dumps((None, error, traceback.format_exc(), inherited.explanation(error)))
     except BaseException as error:  # noqa: BLE001 - nothing may leave the child but by the pipe
-        known = RuntimeError(f"in a process of its own: {type(error).__name__}: {error}")
-        return pickle.dumps((None, known, traceback.format_exc(), inherited.explanation(error)))
+        wrapped = RuntimeError(f"in a process of its own: {type(error).__name__}: {error}")
+        return pickle.dumps((None, wrapped, traceback.format_exc(), inherited.explanation(error)))
 
 
 def _answer(read: int, limit_s: float) -> bytes | None:
     """All that the child writes until it closes its end; None where it does not do so in time."""
     parts, until = list[bytes](), time.monotonic() + limit_s
-    while (left := until - time.monotonic()) > 0:
-        if select.select([read], [], [], left)[0]:
+    while (remaining_s := until - time.monotonic()) > 0:
+        if select.select([read], [], [], remaining_s)[0]:
             if not (part := os.read(read, 1 << 20)):
                 return b"".join(parts)
             parts.append(part)

@@ -86,7 +86,8 @@ class FirstSteps:
     def can_update(self) -> bool:
         """Whether this process can update by itself: the ranks of a sharded optimizer do it together."""
         return not any(
-            isinstance(one, ShardedOptimizer) for one in optimizers_of(self.state.optimizer).values()
+            isinstance(optimizer, ShardedOptimizer)
+            for optimizer in optimizers_of(self.state.optimizer).values()
         )
 
     def straight(self, fetched: Fetched) -> Straight | None:
@@ -101,7 +102,9 @@ class FirstSteps:
             return None
         after = self._memories()
         changed = [
-            place for one, other in zip(after, before, strict=True) for place in one.changed_since(other)
+            place
+            for memory, earlier in zip(after, before, strict=True)
+            for place in memory.changed_since(earlier)
         ]
         changed = [place for place in changed if not self._in_state_dict(place)]
         self._check_data([place for place in changed if place in after[0].of_datasets], batches, fetched)
@@ -186,9 +189,9 @@ class FirstSteps:
         computed = [self._compute(module, key, batch) for key, batch in batches]
         sums = [
             sum(gradients[1:], gradients[0])
-            for gradients in zip(*(one.gradients.values() for one in computed), strict=True)
+            for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
         ]
-        weight = sum(float(one.loss.weight) for one in computed)
+        weight = sum(float(result.loss.weight) for result in computed)
         if again:
             self._compute(module, *next(iter(fetched())))
         if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in sums):
@@ -215,9 +218,9 @@ class FirstSteps:
         if not changed:
             return
         for before, (_, after) in zip(batches, fetched(), strict=True):
-            if (place := difference(before, after)) is not None:
+            if (location := difference(before, after)) is not None:
                 raise JobError(
-                    f"data: {named(changed)} is changed by an update, and the first micro-batches differ{place} with it: a batch is fetched before its "
+                    f"data: {named(changed)} is changed by an update, and the first micro-batches differ{location} with it: a batch is fetched before its "
                     "step, with data.loader_processes in another process, so it is undefined which batch sees the change; "
                     "after_step(model, step) must change nothing that the data read"
                 )
@@ -226,13 +229,13 @@ class FirstSteps:
         """What the job and its data hold, and what each optimizer does, including large arrays, which an update may write to."""
         optimizers = list(optimizers_of(self.state.optimizer).values())
         around = memory_of(self.job, self.state.model, optimizers, largest=LARGEST_WRITTEN, datasets=True)
-        apart = list(self.state.model.parameters())
+        parameters = list(self.state.model.parameters())
         names = ["optimizer"] if len(optimizers) == 1 else [f"optimizer {i}" for i in range(len(optimizers))]
         return [
             around,
             *(
-                Memory({name: one}, apart=apart, largest=LARGEST_WRITTEN)
-                for name, one in zip(names, optimizers, strict=True)
+                Memory({name: optimizer}, apart=parameters, largest=LARGEST_WRITTEN)
+                for name, optimizer in zip(names, optimizers, strict=True)
             ),
         ]
 
@@ -251,23 +254,25 @@ class FirstSteps:
         sections = self.state.sections()
         packed = {name: pack(section, name) for name, section in sections.items()}
         content, file = {}, io.BytesIO()
-        for name, one in packed.items():
-            tensors = {n: t.clone() for n, t in one.tensors.items() if isinstance(t, Tensor)}
-            content[name] = (one.skeleton, tensors)
+        for name, part in packed.items():
+            tensors = {n: t.clone() for n, t in part.tensors.items() if isinstance(t, Tensor)}
+            content[name] = (part.skeleton, tensors)
         torch.save(content, file)
         return Saved(file.getvalue(), _shared_beyond_the_model(sections))
 
 
 def _values(memories: Iterable[Memory]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for memory in memories:
-        found |= memory.values
-    return found
+        values |= memory.values
+    return values
 
 
 def _shared_beyond_the_model(sections: Mapping[str, Any]) -> Shared:
     """What shares memory and is not the model's alone: that is loaded into the memory of the model that the job has made."""
     sections = {**sections, "model": sections["model"]["state"]}
     return {
-        one for one in sharing(dict(sections), "") if any(not place.startswith("/model/") for place, _ in one)
+        group
+        for group in sharing(dict(sections), "")
+        if any(not path.startswith("/model/") for path, _ in group)
     }

@@ -46,8 +46,8 @@ class OwnGenerators:
 
     def gone_on(self) -> list[str]:
         """The places of those that are in a state in which they were not seen before."""
-        *before, now = self._looks
-        return [place for place, state in now.items() if all(look.get(place) != state for look in before)]
+        *earlier, latest = self._looks
+        return [place for place, state in latest.items() if all(look.get(place) != state for look in earlier)]
 
     def refuse(self, places: list[str]) -> None:
         """JobError if any of these has gone on once more since."""
@@ -83,13 +83,15 @@ def _states(roots: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _held(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for i, (key, held) in enumerate(islice(list(value.items()), LONGEST)):
-            yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", held
+        for i, (key, child) in enumerate(islice(list(value.items()), LONGEST)):
+            yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", child
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"{path}[{i}]", held) for i, held in enumerate(islice(value, LONGEST)))
+        yield from ((f"{path}[{i}]", child) for i, child in enumerate(islice(value, LONGEST)))
     elif isinstance(value, types.ModuleType | type):
         yield from (
-            (f"{path}.{n}", held) for n, held in list(vars(value).items()) if n[:2] != "__" and is_data(held)
+            (f"{path}.{n}", child)
+            for n, child in list(vars(value).items())
+            if n[:2] != "__" and is_data(child)
         )
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -100,9 +102,9 @@ def _held(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield path, value.__self__
     elif isinstance(value, functools.partial):
-        yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
+        yield from ((path, child) for child in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, Dataset) or is_open(value):
-        yield from ((f"{path}.{name}", held) for name, held in list(getattr(value, "__dict__", {}).items()))
+        yield from ((f"{path}.{name}", child) for name, child in list(getattr(value, "__dict__", {}).items()))
         for kind in type(value).__mro__:
             for name in vars(kind).get("__slots__", ()):
                 if name not in {"__dict__", "__weakref__"} and hasattr(value, name):

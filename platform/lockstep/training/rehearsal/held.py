@@ -33,8 +33,8 @@ def memory_of(
     }
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
-    apart = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
-    return Memory(roots, apart=apart, watched=model.modules(), largest=largest, datasets=datasets)
+    excluded = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
+    return Memory(roots, apart=excluded, watched=model.modules(), largest=largest, datasets=datasets)
 
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

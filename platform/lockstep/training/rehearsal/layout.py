@@ -16,8 +16,10 @@ from lockstep.training.rehearsal.memory import same_bits
 
 def check_layout(model: nn.Module) -> None:
     """JobError for a parameter or buffer that is not dense, whose elements share memory, or that shares memory with a parameter."""
-    named: list[tuple[str, Tensor]] = [(f"parameter {name!r}", one) for name, one in model.named_parameters()]
-    named += [(f"buffer {name!r}", one) for name, one in model.named_buffers()]
+    named: list[tuple[str, Tensor]] = [
+        (f"parameter {name!r}", value) for name, value in model.named_parameters()
+    ]
+    named += [(f"buffer {name!r}", value) for name, value in model.named_buffers()]
     there = {what: tensor for what, tensor in named if not nn.parameter.is_lazy(tensor)}
     for what, tensor in there.items():
         if tensor.layout != torch.strided:
@@ -40,14 +42,14 @@ def check_layout(model: nn.Module) -> None:
                 f"job.model: {what} is expanded: several of its elements are one number in memory, which cannot be written to; "
                 "give each its own: .contiguous()"
             )
-    plain = {what: one for what, one in there.items() if _has_address(one)}
-    before: list[tuple[str, Tensor]] = []
+    plain = {what: value for what, value in there.items() if _has_address(value)}
+    preceding: list[tuple[str, Tensor]] = []
     for what, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
-        before = [(other, one) for other, one in before if _end(one) > tensor.data_ptr()]
-        for other, one in before:
-            if _overlap(one, tensor):
-                _refuse(*sorted((other, what), reverse=True))
-        before.append((what, tensor))
+        preceding = [(label, value) for label, value in preceding if _end(value) > tensor.data_ptr()]
+        for label, value in preceding:
+            if _overlap(value, tensor):
+                _refuse(*sorted((label, what), reverse=True))
+        preceding.append((what, tensor))
 
 
 def check_listed(model: nn.Module, where: str) -> None:
@@ -55,12 +57,12 @@ def check_listed(model: nn.Module, where: str) -> None:
     with job_at("in state_dict of the model"):
         listed = model.state_dict(keep_vars=True)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        given = listed.get(name, tensor)
-        if given is tensor or not isinstance(given, Tensor) or nn.parameter.is_lazy(tensor):
+        entry = listed.get(name, tensor)
+        if entry is tensor or not isinstance(entry, Tensor) or nn.parameter.is_lazy(tensor):
             continue
-        if not same_bits(given, tensor):
+        if not same_bits(entry, tensor):
             raise JobError(
-                f"job.model: its state_dict() gives other bits for {name!r} ({given.dtype}) than the model computes with ({tensor.dtype}, {where}), so a "
+                f"job.model: its state_dict() gives other bits for {name!r} ({entry.dtype}) than the model computes with ({tensor.dtype}, {where}), so a "
                 "resumed run would go on with other weights; give every tensor as it is, and convert or merge weights after training"
             )
 
@@ -96,8 +98,8 @@ def _end(tensor: Tensor) -> int:
 def _overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors, of which the second begins within the first, have an element in common: columns of one matrix have none."""
     size = first.element_size()
-    ahead, rest = divmod(second.data_ptr() - first.data_ptr(), size)
-    if rest or second.element_size() != size:
+    ahead, remainder = divmod(second.data_ptr() - first.data_ptr(), size)
+    if remainder or second.element_size() != size:
         return True
     taken = torch.zeros(max(_elements(first), ahead + _elements(second)), dtype=torch.bool)
     taken.as_strided(first.shape, first.stride()).fill_(True)

@@ -68,7 +68,7 @@ class Memory:
         self._largest, self._watched = largest, {id(module) for module in watched}
         self._alive: list[Any] = list(apart)  # an id means something only while its object lives
         self._places: dict[int, str] = {}
-        seen = {id(one) for one in self._alive}
+        seen = {id(item) for item in self._alive}
         waiting = deque(roots.items())
         while waiting and len(self._alive) < MOST:
             path, value = waiting.popleft()
@@ -85,7 +85,7 @@ class Memory:
     def changed_since(self, before: Memory, *, beside: Iterable[Any] = ()) -> list[str]:
         """The places whose values differ from those in `before`, in the order in which they are met; places in the objects `beside` are left out."""
         places = {**before.values, **self.values}
-        roots = [root for one in beside if (root := self._places.get(id(one))) is not None]
+        roots = [root for item in beside if (root := self._places.get(id(item))) is not None]
         left_out = tuple(f"{root}{mark}" for root in roots for mark in ".[")
         return [
             path
@@ -114,7 +114,7 @@ class Memory:
             yield from self._see_sequence(path, value)
         elif isinstance(value, types.ModuleType | type):
             if _top(value) not in _CLOSED:
-                names = [name for name, held in vars(value).items() if name[:2] != "__" and is_data(held)]
+                names = [name for name, child in vars(value).items() if name[:2] != "__" and is_data(child)]
                 yield from ((f"{path}.{name}", getattr(value, name)) for name in names)
                 yield from ((f"{path}.{name}", code) for name, code in _code_of(value))
         elif isinstance(value, types.FunctionType):
@@ -122,9 +122,11 @@ class Memory:
         elif isinstance(value, types.MethodType):
             yield path, value.__self__
         elif isinstance(value, functools.partial):
-            yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
+            yield from ((path, child) for child in (value.func, *value.args, *value.keywords.values()))
         elif self._datasets and isinstance(value, Dataset):
-            plain = {f"{path}.{name}": held for name, held in vars(value).items() if isinstance(held, PLAIN)}
+            plain = {
+                f"{path}.{name}": child for name, child in vars(value).items() if isinstance(child, PLAIN)
+            }
             self.of_datasets |= plain.keys()
             yield from plain.items()
         elif is_open(value):
@@ -134,9 +136,9 @@ class Memory:
         """The defaults of its arguments, which live as long as it does, its attributes, and what it closes over."""
         names, defaults = function.__code__.co_varnames, function.__defaults__ or ()
         first = function.__code__.co_argcount - len(defaults)
-        yield from ((f"{path}.{names[first + i]}", held) for i, held in enumerate(defaults))
-        yield from ((f"{path}.{name}", held) for name, held in (function.__kwdefaults__ or {}).items())
-        yield from ((f"{path}.{name}", held) for name, held in list(vars(function).items()))
+        yield from ((f"{path}.{names[first + i]}", child) for i, child in enumerate(defaults))
+        yield from ((f"{path}.{name}", child) for name, child in (function.__kwdefaults__ or {}).items())
+        yield from ((f"{path}.{name}", child) for name, child in list(vars(function).items()))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if cell != types.CellType():
                 yield f"{path}.{name}", cell.cell_contents
@@ -145,30 +147,32 @@ class Memory:
         """What the parameters or buffers of a module carry beside their numbers."""
         for name, tensor in held.items():
             if tensor is not None:
-                yield from ((f"{path}.{name}.{more}", own) for more, own in list(vars(tensor).items()))
+                yield from (
+                    (f"{path}.{name}.{more}", attribute) for more, attribute in list(vars(tensor).items())
+                )
                 yield f"{path}.{name}", list((tensor._backward_hooks or {}).values())
 
     def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            for name, held in list(own.items()):
+            for name, attribute in list(own.items()):
                 if isinstance(value, nn.Module) and name in {"_parameters", "_buffers"}:
-                    yield from self._see_parameters(path, held)
+                    yield from self._see_parameters(path, attribute)
                     if id(value) not in self._watched:
-                        yield from ((f"{path}.{own}", tensor) for own, tensor in held.items())
+                        yield from ((f"{path}.{own}", tensor) for own, tensor in attribute.items())
                     continue
                 if isinstance(value, nn.Module) and name == "_modules":
-                    yield from ((f"{path}.{child}", module) for child, module in held.items())
+                    yield from ((f"{path}.{child}", module) for child, module in attribute.items())
                 else:
-                    yield f"{path}.{name}", held
+                    yield f"{path}.{name}", attribute
         slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
         names = [name for name in slots if name not in {"__dict__", "__weakref__"} and hasattr(value, name)]
         yield from ((f"{path}.{name}", getattr(value, name)) for name in names)
 
     def _see_dict(self, path: str, value: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
         self.values[path] = f"mapping of {len(value)}"
-        for i, (key, held) in enumerate(list(value.items())[:LONGEST]):
-            yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", held
+        for i, (key, child) in enumerate(list(value.items())[:LONGEST]):
+            yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", child
 
     def _see_sequence(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.values[path] = f"{type(value).__name__} of {len(value)}"
@@ -177,10 +181,10 @@ class Memory:
                 f" {sorted(map(repr, value))[:LONGEST]}" if all(isinstance(v, PLAIN) for v in value) else ""
             )
             return
-        for i, held in enumerate(value):
+        for i, child in enumerate(value):
             if i == LONGEST:
                 return
-            yield f"{path}[{i}]", held
+            yield f"{path}[{i}]", child
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
@@ -228,8 +232,8 @@ def top_is_closed(kind: type) -> bool:
 def _code_of(owner: types.ModuleType | type) -> Iterator[tuple[str, Any]]:
     """The functions and classes that a module or a class defines itself, by name."""
     home = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    for name, held in list(vars(owner).items()):
-        code = getattr(held, "__func__", held)  # of a static method, or of one of the class
+    for name, attribute in list(vars(owner).items()):
+        code = getattr(attribute, "__func__", attribute)  # of a static method, or of one of the class
         if isinstance(code, types.FunctionType | type) and code.__module__ == home:
             yield name, code
 
@@ -262,7 +266,7 @@ def digest_of_state(state: Any) -> str:
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(held) for key, held in value.items()}
+            return {key: plain(item) for key, item in value.items()}
         return value.tobytes() if isinstance(value, np.ndarray) else value
 
     return _digest(repr(plain(state)).encode())

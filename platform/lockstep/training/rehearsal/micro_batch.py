@@ -201,7 +201,7 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
     return {
         **{what: f"{number(mean.total).hex()} {number(mean.weight).hex()}" for what, mean in means.items()},
         **{f"the gradient of {name!r}": tensor_digest(gradient) for name, gradient in gradients.items()},
-        **{f"the buffer {name!r}": tensor_digest(now) for name, now in buffers.now().items()},
+        **{f"the buffer {name!r}": tensor_digest(buffer) for name, buffer in buffers.now().items()},
     }
 
 

@@ -16,15 +16,15 @@ LATE_S = 0.02
 @contextmanager
 def out_of_order() -> Iterator[None]:
     """Delay the first task of any ThreadPoolExecutor in the block. It costs nothing where there is none."""
-    whole, number = thread_pools._WorkItem.run, itertools.count()
+    original, number = thread_pools._WorkItem.run, itertools.count()
 
     def run(self: Any, *arguments: Any) -> None:
         if next(number) == 0:
             time.sleep(LATE_S)
-        whole(self, *arguments)
+        original(self, *arguments)
 
     thread_pools._WorkItem.run = run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        thread_pools._WorkItem.run = whole  # type: ignore[method-assign]
+        thread_pools._WorkItem.run = original  # type: ignore[method-assign]

@@ -139,11 +139,11 @@ class StepRehearsal:
 
         It is the same whatever the extent, so a trace that it leaves in a job does not depend on the extent either.
         """
-        keys, before = self._keys(), self._memory()
+        keys, memory_before = self._keys(), self._memory()
         for module, first in zip(modules, firsts, strict=True):
             for key in keys[1:]:
                 self._compute(module, key)
-            self._same(first, self._compute(module, keys[0]), before)
+            self._same(first, self._compute(module, keys[0]), memory_before)
 
     def elsewhere(self, evaluate: Evaluation | None, *, steps: bool = True) -> Verdict:
         """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
@@ -220,8 +220,8 @@ class StepRehearsal:
         straight = run(partial(steps.straight, fetched))
         if straight is None:
             return
-        other = run(partial(steps.other_last, fetched))
-        if differing := [n for n, v in straight.updated.items() if other is None or other[n] != v]:
+        other_last = run(partial(steps.other_last, fetched))
+        if differing := [n for n, v in straight.updated.items() if other_last is None or other_last[n] != v]:
             raise JobError(
                 f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
                 "a hook reads what the loss left behind: keep nothing from the loss for the update"
@@ -303,25 +303,25 @@ class StepRehearsal:
 
     def _check_fetches(self, keys: Sequence[MicroBatch]) -> None:
         """Fetch micro-batch 0 again after others: it must have the same samples and draw the same numbers."""
-        own = of_training(self.job, self.batches.samples)
+        generators = of_training(self.job, self.batches.samples)
         once, drawn = self._fetched
-        own.look()
+        generators.look()
         if len(keys) > 1:
             self._fetch(keys[1])
-            own.look()
+            generators.look()
         if not self.batches.draws_nothing:
             # Of another step: the same draws in the same places would hide what a fetch changes in the data themselves.
             self._fetch(keys[0]._replace(step=keys[0].step + 1, due=()))
-            own.look()
+            generators.look()
         with nullcontext() if self.batches.draws_nothing else out_of_order():
             again, drawn_again = self._fetch_drawing(keys[0])
-        own.look()
+        generators.look()
         if (
-            gone_on := own.gone_on()
+            gone_on := generators.gone_on()
         ):  # or it belongs to samples that are read anew now and then, for they are kept
             self._fetch(keys[0])
-            own.look()
-            own.refuse(gone_on)
+            generators.look()
+            generators.refuse(gone_on)
         check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
         if drawn != drawn_again:
             raise JobError(
@@ -337,7 +337,7 @@ class StepRehearsal:
     def _give_shapes(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Run a forward for lazy modules, which make their parameters in it, from one seed on every worker."""
         model = self.state.model
-        if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+        if not any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
             return
         compiled = self.state.compiled
         with evaluating(model), nullcontext() if compiled is None else compiled.off():
@@ -348,12 +348,12 @@ class StepRehearsal:
 
     def _extent(self) -> Extent:
         """The extent that the spec asks for. Without strict nothing is compared, for only strict promises the same bits."""
-        wanted, size = self.spec.rehearsal, _bytes(self.state.model)
+        extent, size = self.spec.rehearsal, _bytes(self.state.model)
         if self.spec.determinism != "strict":
             return "off"
-        if wanted == "auto":
+        if extent == "auto":
             return "full" if size <= FULL_BYTES else "quick" if size <= QUICK_BYTES else "off"
-        return wanted
+        return extent
 
     # --- comparing --------------------------------------------------------------------------------------------
 
@@ -365,15 +365,15 @@ class StepRehearsal:
 
     def _compare(self, module: LossModule, keys: Sequence[MicroBatch], extent: Extent) -> Extent:
         """Compare what the first micro-batch gives now, when it is computed again, and after another one."""
-        before, began = self._memory(), time.perf_counter()
+        memory_before, began = self._memory(), time.perf_counter()
         again = self._compute(module, keys[0])
         if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
             extent = "quick"
         forward = partial(self._forward, module)
         check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
         if extent == "full" and len(keys) > 1:
-            self._tell_buffers(again, self._repeated(module, keys[1], before))
-        self._same(again, self._compute(module, keys[0]), before)
+            self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
+        self._same(again, self._compute(module, keys[0]), memory_before)
         return extent
 
     def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
@@ -403,18 +403,18 @@ class StepRehearsal:
             return self._compute(modules[i], keys[0])
 
         for i in range(1, len(modules) if len(keys) > 1 else 0):
-            before = self._memory()
-            first, other = behind(i, keys[0]), behind(i, keys[1])
-            if first.first_difference(other) is not None:
-                self._same(first, other, before)
+            memory_before = self._memory()
+            first, second = behind(i, keys[0]), behind(i, keys[1])
+            if first.first_difference(second) is not None:
+                self._same(first, second, memory_before)
 
     def _same(self, before: Computed, after: Computed, held: Memory) -> None:
         """Raise for a micro-batch whose second result differs, and warn of what it left behind."""
-        left = self._memory().changed_since(held)
+        changed = self._memory().changed_since(held)
         difference = before.first_difference(after)
-        if difference is not None and left:
+        if difference is not None and changed:
             raise JobError(
-                f"{named(left)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
+                f"{named(changed)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
                 "micro-batches would get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
                 "updates it, or change it once a step in job.after_step(model, step)"
             )
@@ -424,10 +424,10 @@ class StepRehearsal:
                 "deterministic, or the job draws from a generator of its own, reads a clock, keeps hidden state, or reads what "
                 "job.after_step changes outside the model: draw from the default generators or from lockstep.rng(), and return state from job.state_dict()"
             )
-        if left:
-            self._left |= {*left}
+        if changed:
+            self._left |= {*changed}
             self.warn(
-                f"rehearsal: {named(left)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
+                f"rehearsal: {named(changed)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
                 "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
             )
 
@@ -455,8 +455,8 @@ class StepRehearsal:
         model = self.state.model
         usual = statistics(model)
         names = [name for i, (name, _) in enumerate(model.named_buffers()) if i in first.written - usual]
-        places = [f"the buffer {name!r}" for name in names]
-        differing = [place for place in places if first.results.get(place) != second.results.get(place)]
+        labels = [f"the buffer {name!r}" for name in names]
+        differing = [label for label in labels if first.results.get(label) != second.results.get(label)]
         if differing:
             self.warn(
                 f"rehearsal: {named(differing)} of the model depends on the samples; of the {self.plan.micro_batches} micro-batches "

@@ -51,8 +51,8 @@ def check_sum(
     for seed in range(1, SEEDS):
         if distance > LIKELY:
             return
-        other = [numbers(half, seed) for half in halves]
-        distance = max(distance, distance_from_mean(*numbers(key, seed), other))
+        half_totals = [numbers(half, seed) for half in halves]
+        distance = max(distance, distance_from_mean(*numbers(key, seed), half_totals))
     if distance > LIKELY:
         return
     text = (

@@ -151,7 +151,7 @@ def sentences(count: int, seed: int = 1) -> list[str]:
         words = [*source.sample(ADJECTIVES, k=source.randint(0, 2)), source.choice(NOUNS)]
         return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
-    found: dict[str, None] = {}  # in the order in which they were made
-    while len(found) < count:
-        found[f"{thing()} {source.choice(VERBS)} {thing()}."] = None
-    return list(found)
+    unique: dict[str, None] = {}  # in the order in which they were made
+    while len(unique) < count:
+        unique[f"{thing()} {source.choice(VERBS)} {thing()}."] = None
+    return list(unique)
