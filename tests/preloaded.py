@@ -24,7 +24,7 @@ MODULES = (
     "lockstep.cli.main",
     "lockstep.driver.local",
     "lockstep.training.loop",
-    "lockstep.record.mlflow_store.models",
+    "lockstep.record.mirror.mlflow.models",
     "jobs.digits.job",
 )
 

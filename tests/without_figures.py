@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from lockstep.record import figures
+from lockstep.record.figures import run_figures
 
-DRAW = figures.draw
+DRAW = run_figures.draw
 
 
 @contextmanager
 def without_figures() -> Iterator[None]:
     """Until the end of the block, in this process."""
-    with mock.patch.object(figures, "draw", lambda *_, **__: []):
+    with mock.patch.object(run_figures, "draw", lambda *_, **__: []):
         yield
 
 
 @contextmanager
 def with_figures() -> Iterator[None]:
     """The other way round, within such a block."""
-    with mock.patch.object(figures, "draw", DRAW):
+    with mock.patch.object(run_figures, "draw", DRAW):
         yield

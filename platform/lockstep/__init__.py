@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockstep.job.system_calls import watch_calls
-from lockstep.job.variables import watch
+from lockstep.job.inputs.system_calls import watch_calls
+from lockstep.job.inputs.variables import watch
 
 if TYPE_CHECKING:
-    from lockstep.calls.resumption import resume
-    from lockstep.calls.training import train
+    from lockstep.calls.resume import resume
+    from lockstep.calls.runs import train
     from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
     from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement, Plateau
@@ -55,10 +55,10 @@ _HOME = {
     "Spec": "lockstep.spec.fields",
     "SweepResult": "lockstep.sweeps.driver",
     "load_spec": "lockstep.spec.loading",
-    "resume": "lockstep.calls.resumption",
+    "resume": "lockstep.calls.resume",
     "rng": "lockstep.randomness",
     "sweep": "lockstep.sweeps.driver",
-    "train": "lockstep.calls.training",
+    "train": "lockstep.calls.runs",
 }
 
 

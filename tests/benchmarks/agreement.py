@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.recheck import assigned_again
+from lockstep.training.integrity.sdc_check import assigned_again
 from lockstep.training.setup import prepare
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool

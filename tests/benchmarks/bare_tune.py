@@ -17,7 +17,7 @@ def train_trial(config):
 
     from lockstep.communication.group import Group
     from lockstep.job.loading import load_job
-    from lockstep.record.events import EvaluationRow
+    from lockstep.record.events.union import EvaluationRow
     from lockstep.spec.loading import load_spec
     from lockstep.training.loop import fit
     from lockstep.training.requests import NoRequests

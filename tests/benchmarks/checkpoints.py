@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import checkpoints, load_newest, verify
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 
 EVERY_S = 30.0
 """The cadence that the share of wall time is told for."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from jobs.tabular.sample import write_sample
-from lockstep.record.rows_so_far import RowsSoFar
+from lockstep.record.ledger.live_rows import RowsSoFar
 from tests.benchmarks.programs import CLIP_NORM, LR, SEED, TABLE, cases
 from tests.benchmarks.tables import FEATURES
 

@@ -35,14 +35,14 @@ import torch
 from lockstep.checkpoint.manifest import SharedFile
 from lockstep.checkpoint.reader import Checkpoint, load_newest, shared_files
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.runs import read_shared
+from lockstep.checkpoint.runs.run_checkpoints import read_shared
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Saved, Share
-from lockstep.checkpoint.storages import open_storage
-from lockstep.record.events import Finished, Segment, Started, StepRow
-from lockstep.record.history import History, Saving
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.record.events.union import Finished, Segment, Started, StepRow
+from lockstep.record.ledger.history import History, Saving
+from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.recorder import Recorder
-from lockstep.record.segments import SEGMENT_STEPS
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.checkpoints import _sharing

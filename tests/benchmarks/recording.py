@@ -32,11 +32,11 @@ import torch
 from lockstep.attempts.mailbox import start_mailbox, wait_for_run_id
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.sender import Sender
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import Event, StepRow, tell_nobody
+from lockstep.record.events.union import Event, StepRow, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.loop import fit

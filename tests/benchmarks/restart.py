@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY
-from lockstep.record.rows_so_far import RowsSoFar
+from lockstep.record.ledger.live_rows import RowsSoFar
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]

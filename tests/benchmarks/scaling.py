@@ -1,7 +1,7 @@
 """What a run sends, writes and waits for on 8 … 4096 workers, on paper: the tables of docs/scaling.md.
 
 The numbers of partial sums come from the plan's own ranges and nodes, the threshold of small buckets from the reduction,
-the points of a step from the record's own code. What is sent follows `training.reduction`, and a test counts it there.
+the points of a step from the record's own code. What is sent follows `training.step.reduction`, and a test counts it there.
 
     python -m tests.benchmarks.scaling [--parameters 124e6] [--step-s 0.25] [--link-gbit 25] [--latency-us 20] [--json]
 """
@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from lockstep.data.order import SHARED_FROM, epoch_order
 from lockstep.plan import SLICE, Stage, nodes, stages, worker_ranges
-from lockstep.record.events import StepRow
-from lockstep.record.points import step_points
-from lockstep.training.reduction import LATENCY_BYTES
+from lockstep.record.events.metrics import step_points
+from lockstep.record.events.union import StepRow
 from lockstep.training.relay import PIECE, links
+from lockstep.training.step.reduction import LATENCY_BYTES
 
 WORKERS = (8, 16, 64, 256, 1024, 4096)
 UNEVEN = ((8, 6), (64, 48), (256, 96), (1024, 1000), (4096, 3000))
@@ -69,7 +69,7 @@ def step_traffic(
     itemsize: int = 4,
     latency_bytes: int = LATENCY_BYTES,
 ) -> Traffic:
-    """The gradients of a step, as `training.reduction` sends them; `buckets` in numbers."""
+    """The gradients of a step, as `training.step.reduction` sends them; `buckets` in numbers."""
     if workers == 1:
         return Traffic(1, 0, 0)
     ranges = worker_ranges(micro_batches, workers)
@@ -115,7 +115,7 @@ def _width(length: int, ways: int) -> int:
 
 
 def exchange_traffic(micro_batches: int, workers: int, *, parts: int = 1, flags: int = 0) -> Traffic:
-    """The step's one exchange where it goes by itself: what `training.exchange` sends to each other rank."""
+    """The step's one exchange where it goes by itself: what `training.step.exchange` sends to each other rank."""
     rows = max(map(len, worker_ranges(micro_batches, workers)))
     return Traffic(1, (rows * (2 + 2 * parts) + flags + 4) * 8 * (workers - 1), workers - 1)
 

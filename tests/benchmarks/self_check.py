@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import CheckpointRow, Event, ResumeChecked, StepRow, Warned
+from lockstep.record.events.union import CheckpointRow, Event, ResumeChecked, StepRow, Warned
 from lockstep.spec.loading import load_spec
+from lockstep.training.integrity.resume_check.check import SHARE
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
-from lockstep.training.spare.check import SHARE
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 FIRST = 10

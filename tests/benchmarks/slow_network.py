@@ -31,9 +31,9 @@ from jobs.stdlib_gpt.job import GPT
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.job.interface import Loss
 from lockstep.plan import Plan
-from lockstep.training.exchange import Exchange
-from lockstep.training.phase_step import named_hook
-from lockstep.training.reduction import TreeReduction
+from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.phase_step import named_hook
+from lockstep.training.step.reduction import TreeReduction
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
 

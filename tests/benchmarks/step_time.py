@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import Event, Started, StepRow
+from lockstep.record.events.union import Event, Started, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

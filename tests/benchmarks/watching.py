@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Record
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.loop import Clock
+from lockstep.training.observe.observations import Watch
+from lockstep.training.observe.step_times import StepTimes
 from lockstep.training.setup import prepare
-from lockstep.training.step_times import StepTimes
-from lockstep.training.watch import Watch
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool
 

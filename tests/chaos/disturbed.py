@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lockstep.checkpoint.runs import steps_of
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
-from lockstep.record.rows_so_far import RowsSoFar
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 from tests.chaos.exposed import PLANTED
 from tests.chaos.ways import PATIENCE_S, cut_link, fill, one_of, plant, refused_second, shared_out, small_disk

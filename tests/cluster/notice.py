@@ -17,11 +17,11 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lockstep.checkpoint.runs import steps_of
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
 from tests.chaos.cluster import started
 from tests.cluster.elastic import PATIENCE_S, Running
 from tests.cluster.test_supervisor import spec
-from tests.unit.clusters.test_notices import ACTION, Imds, Server
+from tests.unit.clusters.test_preemption import ACTION, Imds, Server
 
 DEADLINE_S = 40
 """From the notice on; the second save is due 20 s before."""

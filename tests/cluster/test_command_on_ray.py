@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.cluster.test_connecting import Listener
 from tests.processes import named, started_for_exact_runs

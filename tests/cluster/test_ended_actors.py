@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from lockstep.clusters.answers import end_actor
+from lockstep.clusters.bounded_calls import end_actor
 
 
 class Idle:

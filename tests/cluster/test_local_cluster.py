@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from lockstep import train
-from lockstep.checkpoint.names import run_of_name
-from lockstep.checkpoint.runs import steps_of
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.names import run_of_name
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
 from lockstep.clusters.ray_internals import fork_server

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from lockstep.record.events import StepRow
-from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from tests.processes import named
 from tests.unit.record.postgresql import postgresql
 from tests.unit.record.s3 import s3

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lockstep import train
-from lockstep.calls.verification import verify
+from lockstep.calls.verify import verify
 from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.ledger import DETERMINISTIC, read_observations, read_parquet, write_parquet
+from lockstep.record.ledger.tables import DETERMINISTIC, read_observations, read_parquet, write_parquet
 from tests.cluster import shipped
 
 pytestmark = [

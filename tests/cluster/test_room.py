@@ -43,7 +43,7 @@ def settles(look: Callable[[], object], wanted: object) -> None:
 
 
 def test_what_is_asked_for_reaches_the_autoscaler_and_is_taken_back() -> None:
-    from lockstep.attempts.room import RoomRequest
+    from lockstep.attempts.demand import RoomRequest
 
     before = demand()
     request = RoomRequest()
@@ -64,9 +64,9 @@ def test_what_is_asked_for_reaches_the_autoscaler_and_is_taken_back() -> None:
 def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from lockstep.attempts.room import RoomRequest
+    from lockstep.attempts.demand import RoomRequest
 
-    monkeypatch.setattr("lockstep.attempts.room.REST_S", 1e6)
+    monkeypatch.setattr("lockstep.attempts.demand.REST_S", 1e6)
     request = RoomRequest()
 
     def free_after_asking() -> float | None:
@@ -108,7 +108,7 @@ def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> Non
 
 def test_room_between_attempts_is_waited_for_as_long_as_the_spec_allows() -> None:
     """It is asked for meanwhile, and the run says what it waits for."""
-    from lockstep.attempts.waiting import next_place
+    from lockstep.attempts.first_placement import next_place
     from lockstep.driver.signals import StopSignal
     from lockstep.errors import ClusterError
 

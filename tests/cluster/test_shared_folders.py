@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, logging, os, sys, tempfile, threading, time
 from pathlib import Path
-from lockstep.attempts.ahead import AHEAD
+from lockstep.attempts.preloaded import AHEAD
 from lockstep.clusters.connection import on_this_machine
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 import ray
 from ray.cluster_utils import Cluster
 from lockstep import train
-from lockstep.attempts.seen_from_nodes import seen_from_nodes
+from lockstep.attempts.node_checks import seen_from_nodes
 from lockstep.errors import LockstepError
 from lockstep.spec.loading import load_spec
 
@@ -222,7 +222,7 @@ def test_a_folder_that_another_node_does_not_see_is_refused(
 @pytest.mark.usefixtures("cluster")
 def test_every_node_is_asked_what_it_sees_of_a_run(tmp_path: Path) -> None:
     """On the node of the session's own cluster: what a sound job shows, and what a job without its data does."""
-    from lockstep.attempts.seen_from_nodes import seen_from_nodes
+    from lockstep.attempts.node_checks import seen_from_nodes
     from lockstep.spec.loading import load_spec
 
     document = {

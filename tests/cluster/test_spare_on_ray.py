@@ -83,7 +83,9 @@ def test_a_run_that_can_be_resumed_shows_it(
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
-    assert not named("lockstep.training.spare", among=[one for one in everyone if one.is_running()])
+    assert not named(
+        "lockstep.training.integrity.resume_check", among=[one for one in everyone if one.is_running()]
+    )
     run_id = json.loads(out)["run_id"]
     words = ["show", run_id, "--uri", "off", "--storage", str(tmp_path)]
     code, shown, _ = here(monkeypatch, capfd, ROOT, *words)

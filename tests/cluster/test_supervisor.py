@@ -21,7 +21,7 @@ from lockstep.attempts.stages import STAGES
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
 from tests.processes import named
 

@@ -20,9 +20,9 @@ import pytest
 from lockstep import SweepResult, sweep, train
 from lockstep.driver.options import RunOptions
 from lockstep.errors import ClusterError, SilentError, SpecError
-from lockstep.record.stores import find_run
+from lockstep.record.mirror.stores import find_run
 from lockstep.spec.loading import load_spec
-from lockstep.sweeps.resumption import resume_sweep
+from lockstep.sweeps.sweep_resume import resume_sweep
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
@@ -304,7 +304,7 @@ def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) ->
 def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.sweeps.watchdog.NEWS_S", 8.0)
+    monkeypatch.setattr("lockstep.sweeps.trial_watchdog.NEWS_S", 8.0)
     expected = sweep(document(tmp_path / "undisturbed", concurrency=1))
     given = document(tmp_path / "disturbed", concurrency=1)
     given["spec"]["job"]["params"]["pause_s"] = 0.05

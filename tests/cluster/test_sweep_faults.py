@@ -18,7 +18,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import SilentError
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import first_trial
-from lockstep.sweeps.resumption import resume_sweep
+from lockstep.sweeps.sweep_resume import resume_sweep
 from tests.cluster.test_sweep import ROOT, document, outcome
 from tests.processes import named
 

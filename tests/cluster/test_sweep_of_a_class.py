@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from lockstep import sweep
-from lockstep.calls.verification import verify
+from lockstep.calls.verify import verify
 from lockstep.driver.options import RunOptions
 from lockstep.errors import JobImportError
-from lockstep.sweeps.resumption import resume_sweep
+from lockstep.sweeps.sweep_resume import resume_sweep
 from tests.cluster.test_sweep import ROOT, document, outcome, until
 
 pytestmark = [

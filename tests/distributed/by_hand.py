@@ -15,7 +15,7 @@ from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from tests.distributed.training import Document
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Loss, Mean
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import claim
+from lockstep.checkpoint.runs.run_checkpoints import claim
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from tests.distributed.training import train, train_attempt
 
 RUN = "run"

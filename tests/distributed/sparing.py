@@ -14,17 +14,17 @@ from unittest import mock
 
 import torch
 
-import lockstep.training.spare.check
-from lockstep.checkpoint.run_folder import AttemptOrigin
+import lockstep.training.integrity.resume_check.check
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.errors import LockstepError
 from lockstep.job.loading import load_job
-from lockstep.record.events import Event, ResumeChecked, StepRow
-from lockstep.record.ledger import DETERMINISTIC
+from lockstep.record.events.union import Event, ResumeChecked, StepRow
+from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
+from lockstep.training.integrity.resume_check.request import Answer, Request
+from lockstep.training.integrity.resume_check.resumed_step import answered
 from lockstep.training.loop import fit
-from lockstep.training.spare.request import Answer, Request
-from lockstep.training.spare.resumed import answered
 from tests.distributed.training import Document, Kept, bits
 from tests.forked import Forked
 
@@ -145,5 +145,5 @@ def run(
 @contextmanager
 def forked() -> Iterator[None]:
     """Spare processes are forked."""
-    with mock.patch.object(lockstep.training.spare.check, "start_spare", ForkedSpare):
+    with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", ForkedSpare):
         yield

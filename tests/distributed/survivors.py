@@ -26,29 +26,29 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 import lockstep.checkpoint.saver
 import lockstep.checkpoint.snapshot
+import lockstep.training.elastic.recovery
 import lockstep.training.facts
 import lockstep.training.loop
-import lockstep.training.recovery
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
-from lockstep.record.events import EvaluationRow, Event, Restored, StepRow, tell_nobody
-from lockstep.record.history import History
-from lockstep.record.ledger import DETERMINISTIC
+from lockstep.record.events.union import EvaluationRow, Event, Restored, StepRow, tell_nobody
+from lockstep.record.ledger.history import History
+from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
-from lockstep.training.agreement import Agreement
-from lockstep.training.buffers import StepBuffers
+from lockstep.training.elastic.membership import RollCalls
+from lockstep.training.elastic.recovery import Seat, next_attempt
+from lockstep.training.elastic.rendezvous import Meeting
+from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.loop import fit, join
-from lockstep.training.meeting import Meeting
-from lockstep.training.recovery import Seat, next_attempt
-from lockstep.training.reduction import _Piece
 from lockstep.training.requests import NoRequests
-from lockstep.training.roll_call import RollCalls
 from lockstep.training.state import TrainState
-from lockstep.training.step import Stepper
+from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.optimizer_step import Stepper
+from lockstep.training.step.reduction import _Piece
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -390,7 +390,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "write": (lockstep.checkpoint.saver, "write_part"),
     "receipt": (lockstep.checkpoint.saver, "post_receipt"),
     "commit": (lockstep.checkpoint.saver, "commit"),
-    "agree": (lockstep.training.recovery, "agree_on_state"),
+    "agree": (lockstep.training.elastic.recovery, "agree_on_state"),
 }
 """Where a worker may fall: before this is called."""
 
@@ -458,17 +458,17 @@ def _without(mechanism: str) -> Iterator[None]:
     own, restore = Stepper.abandon, TrainState.restore
     patches = {
         "": (),
-        "agreement": (lockstep.training.recovery, "agree_on_state", keep_state),
+        "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),
         "listening": (Meeting, "_listen", lambda self: None),
-        "byte": (lockstep.training.recovery, "unpack", changed),
+        "byte": (lockstep.training.elastic.recovery, "unpack", changed),
         "section": (TrainState, "restore", without_optimizer),
     }
     with ExitStack() as stack:
         if mechanism:
             stack.enter_context(mock.patch.object(*patches[mechanism]))
         if mechanism == "section":  # else the comparison finds it
-            stack.enter_context(mock.patch.object(lockstep.training.recovery, "check_same_state"))
+            stack.enter_context(mock.patch.object(lockstep.training.elastic.recovery, "check_same_state"))
             stack.enter_context(mock.patch.object(Agreement, "compare"))
         yield

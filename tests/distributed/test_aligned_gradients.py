@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import lockstep.training.step as step
-from lockstep.training.norm import ALIGNMENT
+import lockstep.training.step.optimizer_step as step
+from lockstep.training.step.norm import ALIGNMENT
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.training import Document, Trained, train

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import StorageError
-from lockstep.training.average import Average
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step.weight_average import Average
 from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.step_kinds import Averaged
 from tests.distributed.training import Trained, train, train_attempt

@@ -14,16 +14,16 @@ from lockstep import Job, Mean
 from lockstep.checks.check import check
 from lockstep.checks.estimate import estimated
 from lockstep.checks.findings import Finding, as_text
+from lockstep.checks.fixture import Specimen
 from lockstep.checks.live_bytes import LiveBytes
-from lockstep.checks.specimen import Specimen
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.job_phases import optimizers_of
-from lockstep.training.reduction import TreeSum
 from lockstep.training.setup import prepare
+from lockstep.training.step.phases import optimizers_of
+from lockstep.training.step.reduction import TreeSum
 from tests.distributed.kinds import FEATURES, Kind, document
 from tests.distributed.phase_kinds import (
     AdversarialAutoencoder,

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import JobError
-from lockstep.record.events import Document as Text
-from lockstep.record.events import Event, StepRow
-from lockstep.record.ledger import read_parquet, write_parquet
-from lockstep.training import compiled
-from lockstep.training.compiled import CompiledLoss, CompiledLosses
+from lockstep.record.events.union import Document as Text
+from lockstep.record.events.union import Event, StepRow
+from lockstep.record.ledger.tables import read_parquet, write_parquet
+from lockstep.training.step import compiled
+from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from tests.distributed import kinds as document_kinds
 from tests.distributed import training
 from tests.distributed.kinds import document as document_of_kind

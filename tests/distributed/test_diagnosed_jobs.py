@@ -9,8 +9,8 @@ import torch
 
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record import diagnosis
-from lockstep.record.events import EvaluationRow, Event, Observation, Recorded, StepRow
+from lockstep.record.diagnosis import rules
+from lockstep.record.events.union import EvaluationRow, Event, Observation, Recorded, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -41,7 +41,7 @@ def shown(spec: Document) -> list[str]:
     loaded = load_spec(spec)
     fit(loaded, load_job(loaded.job.use, {}), Group.join(torch.device("cpu")), tell, NoRequests())
     assert rows
-    return [found.rule for found in diagnosis.of(rows)]
+    return [found.rule for found in rules.of(rows)]
 
 
 def slow(name: str, job: str, **changes: Any) -> Any:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lockstep.checkpoint.reader import checkpoints
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.runs import claim
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_checkpoints import claim
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.job.loading import load_job
-from lockstep.record.events import Corrupted, Event
+from lockstep.record.events.union import Corrupted, Event
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
 from tests.distributed.pool import Pool

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, bits, train, train_left_fold, train_rank_seeds
 from tests.forked import Forked, lockstep

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import steps_of
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import JobError, LockstepError, SpecError
-from lockstep.record.events import Event, StepRow
-from lockstep.training.rehearsal import promise
+from lockstep.record.events.union import Event, StepRow
+from lockstep.training.integrity.rehearsal import promise
 from tests.distributed import (
     further_kinds,
     keeping_kinds,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.images.sample import write_sample
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import DataError
 from tests.distributed.kinds import RUN, taken_up
 from tests.distributed.pool import Pool

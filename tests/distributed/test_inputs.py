@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.reader import load_newest
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import DeterminismError, SpecError
 from tests.distributed.pool import Pool
 from tests.distributed.test_resume import taken_up

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.training.rehearsal import promise
+from lockstep.training.integrity.rehearsal import promise
 from tests.distributed import further_kinds, keeping_kinds, kinds, phase_kinds, step_kinds
 from tests.distributed.kinds import Kind, document, train_every
 from tests.distributed.training import train

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ClusterError
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.survivors import Change, Newcomer, outlive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import DriftError
 from lockstep.training import loop
 from tests.distributed.flipped_jobs import flip

@@ -8,8 +8,8 @@ from unittest import mock
 
 from torch import Tensor
 
-import lockstep.training.reduction as reduction
-from lockstep.training.step import Stepper
+import lockstep.training.step.reduction as reduction
+from lockstep.training.step.optimizer_step import Stepper
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, train_sending
 

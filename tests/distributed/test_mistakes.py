@@ -29,7 +29,7 @@ from lockstep.errors import (
     SpecError,
     TransientStorageError,
 )
-from lockstep.training.step import Stepper
+from lockstep.training.step.optimizer_step import Stepper
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, train, train_job, train_mixed_numerics

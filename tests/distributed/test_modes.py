@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import Loss, Mean
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.check import check
 from lockstep.job.interface import overrides
 from lockstep.randomness import seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.modes import ModuleSettings
-from lockstep.training.phase_step import PhaseStep
+from lockstep.training.step.phase_step import PhaseStep
 from tests.distributed import mode_kinds as kinds
 from tests.distributed.kinds import RUN, Kind, document, taken_up, train_attempts, train_every
 from tests.distributed.pool import Pool

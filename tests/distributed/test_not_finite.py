@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.errors import NumericsError
 from lockstep.job.loading import load_job
-from lockstep.record.events import Document, Event
+from lockstep.record.events.union import Document, Event
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
-from lockstep.training.not_finite import NAME
+from lockstep.training.observe.not_finite import NAME
 from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
-from tests.unit.training.test_not_finite import Plain
+from tests.unit.training.observe.test_not_finite import Plain
 
 
 class OnRankOne(Plain):

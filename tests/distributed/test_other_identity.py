@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt

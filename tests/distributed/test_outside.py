@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.cli.proofs import as_text
 from lockstep.errors import DriftError, LockstepError
 from lockstep.proof.difference import Unwatched
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import replay_here
-from lockstep.proof.stretches import Stretch
+from lockstep.proof.spans import Stretch
 from lockstep.proof.verification import Verified, verify
 from lockstep.spec.loading import load_spec
 from tests.distributed.outside_kinds import HONEST, KINDS, Kind, source, text, undo

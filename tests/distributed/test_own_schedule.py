@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
-from lockstep.training.schedule import TorchScheduler
+from lockstep.training.step.schedule import TorchScheduler
 from tests.distributed.kinds import RUN, Dropouts, Kind, document, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.step_kinds import FallsWhenNothingImproves, Milestones, MovedMomentum, Restarts

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-import lockstep.training.reduction as reduction
+import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
-from lockstep.record.events import Event, StepRow
+from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

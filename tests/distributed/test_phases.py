@@ -25,19 +25,19 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import lockstep
 import lockstep.training.state as state
 from lockstep import Loss, Phase
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.lr_finder import lr_find
 from lockstep.errors import NumericsError, SpecError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
-from lockstep.record.events import Document as Told
+from lockstep.record.events.union import Document as Told
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
-from lockstep.training.job_phases import PhaseOptimizers
-from lockstep.training.not_finite import NAME
-from lockstep.training.optimizer import make_optimizer
-from lockstep.training.recovery import can_recover
+from lockstep.training.elastic.recovery import can_recover
+from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.observe.not_finite import NAME
+from lockstep.training.step.optimizer import make_optimizer
+from lockstep.training.step.phases import PhaseOptimizers
 from tests.distributed.by_hand import clip_in_float64
 from tests.distributed.kinds import RUN, document, numbers, taken_up
 from tests.distributed.phase_kinds import Gan, UnfrozenLayerByLayer, WassersteinWithPenalty

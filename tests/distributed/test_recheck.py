@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.randomness import digest64
-from lockstep.training.recheck import assigned_again, is_chosen, odd_ones
-from lockstep.training.step import Stepper
+from lockstep.training.integrity.sdc_check import assigned_again, is_chosen, odd_ones
+from lockstep.training.step.optimizer_step import Stepper
 from tests.distributed import test_same_bits
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool

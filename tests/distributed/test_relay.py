@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.reader import listed
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.storage import Reading, Storage
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.interface import Reading, Storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
 from lockstep.training import relay, start
-from lockstep.training.digest import weights_digest
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.relay import Relay
 from lockstep.training.weights import load_weights, save_weights
 from tests.distributed.pool import Pool

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_newest, shared_files
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import DriftError, SpecError, StorageError
-from lockstep.record import segments
-from lockstep.record.history import History
-from lockstep.record.ledger import DETERMINISTIC
+from lockstep.record.ledger import segments
+from lockstep.record.ledger.history import History
+from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from lockstep.errors import CorruptionError
-from lockstep.training.reduction import LATENCY_BYTES
+from lockstep.training.step.reduction import LATENCY_BYTES
 from tests.distributed.covering import covering, pairs, showing_each_value
 from tests.distributed.pool import Pool
 from tests.distributed.training import (

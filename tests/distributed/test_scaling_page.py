@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-import lockstep.training.reduction as reduction
+import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
-from lockstep.training.exchange import Exchange
+from lockstep.training.step.exchange import Exchange
 from tests.benchmarks.scaling import (
     Link,
     Traffic,

@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep.checkpoint.snapshot as snapshot
-import lockstep.training.optimizer as optimizer
 import lockstep.training.setup as setup
+import lockstep.training.step.optimizer as optimizer
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
-from lockstep.record.events import Event, StepRow
-from lockstep.training.digest import tree_digest
-from lockstep.training.sharding import ShardedOptimizer
+from lockstep.record.events.union import Event, StepRow
+from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.start import Start
+from lockstep.training.step.sharding import ShardedOptimizer
 from tests.distributed import test_same_bits
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, Strided
@@ -100,7 +100,7 @@ def test_parameters_of_any_kind_and_groups(pool: Pool, job: str, settings: dict[
         "clip_norm": 0.5,
     }
     wanted = train(document)
-    with mock.patch("lockstep.training.sharding.GATHER_BYTES", 100):
+    with mock.patch("lockstep.training.step.sharding.GATHER_BYTES", 100):
         assert train(sharded(document)) == wanted
     for workers in (2, 3):
         assert pool.run(workers, train_in_small_pieces, sharded(document)) == [wanted] * workers
@@ -121,8 +121,8 @@ def test_parameters_without_shapes(pool: Pool) -> None:
 def train_in_small_pieces(document: Document) -> Trained:
     """Parameters are gathered in several rounds."""
     with (
-        mock.patch("lockstep.training.sharding.GATHER_BYTES", 128),
-        mock.patch("lockstep.training.sharding.UNIT", 4),
+        mock.patch("lockstep.training.step.sharding.GATHER_BYTES", 128),
+        mock.patch("lockstep.training.step.sharding.UNIT", 4),
     ):
         return train(document)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from lockstep.checks.estimate import estimated
-from lockstep.checks.specimen import Specimen
+from lockstep.checks.fixture import Specimen
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import Document, Event, tell_nobody
+from lockstep.record.events.union import Document, Event, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.setup import prepare
-from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.step.sharding import ShardedOptimizer
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document as SpecDocument
 from tests.unit.checks.test_estimate import MODELS

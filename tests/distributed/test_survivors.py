@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.reader import checkpoints, verify
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, JobError, LockstepError
 from lockstep.failure_kinds import kind_of

@@ -14,13 +14,13 @@ import pytest
 import torch
 from pyarrow.fs import FileSystem
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job.loading import load_job
-from lockstep.record.events import Event, Warned
+from lockstep.record.events.union import Event, Warned
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.setup import prepare

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import Loss, Mean
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data import Mixture, Packed, TarShards
 from tests.distributed.kinds import RUN, taken_up
 from tests.distributed.pool import Pool

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.proof.difference import Side, difference
 from lockstep.proof.execution import Execution, Place
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
-from lockstep.proof.stretches import Stretch
+from lockstep.proof.spans import Stretch
 from lockstep.proof.verification import Take, Verified, verify
-from lockstep.record.events import EvaluationRow, Event, Started, StepRow
+from lockstep.record.events.union import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit

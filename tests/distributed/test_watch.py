@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.diagnosis import GRAPH_KEPT
+from lockstep.record.diagnosis.rules import GRAPH_KEPT
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, bits, train
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import Mean
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
-from lockstep.record.events import Document
+from lockstep.record.events.union import Document
 from lockstep.training import whole_set
 from tests.distributed.kinds import CLASSES, RUN, Kind, document
 from tests.distributed.pool import Pool

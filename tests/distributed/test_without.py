@@ -15,17 +15,17 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep import train
-from lockstep.calls.resumption import resume
-from lockstep.calls.verification import verify
-from lockstep.calls.without import resume_without
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import steps_of
+from lockstep.calls.resume import resume
+from lockstep.calls.sample_removal import resume_without
+from lockstep.calls.verify import verify
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import LockstepError, SpecError
 from lockstep.plan import Plan
-from lockstep.record.ledger import DETERMINISTIC, read_history
+from lockstep.record.ledger.tables import DETERMINISTIC, read_history
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, bits, train_attempt
 from tests.forked import Forked

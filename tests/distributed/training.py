@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import lockstep.plan
 import lockstep.training.facts
-import lockstep.training.phase_step
-import lockstep.training.reduction
-import lockstep.training.step
-from lockstep.checkpoint.run_folder import AttemptOrigin
+import lockstep.training.step.optimizer_step
+import lockstep.training.step.phase_step
+import lockstep.training.step.reduction
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     CheckpointRow,
     Diagnosed,
     EvaluationRow,
@@ -37,16 +37,16 @@ from lockstep.record.events import (
     StepRow,
     Warned,
 )
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     Document as Text,
 )
-from lockstep.record.ledger import DETERMINISTIC
+from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
-from lockstep.training.buffers import StepBuffers
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.loop import fit
-from lockstep.training.reduction import TreeReduction
 from lockstep.training.requests import NoRequests
+from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.reduction import TreeReduction
 
 Document = dict[str, Any]
 
@@ -141,7 +141,7 @@ def train(document: Document, device: str = "cpu") -> Trained:
 
 def train_sending(document: Document, latency_bytes: int) -> Trained:
     """`train`, with another bound on the buckets that are sent whole; 0 sends all of them in slices."""
-    with mock.patch.object(lockstep.training.reduction, "LATENCY_BYTES", latency_bytes):
+    with mock.patch.object(lockstep.training.step.reduction, "LATENCY_BYTES", latency_bytes):
         return train(document)
 
 
@@ -254,7 +254,7 @@ def _buckets_counted(steps: list[int]) -> Iterator[None]:
             steps.append(self.begun)
             return super().__call__(state, bucket)
 
-    with mock.patch.object(lockstep.training.phase_step, "TreeReduction", Counted):
+    with mock.patch.object(lockstep.training.step.phase_step, "TreeReduction", Counted):
         yield
 
 
@@ -274,9 +274,9 @@ def train_left_fold(document: Document) -> Trained:
     try:
         with (
             mock.patch.object(lockstep.plan, "nodes", one),
-            mock.patch.object(lockstep.training.reduction, "nodes", one),
+            mock.patch.object(lockstep.training.step.reduction, "nodes", one),
             mock.patch.object(lockstep.plan, "are_siblings", adjoining),
-            mock.patch.object(lockstep.training.reduction, "are_siblings", adjoining),
+            mock.patch.object(lockstep.training.step.reduction, "are_siblings", adjoining),
         ):
             for cache in caches:
                 cache.cache_clear()
@@ -288,9 +288,9 @@ def train_left_fold(document: Document) -> Trained:
 
 def train_rank_seeds(document: Document) -> Trained:
     """The usual recipe of one seed a rank."""
-    seed_all, rank = lockstep.training.step.seed_all, dist.get_rank()
+    seed_all, rank = lockstep.training.step.optimizer_step.seed_all, dist.get_rank()
     with mock.patch.object(
-        lockstep.training.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
+        lockstep.training.step.optimizer_step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
     ):
         return train(document)
 

@@ -24,26 +24,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
 from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
-from lockstep.record.events import Event, StepRow
+from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
-from lockstep.training import reduction
-from lockstep.training.compiled import cpp_compiler
 from lockstep.training.determinism import determinism, numerics_probe
 from lockstep.training.loop import fit, peak_memory
-from lockstep.training.norm import GradientNorm
 from lockstep.training.requests import NoRequests
+from lockstep.training.step import reduction
+from lockstep.training.step.compiled import cpp_compiler
+from lockstep.training.step.norm import GradientNorm
 from tests.distributed.test_peak_memory import document as deep
 from tests.distributed.test_peak_memory import peak
 from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.gpu.jobs import Tokens
 from tests.gpu.processes import Lost, Processes
-from tests.unit.training.test_norm import gradients, in_buckets
+from tests.unit.training.step.test_norm import gradients, in_buckets
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

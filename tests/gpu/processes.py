@@ -92,9 +92,11 @@ def _serve(
     try:
         dist.init_process_group(backend, store=dist.FileStore(store, workers), rank=rank, world_size=workers)
         if backend == "gloo" and torch.cuda.is_available():
-            import lockstep.training.reduction
+            import lockstep.training.step.reduction
 
-            lockstep.training.reduction.LATENCY_BYTES = 1 << 60  # gloo sends no CUDA tensor to a single rank
+            lockstep.training.step.reduction.LATENCY_BYTES = (
+                1 << 60
+            )  # gloo sends no CUDA tensor to a single rank
         answer = function(*args)
     except Exception as error:  # noqa: BLE001 - carried to the caller
         answer = error

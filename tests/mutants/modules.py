@@ -4,20 +4,23 @@ from __future__ import annotations
 
 COVERED = {
     "attempts/supervisor.py": ["tests/unit/attempts/test_supervisor.py"],
-    "record/journal_file.py": [
+    "record/ledger/journal_file.py": [
         "tests/unit/record/test_journal_file.py",
         "tests/unit/record/test_journal.py",
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_power_loss.py",
     ],
-    "record/journal.py": [
+    "record/ledger/journal.py": [
         "tests/unit/record/test_journal_file.py",
         "tests/unit/record/test_journal.py",
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_going_on.py",
     ],
-    "record/delivery.py": ["tests/unit/record/test_outage.py", "tests/unit/record/test_partial_store.py"],
-    "training/recovery.py": [
+    "record/mirror/metric_sync.py": [
+        "tests/unit/record/test_outage.py",
+        "tests/unit/record/test_partial_store.py",
+    ],
+    "training/elastic/recovery.py": [
         "tests/unit/training/test_recovery.py",
         "tests/distributed/test_joining.py",
         "tests/distributed/test_survivors.py",
@@ -43,13 +46,13 @@ COVERED = {
 _FALSE = "what is returned is only asked whether it is true"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "record/journal_file.py": {
+    "record/ledger/journal_file.py": {
         "JournalFile._lines: comparison swapped: start < until -> (start <= until)": "no bytes are read then, which ends the loop",
         "JournalFile.append: statement deleted: self.torn = False -> pass": "the next line first cuts off what follows the last whole one: nothing",
         "JournalFile.__init__: constant changed: False -> True": "as above, before the first line",
         "JournalFile.is_deleted: None returned: return False -> return None": _FALSE,
     },
-    "record/journal.py": {
+    "record/ledger/journal.py": {
         "newest_step: statement deleted: file.seek(max(0, size - length)) -> pass": "all of the file is read, and not its end alone: slower",
         "Journal._first_step: constant changed: 0 -> (-1)": "it is asked for only where there are steps",
     },

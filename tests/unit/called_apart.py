@@ -11,7 +11,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import JobError, LockstepError, SpecError
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events.union import EvaluationRow, StepRow
 
 
 def result(status: str, step: int, number: int | None = None) -> Result:

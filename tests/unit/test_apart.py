@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.calls.apart import apart
+from lockstep.calls.subprocess_call import apart
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.driver.signals import Interrupted
-from lockstep.record.events import EvaluationRow
+from lockstep.record.events.union import EvaluationRow
 from tests.unit import called_apart
 from tests.unit.record.rows import step_row
 

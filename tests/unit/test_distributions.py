@@ -8,8 +8,8 @@ import numpy
 import pytest
 import yaml
 
-from lockstep.job.distributions import distribution_of
 from lockstep.job.frames import is_of_the_job
+from lockstep.job.inputs.distributions import distribution_of
 
 INSTALLED = {
     "acme_core-1.0.dist-info/RECORD": "acme/core/__init__.py,sha256=x,1\nacme_core-1.0.dist-info/METADATA,,\n",

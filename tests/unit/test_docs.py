@@ -22,7 +22,7 @@ from lockstep.cli.main import app
 from lockstep.communication.group import Group
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep

@@ -19,10 +19,10 @@ import pytest
 from lockstep import files
 from lockstep.data.node_folder import NodeFolder
 from lockstep.errors import RecordError, StorageError
-from lockstep.record.database_lock import database_lock
-from lockstep.record.events import Finished, Started
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME
+from lockstep.record.events.union import Finished, Started
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.mirror.database_lock import database_lock
 from lockstep.record.recorder import Recorder
 from lockstep.spec.loading import load_spec
 
@@ -87,12 +87,12 @@ def test_no_file_gets_its_name_in_another_way() -> None:
     }
     assert found == {
         "files.py",
-        "calls/starting.py",
-        "checkpoint/local_storage.py",
-        "checkpoint/runs.py",  # a folder of files that were flushed
+        "calls/starter.py",
+        "checkpoint/storage/local.py",
+        "checkpoint/runs/run_checkpoints.py",  # a folder of files that were flushed
         "clusters/local_cluster.py",  # what is gone after a loss of power in any case
         "data/node_folder.py",  # memory
-        "record/heartbeat.py",  # what a reader saw; it is seen again
+        "record/runs/heartbeat.py",  # what a reader saw; it is seen again
     }
 
 
@@ -103,7 +103,7 @@ import errno, fcntl, os, sys
 from pathlib import Path
 def flock(*_): raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 fcntl.flock = flock
-from lockstep.record.journal import Journal
+from lockstep.record.ledger.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 Path(sys.argv[1], "journal.jsonl").read_bytes()  # opened and closed: the lock stays
 print("held", flush=True)

@@ -18,14 +18,14 @@ from lockstep.checkpoint.manifest import Facts, Manifest
 from lockstep.errors import LockstepError, RecordError, SpecError, StorageError
 from lockstep.parsing import with_hash
 from lockstep.proof import statement
-from lockstep.proof.ending import read_weights
-from lockstep.record import ledger, segments
-from lockstep.record.events import Opened
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME
-from lockstep.record.ledger import Rows
-from lockstep.record.rows_so_far import RowsSoFar
-from lockstep.training.beside import beside_path, load_beside, save_beside
+from lockstep.proof.recorded_end import read_weights
+from lockstep.record.events.union import Opened
+from lockstep.record.ledger import segments, tables
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.tables import Rows
+from lockstep.training.auxiliary_state import beside_path, load_beside, save_beside
 from lockstep.training.weights import load_weights, save_weights
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -67,13 +67,13 @@ def parquet(path: Path, version: int | None) -> Path:
 
 
 def of_steps(folder: Path, version: int | None) -> None:
-    ledger.write_parquet([step_row(1)], folder / "x")
-    ledger.read_parquet(parquet(folder / "x", version))
+    tables.write_parquet([step_row(1)], folder / "x")
+    tables.read_parquet(parquet(folder / "x", version))
 
 
 def of_evaluations(folder: Path, version: int | None) -> None:
-    ledger.write_evaluations([evaluation_row(1)], folder / "x")
-    ledger.read_evaluations(parquet(folder / "x", version))
+    tables.write_evaluations([evaluation_row(1)], folder / "x")
+    tables.read_evaluations(parquet(folder / "x", version))
 
 
 def segment(folder: Path, version: int | None) -> None:

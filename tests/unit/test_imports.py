@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.job.imports import Asked, imported_by, imports_noted, imports_of_job
+from lockstep.job.inputs.imports import Asked, imported_by, imports_noted, imports_of_job
 from lockstep.job.loading import load_job
 from tests.unit.test_source import forget
 

@@ -11,7 +11,7 @@ from lockstep import periodic
 from lockstep.attempts import worker_group
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.worker_group import WorkerGroup
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import ClusterError
 from lockstep.spec.loading import load_spec
 

@@ -74,7 +74,7 @@ def test_the_map_names_what_is_there(module: str) -> None:
 
 def test_an_answer_holds_as_long_as_nothing_that_it_rests_on_has_changed(tmp_path: Path) -> None:
     """Killed: the source of the mutant; survived: also the tests."""
-    module = "record/journal_file.py"
+    module = "record/ledger/journal_file.py"
     first, second = mutants(SOURCE)[:2]
     answers = Answers(tmp_path / "kept" / "answers.jsonl")
     answers.put(module, first, killed=True, by="FAILED", seconds=1.0)

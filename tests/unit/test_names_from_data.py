@@ -11,26 +11,26 @@ import lockstep
 
 PLATFORM = Path(lockstep.__file__).parent
 FOREIGN = (
-    "checkpoint/local_storage.py",
+    "checkpoint/storage/local.py",
     "checkpoint/manifest.py",
     "checkpoint/reader.py",
-    "record/copies.py",
-    "record/journal.py",
-    "record/journal_lines.py",
-    "record/page.py",
-    "record/mlflow_store/models.py",
-    "record/mlflow_store/reading.py",
+    "record/mirror/checkpoint_copies.py",
+    "record/ledger/journal.py",
+    "record/events/codec.py",
+    "record/mirror/projection.py",
+    "record/mirror/mlflow/models.py",
+    "record/mirror/mlflow/reading.py",
     "proof/recorded_run.py",
     "proof/statement.py",
 )
 """Modules in which names come from a manifest, a journal, a statement or a store."""
 
 KNOWN = {
-    "checkpoint/local_storage.py": {"path", "folder"},  # only for messages: `_at` makes the path
-    "record/mlflow_store/models.py": {"file.name", "GRAPH.parent"},  # of a file that was listed on this disk
-    "record/copies.py": {"folder.name", "self._bytes_per_s"},  # a step's folder; a number
-    "record/journal_lines.py": {"name"},  # which `_check` refuses
-    "record/page.py": {"path.name"},  # for messages
+    "checkpoint/storage/local.py": {"path", "folder"},  # only for messages: `_at` makes the path
+    "record/mirror/mlflow/models.py": {"file.name", "GRAPH.parent"},  # of a file that was listed on this disk
+    "record/mirror/checkpoint_copies.py": {"folder.name", "self._bytes_per_s"},  # a step's folder; a number
+    "record/events/codec.py": {"name"},  # which `_check` refuses
+    "record/mirror/projection.py": {"path.name"},  # for messages
     "proof/statement.py": {"f'{name}.safetensors'"},  # names that the module has itself
     "proof/recorded_run.py": {
         "run_id",
@@ -41,7 +41,7 @@ KNOWN = {
         "plain_name(entry.name)",  # refuses whatever is no plain file name
         "checkpoint.name",  # of a folder that was listed
     },  # what a person names; constants of the module
-    "record/mlflow_store/reading.py": {"name"},  # of files that the caller's code names
+    "record/mirror/mlflow/reading.py": {"name"},  # of files that the caller's code names
 }
 """What is joined to a path all the same, and why it may be."""
 SAFE_CALLS = {"component", "relative", "beneath"}
@@ -90,12 +90,12 @@ def opened(source: str) -> set[str]:
 
 
 MAY_OPEN = {
-    "checkpoint/local_storage.py": {"open", "write_bytes"},  # what `_at` has made
+    "checkpoint/storage/local.py": {"open", "write_bytes"},  # what `_at` has made
     "checkpoint/reader.py": {"open"},  # of a storage
-    "record/copies.py": {"open"},
+    "record/mirror/checkpoint_copies.py": {"open"},
     "proof/recorded_run.py": {"open", "write_bytes"},  # of a storage; of the copy that is handed over
     "proof/statement.py": {"read_bytes"},  # of weights, to hash them
-    "record/page.py": {"read_bytes"},  # the job's own sources, and a manifest to hash
+    "record/mirror/projection.py": {"read_bytes"},  # the job's own sources, and a manifest to hash
 }
 
 
@@ -130,9 +130,9 @@ def test_a_file_that_is_opened_past_the_bounds_is_seen() -> None:
 
 
 OWN_CHANNELS = (
-    "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/relay.py", "calls/apart.py", "proof/guard.py", "proof/side.py", "calls/verification.py",
-    "record/heartbeat.py", "driver/going_on.py", "spec/schema.py", "spec/fields.py", "views/tensorboard.py", "parsing.py",
-    "training/rehearsal/child_process.py", "driver/guardian.py", "record/ending.py", "proof/enclosure.py", "calls/executor.py", "proof/wire.py", "proof/execution.py", "calls/executions.py",
+    "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/relay.py", "calls/subprocess_call.py", "proof/guard.py", "proof/side.py", "calls/verify.py",
+    "record/runs/heartbeat.py", "driver/resume_hint.py", "spec/schema.py", "spec/fields.py", "views/tensorboard.py", "parsing.py",
+    "training/integrity/rehearsal/child_process.py", "driver/guardian.py", "record/runs/ending.py", "proof/enclosure.py", "calls/executor.py", "proof/wire.py", "proof/execution.py", "calls/executions.py",
 )  # fmt: skip
 """What parses only what this process or one that it started wrote, a person's own data, or a value on the command line."""
 

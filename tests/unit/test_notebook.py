@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.calls.verification import verify
+from lockstep.calls.verify import verify
 
 ROOT = Path(__file__).parents[2]
 

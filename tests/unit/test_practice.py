@@ -18,7 +18,7 @@ from jobs.practice.glu import Glu, GluFunction
 from jobs.practice.straight_through import Binary, BinaryPoints, SignFunction
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events import EvaluationRow, Event, StepRow
+from lockstep.record.events.union import EvaluationRow, Event, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lockstep.driver.notebook import as_table
 from lockstep.printing import markdown, on_one_line, printable, streamed, table
-from lockstep.record.documents import Verdict, note
-from lockstep.record.texts import Texts
+from lockstep.record.mirror.documents import Verdict, note
+from lockstep.record.mirror.run_texts import Texts
 from tests.forked import ROOT
 
 ATTACK = (

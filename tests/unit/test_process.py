@@ -24,7 +24,7 @@ batches = MicroBatches(Stuck(), list, seed=3, purpose="data")
 list(Loader(batches, [MicroBatch(0, 0, [0, 1])], torch.device("cpu"), 1))
 """
 FORKS = {
-    "rehearsed": "from lockstep.training.rehearsal.child_process import in_child\nin_child(work, object())\n",
+    "rehearsed": "from lockstep.training.integrity.rehearsal.child_process import in_child\nin_child(work, object())\n",
     "loader": (
         "import torch\nfrom lockstep.data.loader import Loader\nfrom lockstep.data.micro_batches import MicroBatches\n"
         "from lockstep.data.sampler import MicroBatch\n" + LOADS

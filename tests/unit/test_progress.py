@@ -85,7 +85,7 @@ def test_a_display_that_breaks_ends_nothing_but_itself(begin: str, meanwhile: st
 
 NAMED = """
 from lockstep.driver.progress import Line
-from lockstep.record.events import EvaluationRow
+from lockstep.record.events.union import EvaluationRow
 from tests.unit.record.rows import step_row
 line = Line()
 with line.running():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts.patience import PAUSES_S
+from lockstep.attempts.storage_retries import PAUSES_S
 from lockstep.errors import StorageError
 from lockstep.sweeps.decisions import NAME, Decisions
 

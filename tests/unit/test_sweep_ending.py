@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from lockstep.calls.record_check import check_record
-from lockstep.checkpoint.holder import holding
-from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.record.events import Failed
-from lockstep.record.stores import reader
+from lockstep.checkpoint.runs.lease import holding
+from lockstep.checkpoint.storage.local import LocalStorage
+from lockstep.record.events.union import Failed
+from lockstep.record.mirror.stores import reader
 from lockstep.spec.sweep import SweepSpec, load_sweep
-from lockstep.sweeps.ending import record_sweep_end
+from lockstep.sweeps.sweep_end import record_sweep_end
 
 WHY = Failed("the GCS was killed", "where its logs are")
 
 DIES = """
 import sys
 from pathlib import Path
-from lockstep.record.events import Started
-from lockstep.record.heartbeat import process_tags
+from lockstep.record.events.union import Started
+from lockstep.record.runs.heartbeat import process_tags
 from lockstep.record.recorder import Recorder
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps.sweep_record import SweepRecord

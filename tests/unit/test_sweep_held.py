@@ -9,10 +9,10 @@ import yaml
 
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
-from lockstep.record.run_store import SWEEP_FILE
+from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import driver
-from lockstep.sweeps.resumption import held_sweep, resume_sweep
+from lockstep.sweeps.sweep_resume import held_sweep, resume_sweep
 
 
 def test_a_second_resume_of_a_sweep_learns_who_holds_it(

@@ -11,8 +11,8 @@ from ray.train import Checkpoint
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.names import give_name
+from lockstep.checkpoint.runs.names import give_name
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import NAME, Decisions
 from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler

@@ -21,16 +21,16 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import JobImportError
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
-from lockstep.record import folder_store
-from lockstep.record.points import Point
-from lockstep.record.run_store import UnavailableError
+from lockstep.record.events.metrics import Point
+from lockstep.record.mirror import folder as folder_store
+from lockstep.record.mirror.run_store import UnavailableError
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.driver import SweepResult
-from lockstep.sweeps.standing import Standing, best_of, tally
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
+from lockstep.sweeps.trial_counts import Standing, best_of, tally
 from tests.empty_store import put_empty_store
 from tests.unit.record.conftest import THIRD_PARTY
 

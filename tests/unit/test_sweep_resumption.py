@@ -10,11 +10,11 @@ import yaml
 
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
-from lockstep.record.documents import HIDDEN
-from lockstep.record.run_store import SWEEP_FILE
+from lockstep.record.mirror.documents import HIDDEN
+from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import driver
-from lockstep.sweeps.resumption import resume_sweep
+from lockstep.sweeps.sweep_resume import resume_sweep
 from lockstep.sweeps.trial import run_name, spec_of
 
 FIELDS = {"optimizer.lr": 0.1}

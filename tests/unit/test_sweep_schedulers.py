@@ -13,8 +13,8 @@ import pytest
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from lockstep.record.events import EvaluationRow
-from lockstep.record.ledger import Rows
+from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.tables import Rows
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import trial as trials
 from lockstep.sweeps.decisions import NAME, Decisions

@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from lockstep.job import outside
-from lockstep.job.outside import (
+from lockstep.job.inputs import external_reads
+from lockstep.job.inputs.external_reads import (
     ABSENT,
     MOST_FILES,
     NOT_REGULAR,
@@ -30,9 +30,9 @@ from lockstep.job.outside import (
     names_of,
     taken,
 )
-from lockstep.job.questions import answers, asked, unrepeatable
-from lockstep.job.system_calls import watch_calls, watch_modules
-from lockstep.job.variables import Reads, variables_noted
+from lockstep.job.inputs.process_queries import answers, asked, unrepeatable
+from lockstep.job.inputs.system_calls import watch_calls, watch_modules
+from lockstep.job.inputs.variables import Reads, variables_noted
 from tests.unit.test_source import forget
 
 MODULE = """
@@ -148,7 +148,7 @@ def test_only_the_first_files_are_looked_at(module: Any) -> None:
     """A data set of a hundred thousand files costs what 256 do."""
     for i in range(MOST_FILES + 50):
         (module.HERE / f"{i}.bin").write_bytes(b"x")
-    with mock.patch.object(outside, "content_of", wraps=content_of) as looked, noting() as noted:
+    with mock.patch.object(external_reads, "content_of", wraps=content_of) as looked, noting() as noted:
         noted.early = False
         for i in [*range(MOST_FILES + 50)] * 2:
             module.read(f"{i}.bin")
@@ -205,7 +205,7 @@ def test_the_names_in_a_folder_have_no_order_and_hidden_ones_do_not_count(tmp_pa
     assert names_of(str(tmp_path), {str(tmp_path / "runs")}) == before
     assert names_of(str(tmp_path)) != before
     assert names_of(str(tmp_path / "nowhere")) is ABSENT
-    with mock.patch.object(outside, "MOST_NAMES", 1):
+    with mock.patch.object(external_reads, "MOST_NAMES", 1):
         assert names_of(str(tmp_path)) == TOO_MANY_NAMES
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.job.loading import load_job
-from lockstep.job.variables import (
+from lockstep.job.inputs.variables import (
     Channel,
     Reads,
     held_now,
@@ -22,6 +21,7 @@ from lockstep.job.variables import (
     variables_noted,
     watch,
 )
+from lockstep.job.loading import load_job
 from tests.unit.test_source import forget
 
 MODULE = """

@@ -15,7 +15,7 @@ import ray
 
 from lockstep.clusters.background import in_background, leaving
 from lockstep.errors import SpecError
-from lockstep.record.events import Joined
+from lockstep.record.events.union import Joined
 
 TARGETS = ("worker", "node", "recorder", "driver")
 LONGEST_DELAY_S = 1.0

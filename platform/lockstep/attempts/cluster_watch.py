@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from lockstep.attempts.demand import RoomRequest
 from lockstep.attempts.placement import (
     WorkerPlacement,
     most_of,
@@ -20,12 +21,11 @@ from lockstep.attempts.placement import (
     rooms_for_more,
     total,
 )
-from lockstep.attempts.room import RoomRequest
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources, largest_cluster
 from lockstep.clusters.reachability import reached
 from lockstep.errors import SpecError
-from lockstep.record.events import Joined
+from lockstep.record.events.union import Joined
 from lockstep.spec.fields import Spec
 
 LOOK_S = 1.0

@@ -17,12 +17,21 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.clusters.answers import answer_of, unanswered
+from lockstep.clusters.bounded_calls import answer_of, unanswered
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
-from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Started, TakenOver
+from lockstep.record.events.union import (
+    Broke,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    StageEnded,
+    Started,
+    TakenOver,
+)
 from lockstep.record.recorder_state import RecorderState
-from lockstep.training.roll_call import Answer, Arrival, RollCalls
+from lockstep.training.elastic.membership import Answer, Arrival, RollCalls
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
@@ -297,7 +306,7 @@ class Mailbox:
 
 
 class MailboxRollCalls:
-    """One worker's way to the roll calls of the mailbox (`training.meeting.RollCallClient`)."""
+    """One worker's way to the roll calls of the mailbox (`training.elastic.rendezvous.RollCallClient`)."""
 
     def __init__(self, mailbox: Any, attempt: int, worker: int, newcomer: Joined | None = None) -> None:
         self._mailbox, self._first, self._worker = mailbox, attempt, worker

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.attempts.ahead import AHEAD
+from lockstep.attempts.preloaded import AHEAD
 from lockstep.attempts.shared_files import check_shared
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.preflight import check_job
 from lockstep.clusters.connection import connected
 from lockstep.clusters.core_watch import CoreWatch
-from lockstep.clusters.keeper import kept
+from lockstep.clusters.driver_restarter import kept
 from lockstep.clusters.ray_internals import warnings_of_ray
 from lockstep.driver.guardian import Guardian
 from lockstep.driver.options import RunOptions

@@ -10,8 +10,8 @@ import time
 from typing import NamedTuple
 
 from lockstep.attempts.cluster_watch import rooms_left
+from lockstep.attempts.joining_workers import NewcomerPlace
 from lockstep.attempts.mailbox import RunStatus
-from lockstep.attempts.newcomers import NewcomerPlace
 from lockstep.attempts.placement import most_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.worker_group import WorkerGroup

@@ -19,14 +19,14 @@ from lockstep.attempts.mailbox import (
     look_every_s,
     on_this_node,
 )
-from lockstep.checkpoint.runs import pin_aliased, read_shared
-from lockstep.clusters.answers import answer_of
+from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
+from lockstep.clusters.bounded_calls import answer_of
 from lockstep.errors import RecordError
 from lockstep.process import collect_seldom
-from lockstep.record.events import Event, Started, StepRow
+from lockstep.record.events.union import Event, Started, StepRow
+from lockstep.record.mirror.run_store import RunStore
+from lockstep.record.mirror.stores import store_for, warm_up
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_store import RunStore
-from lockstep.record.stores import store_for, warm_up
 from lockstep.spec.fields import Spec
 
 OPENING_LOOK_S = 0.05

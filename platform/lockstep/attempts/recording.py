@@ -11,11 +11,11 @@ import ray
 from lockstep.attempts.mailbox import ANSWER_S, LOST, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
-from lockstep.clusters.answers import answer_of, end_actor
+from lockstep.clusters.bounded_calls import answer_of, end_actor
 from lockstep.clusters.core_watch import lost_core
 from lockstep.driver.guardian import Guardian
 from lockstep.errors import ClusterError, RecordError
-from lockstep.record.events import Event, Joined
+from lockstep.record.events.union import Event, Joined
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 

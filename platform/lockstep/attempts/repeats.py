@@ -70,7 +70,7 @@ In the folder that the run was started in:
 
 from pathlib import Path
 
-from lockstep.checkpoint.run_folder import Replay
+from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.proof.replaying import replay_here
 from lockstep.spec.loading import load_spec
 

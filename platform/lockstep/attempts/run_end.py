@@ -12,10 +12,10 @@ from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.recording import Recording
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.clusters.core_watch import lost_core
-from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.clusters.run_registry import Noticeboard
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, RecordError, first_line
-from lockstep.record.events import EndStatus, Failed, Finished, TakenOver
+from lockstep.record.events.union import EndStatus, Failed, Finished, TakenOver
 
 
 class RunEnd:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.checkpoint.runs import on_disk
+from lockstep.checkpoint.runs.run_checkpoints import on_disk
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, SpecError, first_line
 from lockstep.spec.fields import Spec

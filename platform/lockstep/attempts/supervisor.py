@@ -15,24 +15,24 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
-from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
+from lockstep.attempts.cluster_view import ON_RAY, Surroundings
 from lockstep.attempts.cluster_watch import ClusterWatch
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
-from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import PlannedChange, newcomers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
+from lockstep.attempts.progress_watchdog import end
+from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
-from lockstep.attempts.surroundings import ON_RAY, Surroundings
-from lockstep.attempts.watchdog import end
+from lockstep.attempts.storage_retries import patiently
 from lockstep.attempts.worker_group import WorkerGroup
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import claim, steps_of
+from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.core_watch import lost_core
-from lockstep.driver.failed import with_run
+from lockstep.driver.failure_report import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
@@ -48,7 +48,7 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events import AttemptsSummarised, Document, Warned
+from lockstep.record.events.union import AttemptsSummarised, Document, Warned
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 

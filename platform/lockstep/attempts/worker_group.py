@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.attempts.joining_workers import NewcomerPlace, Newcomers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
-from lockstep.attempts.newcomers import NewcomerPlace, Newcomers
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.stages import StageEnds
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.clusters.answers import answer_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.background import in_background
+from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
-from lockstep.record.events import Joined
+from lockstep.record.events.union import Joined
 from lockstep.spec.fields import Spec
 
 END_S = 150.0
@@ -183,7 +183,7 @@ class WorkerGroup:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
 
         from lockstep.attempts.process_group import AuthenticatedTorch
-        from lockstep.attempts.standby import imports_ahead
+        from lockstep.attempts.spare_workers import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
 
         placement, gpu = self._place, "GPU" in self._place.each

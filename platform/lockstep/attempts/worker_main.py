@@ -14,23 +14,23 @@ import ray.train.torch
 import torch
 
 from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
+from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.sender import Sender
-from lockstep.attempts.standby import imported_at
-from lockstep.attempts.watchdog import listening
+from lockstep.attempts.spare_workers import imported_at
 from lockstep.attempts.worker_output import keep_private, output_sent
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
+from lockstep.record.events.union import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
+from lockstep.training.elastic.recovery import Seat, next_attempt
+from lockstep.training.elastic.rendezvous import Meeting
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit, join
-from lockstep.training.meeting import Meeting
-from lockstep.training.recovery import Seat, next_attempt
 from lockstep.training.requests import NoRequests
 
 

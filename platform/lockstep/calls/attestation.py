@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.calls.verification import verify
+from lockstep.calls.verify import verify
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
 from lockstep.parsing import MOST_BYTES, json_value
 from lockstep.paths import read_bounded
 from lockstep.proof import signatures
-from lockstep.proof.ending import DIGEST_OF, Disagreement
+from lockstep.proof.recorded_end import DIGEST_OF, Disagreement
 from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
 from lockstep.proof.statement import contradictions, disagreements, parsed, plain, statement
 from lockstep.proof.verification import Verified

@@ -44,7 +44,7 @@ def check_spec(
     report = check(loaded, say or (lambda finding: None))
     further = [advised("spec", text) for text in advise(loaded)]
     if not local and cluster_address(address) != LOCAL:
-        from lockstep.attempts.seen_from_nodes import seen_from_nodes
+        from lockstep.attempts.node_checks import seen_from_nodes
 
         further += seen_from_nodes(loaded, address)
     return Report([*further, *report.checks], report.not_reached)
@@ -72,11 +72,11 @@ def bench_spec(
     SpecError for a wrong spec, for a cluster that a run would join unless `local` leaves it out, and for numbers that cannot be
     measured; LockstepError for what a worker raises.
     """
-    from lockstep.checks import figures
+    from lockstep.checks import measurement_figures
     from lockstep.checks.bench import bench
     from lockstep.checks.processes import interruptible
 
-    file = None if plot is None else figures.destination(plot, "bench")
+    file = None if plot is None else measurement_figures.destination(plot, "bench")
     cluster = LOCAL if local else cluster_address(None)
     if cluster != LOCAL:
         raise SpecError(
@@ -85,7 +85,7 @@ def bench_spec(
     with interruptible():
         benched = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
     if file is not None:
-        figures.draw_bench(benched, file)
+        measurement_figures.draw_bench(benched, file)
     return benched
 
 
@@ -104,13 +104,13 @@ def find_rate(
     Where a store is named, by `uri`, MLFLOW_TRACKING_URI or the spec's `record.uri`, the curve is kept there as a run of its
     own. Raises LockstepError; RecordError before anything is trained where that store does not answer.
     """
-    from lockstep.checks import figures
+    from lockstep.checks import measurement_figures
     from lockstep.checks.lr_finder import lr_find
-    from lockstep.checks.of_run import record_answers
-    from lockstep.record.documents import as_json
+    from lockstep.checks.run_checks import record_answers
     from lockstep.record.measurement import keep_measurement
+    from lockstep.record.mirror.documents import as_json
 
-    file = None if plot is None else figures.destination(plot, "lr-find")
+    file = None if plot is None else measurement_figures.destination(plot, "lr-find")
     override_list = list(overrides)
     loaded = (
         spec
@@ -120,7 +120,7 @@ def find_rate(
     record_answers(loaded)
     rate_range = lr_find(loaded, lowest=lowest, highest=highest, steps=steps)
     if file is not None:
-        figures.draw_range(rate_range, file)
+        measurement_figures.draw_range(rate_range, file)
     if loaded.record.uri in (None, RECORD_OFF):
         return rate_range, None
     measurement = keep_measurement(
@@ -133,7 +133,7 @@ def find_rate(
             "lr_find/smoothed": rate_range.smoothed,
         },
         texts={"lr-find.json": as_json(rate_range.as_dict())},
-        draw=lambda path: figures.draw_range(rate_range, path),
+        draw=lambda path: measurement_figures.draw_range(rate_range, path),
     )
     return rate_range, measurement
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lockstep.calls.held import leads
+from lockstep.calls.leased_run import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
-from lockstep.calls.training import run_attempt
-from lockstep.checkpoint.holder import Hold
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import (
+from lockstep.calls.runs import run_attempt
+from lockstep.checkpoint.runs.lease import Hold
+from lockstep.checkpoint.runs.run_checkpoints import (
     adopt,
     aside,
     check_step,
@@ -23,6 +22,7 @@ from lockstep.checkpoint.runs import (
     steps_of,
     whole_steps,
 )
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -33,9 +33,9 @@ from lockstep.job.identity import PARAM, changed_fields, shown
 from lockstep.job.loading import check_params
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.recorded_run import recorded_main
+from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.mirror.stores import find_copies, find_run
 from lockstep.record.redaction import redacted_fields
-from lockstep.record.run_store import StoredRun
-from lockstep.record.stores import find_copies, find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.local import LocalStorage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
-from lockstep.job.imports import FIELD
+from lockstep.job.inputs.imports import FIELD
 from lockstep.proof.execution import Execution, Place
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.sandbox import Sandbox

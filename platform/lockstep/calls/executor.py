@@ -20,21 +20,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
 from lockstep.errors import JobImportError, LockstepError, SpecError, first_line
-from lockstep.job.imports import FIELD, files_here, recorded_beside, source_fields
-from lockstep.job.outside_facts import MOVED
+from lockstep.job.inputs.external_facts import MOVED
+from lockstep.job.inputs.imports import FIELD, files_here, recorded_beside, source_fields
 from lockstep.job.recorded_source import imported_from, shadows
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 from lockstep.proof import wire
 from lockstep.proof.inspection import Inspection, Wanted, sample_ids
 from lockstep.proof.microscope import Microscope
 from lockstep.proof.replaying import Replayed, replay_here, replay_spec
-from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.ledger import read_history
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.tables import read_history
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
@@ -226,7 +226,7 @@ class Executed:
 
     def _on_ray(self, spec: Spec, replay: Replay, cluster: Mapping[str, Any], aside: Path) -> Replayed:
         """Take steps again as a run of its own, whose folder is gone afterwards."""
-        from lockstep.calls.training import run_attempt
+        from lockstep.calls.runs import run_attempt
 
         options = RunOptions(address=cluster["address"], verbose=cluster["verbose"])
         with _folder(spec, options, aside) as folder:

@@ -22,17 +22,17 @@ from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
 from lockstep.parsing import OtherVersionError
 from lockstep.proof import wire
-from lockstep.proof.ending import DIGEST_OF
 from lockstep.proof.execution import Execution
+from lockstep.proof.recorded_end import DIGEST_OF
 from lockstep.proof.recorded_run import folder_of, named_run, recorded_run
-from lockstep.record.run_store import StoredRun
-from lockstep.record.stores import keep_files
+from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.mirror.stores import keep_files
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
-from lockstep.training.beside import beside_path, load_beside, save_beside
+from lockstep.training.auxiliary_state import beside_path, load_beside, save_beside
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import tree_digest, weights_digest
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 from lockstep.training.weights import read_tensors
 
 MOST_BYTES = 1 << 40

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.checkpoint.runs import on_disk, steps_of
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_checkpoints import on_disk, steps_of
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
-from lockstep.record.journal import newest_checkpoint, newest_step
-from lockstep.record.stores import find_copies, reader
+from lockstep.record.ledger.journal import newest_checkpoint, newest_step
+from lockstep.record.mirror.stores import find_copies, reader
 from lockstep.spec.fields import Spec
 
 

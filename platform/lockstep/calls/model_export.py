@@ -18,7 +18,7 @@ from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
-from lockstep.training.beside import load_beside, put_beside
+from lockstep.training.auxiliary_state import load_beside, put_beside
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 
-from lockstep.calls.held import held_run, leads
-from lockstep.checkpoint.holder import holding
-from lockstep.checkpoint.names import folder_of, give_name, run_of_name
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.storages import open_storage
+from lockstep.calls.leased_run import held_run, leads
+from lockstep.checkpoint.runs.lease import holding
+from lockstep.checkpoint.runs.names import folder_of, give_name, run_of_name
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.stores import find_run
+from lockstep.record.mirror.stores import find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 
@@ -37,7 +37,7 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
             "takeover: a new run has no holder to take over from; give the name of the run with --run, or use `lockstep resume`"
         )
     if name is None:
-        from lockstep.calls.training import run_attempt
+        from lockstep.calls.runs import run_attempt
 
         return run_attempt(spec, AttemptOrigin(), options)
     if not re.fullmatch(NAME, name):
@@ -52,7 +52,7 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
                 )
             run_id = run_of_name(storage, name)  # again: another command may have begun it meanwhile
             if run_id is None:
-                from lockstep.calls.training import run_attempt
+                from lockstep.calls.runs import run_attempt
 
                 def begun(found: str) -> None:
                     give_name(storage, name, found)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.checkpoint.pins import ASKED, pin, pinned, unpin
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.runs import saved_steps
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.pins import ASKED, pin, pinned, unpin
+from lockstep.checkpoint.runs.run_checkpoints import saved_steps
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
-from lockstep.record.stores import find_run
+from lockstep.record.mirror.stores import find_run
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
 

@@ -8,10 +8,19 @@ from pathlib import Path
 
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, StorageError
-from lockstep.record.check import (
+from lockstep.record.events.union import Finished
+from lockstep.record.ledger.history import History
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.replay import PROCESS, lost_end
+from lockstep.record.ledger.tables import Rows
+from lockstep.record.mirror.folder import run_in_folder, write_run
+from lockstep.record.mirror.mlflow import in_mlflow
+from lockstep.record.mirror.stores import find_history, find_observations, find_run
+from lockstep.record.mirror.sync import check_there, refuse_continued, refuse_living, spec_of, sync
+from lockstep.record.runs.check import (
     COPIED,
     InStore,
     RecordDifference,
@@ -20,15 +29,6 @@ from lockstep.record.check import (
     check_ledger,
     check_store,
 )
-from lockstep.record.events import Finished
-from lockstep.record.folder_store import run_in_folder, write_run
-from lockstep.record.history import History
-from lockstep.record.journal import Journal
-from lockstep.record.ledger import Rows
-from lockstep.record.mlflow_store import in_mlflow
-from lockstep.record.replay import PROCESS, lost_end
-from lockstep.record.stores import find_history, find_observations, find_run
-from lockstep.record.sync import check_there, refuse_continued, refuse_living, spec_of, sync
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 

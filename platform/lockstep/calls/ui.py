@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 from lockstep.clusters.authentication import is_loopback, write_secret
 from lockstep.clusters.local_cluster import state_folder
 from lockstep.errors import SpecError
-from lockstep.record.store_uri import check_uri
+from lockstep.record.mirror.store_uri import check_uri
 
 UI_SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -14,10 +14,10 @@ from dataclasses import replace
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, OtherFormatError
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.pins import pinned
 from lockstep.checkpoint.reader import Checkpoint, check_sizes, checkpoints_of, listed, verify
 from lockstep.checkpoint.retention import Keep, Known, StepFolder, essential, leftovers, surplus
-from lockstep.checkpoint.run_folder import Attempt
+from lockstep.checkpoint.runs.pins import pinned
+from lockstep.checkpoint.runs.run_folder import Attempt
 
 
 class Catalogue:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.skeleton import unpack
-from lockstep.checkpoint.storage import PIECE, Reading, Storage
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.interface import PIECE, Reading, Storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import StorageError
 from lockstep.parsing import strict_json
 

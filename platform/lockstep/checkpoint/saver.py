@@ -23,7 +23,7 @@ from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt
+from lockstep.checkpoint.runs.run_folder import Attempt
 from lockstep.checkpoint.snapshot import Block, Snapshot, snapshot
 from lockstep.checkpoint.tree import Tree
 from lockstep.checkpoint.writer import (

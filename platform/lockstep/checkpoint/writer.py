@@ -19,9 +19,9 @@ from lockstep.checkpoint.errors import TakenError
 from lockstep.checkpoint.layout import FileName
 from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, SharedFile, check_entry
 from lockstep.checkpoint.reader import Checkpoint
-from lockstep.checkpoint.run_folder import Attempt
+from lockstep.checkpoint.runs.run_folder import Attempt
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import Item
+from lockstep.checkpoint.storage.interface import Item
 from lockstep.checkpoint.tensor_file import tensor_pieces
 from lockstep.errors import StorageError
 from lockstep.parsing import canonical_json, strict_json

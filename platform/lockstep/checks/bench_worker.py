@@ -22,15 +22,15 @@ from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import load_job, others_out_of_sight
 from lockstep.plan import Position
 from lockstep.printing import complain
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
-from lockstep.training.phase_step import PhaseStep
-from lockstep.training.probe import NoProbe
-from lockstep.training.recovery import is_lost_peer
+from lockstep.training.elastic.recovery import is_lost_peer
+from lockstep.training.integrity.probe import NoProbe
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.setup import prepare
+from lockstep.training.step.phase_step import PhaseStep
 
 RESULT = "result.json"
 

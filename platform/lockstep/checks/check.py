@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from lockstep.checks import of_data, of_model, of_run
+from lockstep.checks import data_checks, model_checks, run_checks
 from lockstep.checks.estimate import estimated, shown
 from lockstep.checks.findings import Finding, Report, failed, failure_of, passed
 from lockstep.checks.first_step import FirstStep, PhaseSeen, labels_of, walk
+from lockstep.checks.fixture import Specimen
 from lockstep.checks.learning import FASTER, Learning, learn
-from lockstep.checks.piled_up import zero_grad
-from lockstep.checks.specimen import Specimen
+from lockstep.checks.missing_zero_grad import zero_grad
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
@@ -50,11 +50,11 @@ class Examination:
     def labels(self) -> list[Finding]:
         held_out = labels_of(self.specimen, None)
         return self._of_each_phase(
-            lambda name, phase: of_model.labels(phase, labels_of(self.specimen, name), held_out)
+            lambda name, phase: model_checks.labels(phase, labels_of(self.specimen, name), held_out)
         )
 
     def chance(self) -> list[Finding]:
-        return self._of_each_phase(lambda name, phase: of_model.chance(self.specimen, phase))
+        return self._of_each_phase(lambda name, phase: model_checks.chance(self.specimen, phase))
 
     def _of_each_phase(self, look: Callable[[str, PhaseSeen], list[Finding]]) -> list[Finding]:
         """What a look finds in each phase, with its name; one pass where it finds nothing in any."""
@@ -84,9 +84,9 @@ class Examination:
     def overfit(self) -> list[Finding]:
         learning = self.learning
         judged = len(learning.phases) == 1 and not learning.broke and not learning.moving
-        slow = judged and abs(learning.fall) < of_model.MOVED
+        slow = judged and abs(learning.fall) < model_checks.MOVED
         faster = learn(self.specimen, self.first, FASTER) if slow else None
-        return of_model.overfit(self.learning, faster, self.specimen.spec.clip_norm)
+        return model_checks.overfit(self.learning, faster, self.specimen.spec.clip_norm)
 
 
 class Check(NamedTuple):
@@ -98,25 +98,25 @@ class Check(NamedTuple):
 
 
 CHECKS: Sequence[Check] = (
-    Check("storage", lambda exam: of_run.storage(exam.specimen)),
-    Check("record", lambda exam: of_run.record(exam.specimen)),
-    Check("shards", lambda exam: of_data.shards(exam.specimen)),
-    Check("data", lambda exam: of_data.data(exam.specimen), ("shards",)),
-    Check("leakage", lambda exam: of_data.leakage(exam.specimen), ("data",)),
-    Check("model", lambda exam: of_model.model(exam.specimen), ("data",)),
-    Check("optimizer", lambda exam: of_run.optimizer(exam.specimen), ("model",)),
-    Check("schedule", lambda exam: of_run.schedule(exam.specimen), ("optimizer",)),
+    Check("storage", lambda exam: run_checks.storage(exam.specimen)),
+    Check("record", lambda exam: run_checks.record(exam.specimen)),
+    Check("shards", lambda exam: data_checks.shards(exam.specimen)),
+    Check("data", lambda exam: data_checks.data(exam.specimen), ("shards",)),
+    Check("leakage", lambda exam: data_checks.leakage(exam.specimen), ("data",)),
+    Check("model", lambda exam: model_checks.model(exam.specimen), ("data",)),
+    Check("optimizer", lambda exam: run_checks.optimizer(exam.specimen), ("model",)),
+    Check("schedule", lambda exam: run_checks.schedule(exam.specimen), ("optimizer",)),
     Check("loss", Examination.loss, ("data", "model", "optimizer")),
-    Check("modes", lambda exam: of_model.modes(exam.first), ("loss",)),
+    Check("modes", lambda exam: model_checks.modes(exam.first), ("loss",)),
     Check("labels", Examination.labels, ("loss",)),
     Check("chance", Examination.chance, ("labels",)),
     Check("zero_grad", lambda exam: zero_grad(exam.specimen), ("loss",)),
-    Check("same bits", lambda exam: of_run.same_bits(exam.specimen), ("loss", "modes", "zero_grad")),
-    Check("evaluation", lambda exam: of_run.evaluation(exam.specimen), ("loss", "modes", "same bits")),
-    Check("gradients", lambda exam: of_model.gradients(exam.first, exam.learning), ("loss", "same bits")),
+    Check("same bits", lambda exam: run_checks.same_bits(exam.specimen), ("loss", "modes", "zero_grad")),
+    Check("evaluation", lambda exam: run_checks.evaluation(exam.specimen), ("loss", "modes", "same bits")),
+    Check("gradients", lambda exam: model_checks.gradients(exam.first, exam.learning), ("loss", "same bits")),
     Check("overfit", Examination.overfit, ("loss", "same bits", "gradients")),
-    Check("resume", lambda exam: of_run.resume(exam.specimen), ("loss", "same bits", "evaluation")),
-    Check("loader", lambda exam: of_data.loader(exam.specimen, exam.first.compute_s), ("loss",)),
+    Check("resume", lambda exam: run_checks.resume(exam.specimen), ("loss", "same bits", "evaluation")),
+    Check("loader", lambda exam: data_checks.loader(exam.specimen, exam.first.compute_s), ("loss",)),
     Check("memory", Examination.memory, ("loss", "same bits", "gradients")),
 )
 

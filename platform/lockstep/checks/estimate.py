@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from lockstep.checks.fixture import Specimen
 from lockstep.checks.live_bytes import peak_of
-from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, SpecError
 from lockstep.job.loading import others_out_of_sight
@@ -23,8 +23,7 @@ from lockstep.plan import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.job_phases import check_combination, optimizers_of
-from lockstep.training.memory import (
+from lockstep.training.observe.worker_memory import (
     average_bytes,
     checkpoint_bytes,
     communication_bytes,
@@ -34,8 +33,9 @@ from lockstep.training.memory import (
     summed_bytes,
     tensors_in,
 )
-from lockstep.training.norm import workspace_bytes
-from lockstep.training.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
+from lockstep.training.step.norm import workspace_bytes
+from lockstep.training.step.phases import check_combination, optimizers_of
+from lockstep.training.step.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

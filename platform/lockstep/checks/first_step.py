@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lockstep.checks.dropout_seen import DropoutSeen
-from lockstep.checks.losses_seen import LossesSeen, Seen
-from lockstep.checks.specimen import Specimen
+from lockstep.checks.active_dropout import DropoutSeen
+from lockstep.checks.fixture import Specimen
+from lockstep.checks.loss_inputs import LossesSeen, Seen
 from lockstep.data.sampler import MicroBatch
-from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import has_evaluation_loss
-from lockstep.training.means import means_alone, means_of
 from lockstep.training.modes import Modes, evaluating
+from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.means import means_alone, means_of
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""

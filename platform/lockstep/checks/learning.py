@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from lockstep.checks.first_step import FirstStep
-from lockstep.checks.specimen import Specimen
+from lockstep.checks.fixture import Specimen
 from lockstep.errors import NumericsError
-from lockstep.training.buffers import statistics
-from lockstep.training.job_phases import PhaseOptimizers, PhaseSchedules, optimizers_of
-from lockstep.training.phase_step import PhaseStep
-from lockstep.training.schedule import FunctionOfUpdates
-from lockstep.training.step import Stepper
+from lockstep.training.step.buffers import statistics
+from lockstep.training.step.optimizer_step import Stepper
+from lockstep.training.step.phase_step import PhaseStep
+from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.step.schedule import FunctionOfUpdates
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
 """So many updates, or as many as this time allows, and at least so many."""

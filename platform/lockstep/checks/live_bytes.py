@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.training.memory import tensors_in
+from lockstep.training.observe.worker_memory import tensors_in
 
 
 @dataclass(slots=True)

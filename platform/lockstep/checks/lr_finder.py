@@ -15,12 +15,12 @@ import torch
 from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError, SpecError
 from lockstep.job.loading import load_job
-from lockstep.record.events import Event, StepRow
+from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec, StepDecay
 from lockstep.spec.loading import load_spec
-from lockstep.training.job_phases import refuse_phases
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
+from lockstep.training.step.phases import refuse_phases
 
 DIVERGED = 4.0
 """A smoothed loss of so many times its least value has diverged."""

@@ -9,7 +9,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import JobImportError, SpecError, StorageError
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec

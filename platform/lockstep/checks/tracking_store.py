@@ -12,8 +12,8 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from lockstep.errors import RecordError
-from lockstep.record.documents import without_password
-from lockstep.record.store_uri import check_database, check_uri, database_path
+from lockstep.record.mirror.documents import without_password
+from lockstep.record.mirror.store_uri import check_database, check_uri, database_path
 from lockstep.spec.locations import RECORD_OFF
 
 ANSWER_S = 4.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
+from lockstep.cli.output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 
 if TYPE_CHECKING:
     from lockstep.checks.findings import Finding

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep import printing
-from lockstep.cli.answers import Address, Json, Overrides, Retries, Verbose, answered
+from lockstep.cli.output import Address, Json, Overrides, Retries, Verbose, answered
 from lockstep.errors import SpecError
 
 cluster = typer.Typer(
@@ -74,7 +74,7 @@ def leave(
 ) -> None:
     """Drain this machine's Ray nodes. Workers there leave their runs, which continue on other nodes."""
     with answered(json_, verbose) as answer:
-        from lockstep.clusters.leaving import leave as drained
+        from lockstep.clusters.node_departure import leave as drained
 
         node_ids = drained(address, node, why, seconds, _say, wait=wait)
         answer({"nodes": node_ids}, lambda: f"{len(node_ids)} node{'s' if len(node_ids) > 1 else ''} drained")
@@ -95,7 +95,7 @@ def notices(
 ) -> None:
     """Node agent: drains this machine when a termination notice arrives. Runs until SIGTERM."""
     with answered(as_json=False, verbose=verbose):
-        from lockstep.clusters.notices import Agent, Notice, leave_by_command, sources
+        from lockstep.clusters.preemption import Agent, Notice, leave_by_command, sources
 
         if (cloud is None) != (metadata is None):
             raise SpecError(
@@ -154,7 +154,7 @@ def submit(
 ) -> None:
     """Run on a cluster as a job. Its output is shown here, and its exit code is this command's."""
     with answered(json_, verbose) as answer:
-        from lockstep.calls.held import refuse_held_job
+        from lockstep.calls.leased_run import refuse_held_job
         from lockstep.clusters import submission
 
         if (spec is None) == (attach is None):

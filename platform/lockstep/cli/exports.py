@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
+from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.proofs import Sandbox
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lockstep.cli import checks, cluster, exports, proofs, records, starting, sweeps
-from lockstep.cli.answers import (
+from lockstep.cli import checks, cluster, exports, first_minutes, proofs, records, sweeps
+from lockstep.cli.interruption import fail, hold_signals, take_signals
+from lockstep.cli.output import (
     Address,
     Json,
     Notify,
@@ -35,7 +36,6 @@ from lockstep.cli.answers import (
     running,
     say,
 )
-from lockstep.cli.interruption import fail, hold_signals, take_signals
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.process import collect_seldom
@@ -249,7 +249,7 @@ def resume(
         ) as options:
             result: Result | SweepResult
             if without is not None:
-                from lockstep.calls.without import resume_without
+                from lockstep.calls.sample_removal import resume_without
 
                 result = resume_without(options, run_id, without, overrides or [], uri=uri)
             else:
@@ -276,12 +276,12 @@ def _resume_run_or_sweep(
     uri: str | None,
     takeover: bool,
 ) -> Result | SweepResult:
-    from lockstep.calls.resumption import resume_with
+    from lockstep.calls.resume import resume_with
 
     try:
         return resume_with(options, run_id, overrides, step=step, fork=fork, uri=uri, takeover=takeover)
     except NoSuchRunError as error:
-        from lockstep.sweeps.resumption import resume_sweep
+        from lockstep.sweeps.sweep_resume import resume_sweep
 
         try:
             result = resume_sweep(
@@ -296,7 +296,7 @@ def _resume_run_or_sweep(
 
 def kept_job() -> bool:
     """Whether this is a job that a run's keeper has started: of the one before it, parts may still live."""
-    from lockstep.clusters.keeper import KEPT
+    from lockstep.clusters.driver_restarter import KEPT
 
     return KEPT in os.environ
 
@@ -333,7 +333,7 @@ def _as_text(run: Result | SweepResult) -> str:
 
 
 def _result_text(run: Result) -> str:
-    from lockstep.driver.going_on import look_at, resume_command
+    from lockstep.driver.resume_hint import look_at, resume_command
 
     result = run.as_dict()
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
@@ -354,5 +354,5 @@ def _result_text(run: Result) -> str:
     return "\n".join(lines)
 
 
-for commands in (starting, sweeps, checks, records, proofs, exports, cluster):
+for commands in (first_minutes, sweeps, checks, records, proofs, exports, cluster):
     commands.register(app)

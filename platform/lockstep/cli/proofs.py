@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import (
+from lockstep.cli.output import (
     RUNS,
     Address,
     Json,
@@ -24,7 +24,7 @@ from lockstep.cli.answers import (
 
 if TYPE_CHECKING:
     from lockstep.calls.attestation import Attested, Checked
-    from lockstep.calls.inspection import Inspected
+    from lockstep.calls.replay_call import Inspected
     from lockstep.proof.difference import Difference, Parted
     from lockstep.proof.guard import Guarded
     from lockstep.proof.verification import Verified
@@ -93,7 +93,7 @@ def verify(
     """Repeat steps of a recorded run, and compare every bit with its record."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
-        from lockstep.calls.verification import verify as verify_run
+        from lockstep.calls.verify import verify as verify_run
         from lockstep.errors import SpecError
 
         if statement is not None:
@@ -160,7 +160,7 @@ def diff(
     """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator that differ."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
-        from lockstep.calls.difference import diff as diff_runs
+        from lockstep.calls.diff import diff as diff_runs
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
             result = diff_runs(
@@ -240,7 +240,7 @@ def replay(
     """Repeat one step of a recorded run, and inspect it."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
-        from lockstep.calls.inspection import replay as replay_step
+        from lockstep.calls.replay_call import replay as replay_step
 
         with running(json_ or pdb, began_at=began_at, local=True, verbose=verbose) as options:
             result = replay_step(

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
+from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
 from lockstep.printing import on_one_line, table
 
 if TYPE_CHECKING:
-    from lockstep.record.run_store import RunInfo
+    from lockstep.record.mirror.run_store import RunInfo
     from lockstep.views.curves import Curves
     from lockstep.views.terminal import Screen
 
@@ -40,7 +40,7 @@ def runs(
 ) -> None:
     """List the newest runs of a store."""
     with answered(json_, verbose) as answer:
-        from lockstep.record.stores import reader
+        from lockstep.record.mirror.stores import reader
         from lockstep.spec.locations import RECORD_OFF, tracking_uri
 
         if not 1 <= limit <= 1000:
@@ -83,8 +83,8 @@ def show(
             return
         if keys:
             raise SpecError(f"show: got {' '.join(keys)!r} after the run; keys are for --plot")
-        from lockstep.record.page import attempts_in
-        from lockstep.record.stores import reader
+        from lockstep.record.mirror.projection import attempts_in
+        from lockstep.record.mirror.stores import reader
         from lockstep.spec.locations import tracking_uri
 
         store = reader(tracking_uri(uri), storage)
@@ -125,7 +125,7 @@ def sync(
 ) -> None:
     """Send the store what a run could not send before its process ended."""
     with answered(json_, verbose) as answer:
-        from lockstep.record.sync import sync as sync_run
+        from lockstep.record.mirror.sync import sync as sync_run
 
         done = sync_run(_folder(run, uri, storage), uri)
         text = f"run {done.run_id}: " + (
@@ -245,7 +245,7 @@ def _folder(run: str, uri: str | None, storage: Path) -> Path:
 
     if run and is_there(storage / run):
         return storage / run
-    from lockstep.record.stores import reader
+    from lockstep.record.mirror.stores import reader
     from lockstep.spec.locations import tracking_uri
 
     recorded = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import (
+from lockstep.cli.output import (
     Address,
     Json,
     Notify,
@@ -22,7 +22,7 @@ from lockstep.cli.answers import (
     running,
 )
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.sweeps.standing import place
+from lockstep.sweeps.trial_counts import place
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -86,7 +86,7 @@ def plan_as_text(report: dict[str, Any]) -> str:
 
 def as_text(result: SweepResult) -> str:
     """How a sweep ended, for a person: the best trials first."""
-    from lockstep.driver.going_on import look_at, resume_command
+    from lockstep.driver.resume_hint import look_at, resume_command
 
     ranked = sorted(
         (t for t in result.trials if t["metric"] is not None), key=lambda t: place(t, result.mode)

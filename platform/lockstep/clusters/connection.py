@@ -30,7 +30,7 @@ from lockstep.clusters.ray_internals.address_file import default_folder
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
-from lockstep.clusters.server_ahead import server_ahead
+from lockstep.clusters.warm_server import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError, first_line
 from lockstep.files import own_folder

@@ -29,7 +29,7 @@ from lockstep.clusters.ray_internals import fork_server, unavailable
 from lockstep.clusters.ray_internals.address_file import address_file
 from lockstep.clusters.ray_internals.fork_server import py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
-from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
+from lockstep.clusters.warm_server import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.process import started
 from lockstep.training.worker_environment import sent_environment
@@ -288,7 +288,7 @@ def hold(config: dict[str, Any]) -> None:
     }
     if not is_loopback(host) and host != "0.0.0.0":
         each["node_ip_address"] = host
-    modules = *AHEAD_OF_RAY, "lockstep.record.warmed_up"
+    modules = *AHEAD_OF_RAY, "lockstep.record.mirror.preloaded_store"
     with server_ahead(os.environ, modules) if is_loopback(host) else nullcontext():
         _keep_nodes(config, folder, each)
 

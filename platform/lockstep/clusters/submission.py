@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.clusters.answers import within
+from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.connection import show_token
-from lockstep.clusters.keeper import first_of, pause_s, retry_of, was_lost
+from lockstep.clusters.driver_restarter import first_of, pause_s, retry_of, was_lost
 from lockstep.clusters.local_cluster import running_cluster
-from lockstep.clusters.noticeboard import notices
 from lockstep.clusters.packaging import NOTED, pack
+from lockstep.clusters.run_registry import notices
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
-from lockstep.record.documents import without_password
+from lockstep.record.mirror.documents import without_password
 from lockstep.record.redaction import redacted
 from lockstep.spec.loading import load_spec
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import Dataset
 
+from lockstep.data.file_locations import StoredFile, find, one_line
 from lockstep.data.fingerprint import FILES, content_digest
-from lockstep.data.places import StoredFile, find, one_line
 from lockstep.errors import DataError, JobError
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")

@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from lockstep.data import inherited
+from lockstep.data import forked_state
 from lockstep.data.fingerprint import difference
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, DeterminismError, LockstepError, SpecError
-from lockstep.job.variables import open_channel, report_reads
+from lockstep.job.inputs.variables import open_channel, report_reads
 from lockstep.process import end_with_parent
 from lockstep.threads import one_thread_here
 
@@ -270,7 +270,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, os.getpid(), begun, forked, inherited.opened()),
+            worker_init_fn=partial(_begin, os.getpid(), begun, forked, forked_state.opened()),
             pin_memory=pinned,
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -304,7 +304,7 @@ def _begin(
     parent: int,
     begun: Semaphore,
     forked: Callable[[], None],
-    opened: Sequence[inherited.Opened],
+    opened: Sequence[forked_state.Opened],
     _number: int,
 ) -> None:
     """The first thing that a loader process does. `opened` is what its parent had open before it made any for it.
@@ -315,8 +315,8 @@ def _begin(
     torch.utils.data._utils.worker._worker_info = None
     forked()
     report_reads()
-    inherited.make_own(opened)
-    inherited.look_for_waits(MicroBatches.__getitem__.__code__)
+    forked_state.make_own(opened)
+    forked_state.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 
 

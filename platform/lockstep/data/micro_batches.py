@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data import inherited
+from lockstep.data import forked_state
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
@@ -172,7 +172,7 @@ def _is_gathered(tensor: Tensor) -> bool:
 def _data_error(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
-    text += inherited.explanation(error)
+    text += forked_state.explanation(error)
     return JobError(
         f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}"
     )

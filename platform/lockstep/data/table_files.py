@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.data.places import Place, StoredFile, find, one_line, retried
+from lockstep.data.file_locations import Place, StoredFile, find, one_line, retried
 from lockstep.data.table_columns import nulls
 from lockstep.errors import DataError, nearest
 

@@ -9,14 +9,21 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.identity import identity_digest
-from lockstep.job.outside_facts import MOVED, UNKNOWN, changed_facts
+from lockstep.job.inputs.external_facts import MOVED, UNKNOWN, changed_facts
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import read_bounded
-from lockstep.proof.ending import DIGEST_OF, Disagreement, lacking_digests, of_files, of_metrics, plan_of
-from lockstep.record.ledger import Rows, read_history
+from lockstep.proof.recorded_end import (
+    DIGEST_OF,
+    Disagreement,
+    lacking_digests,
+    of_files,
+    of_metrics,
+    plan_of,
+)
+from lockstep.record.ledger.tables import Rows, read_history
+from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.mirror.stores import find_files, find_finished
 from lockstep.record.redaction import redacted_fields
-from lockstep.record.run_store import StoredRun
-from lockstep.record.stores import find_files, find_finished
 from lockstep.spec.loading import load_spec
 
 _FILES = ("ledger.parquet", "evaluations.parquet", "fields.json")

@@ -391,7 +391,9 @@ class _Guard:
         """
         unknown: dict[str, Any] = {"run_id": None, "recorders": [], "documents": {}}
         facts = {**unknown, "driver": self._driver, **self._facts, **end, "new": new}
-        module = "lockstep.record.ending" if self._facts.get("sweep") is None else "lockstep.sweeps.ending"
+        module = (
+            "lockstep.record.runs.ending" if self._facts.get("sweep") is None else "lockstep.sweeps.sweep_end"
+        )
         began = time.monotonic()
         with subprocess.Popen(
             [sys.executable, "-c", f"from {module} import main; main()"],

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.checkpoint.errors import StaleAttemptError
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import pin_aliased, read_shared
+from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group, distributed, local_device
-from lockstep.driver.failed import with_run
+from lockstep.driver.failure_report import with_run
 from lockstep.driver.guardian import Guardian, ending_line
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
 from lockstep.process import under_torchrun
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     Document,
     Event,
     Failed,

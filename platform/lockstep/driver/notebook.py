@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep import printing
 from lockstep.driver.progress import Progress, Rate, Silent, describe
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events.union import EvaluationRow, StepRow
 
 
 def in_notebook() -> bool:

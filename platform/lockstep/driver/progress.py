@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.printing import on_one_line, printable
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events.union import EvaluationRow, StepRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ def display() -> Iterator[None]:
 
 def _end_display() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.answers`
+    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.output`
         os.dup2(null, 1)
     os.dup2(null, 2)
     os.close(null)

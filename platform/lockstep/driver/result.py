@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.driver.going_on import look_at, resume_call
 from lockstep.driver.notebook import as_table
+from lockstep.driver.resume_hint import look_at, resume_call
 from lockstep.errors import StorageError
-from lockstep.record.documents import without_password
-from lockstep.record.events import Finished
+from lockstep.record.events.union import Finished
+from lockstep.record.mirror.documents import without_password
 from lockstep.spec.locations import RECORD_OFF
 
 

@@ -9,8 +9,8 @@ from typing import Any, assert_never
 
 from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.failure_kinds import said_by_watchdog
-from lockstep.record import events
-from lockstep.record.events import (
+from lockstep.record.events import union
+from lockstep.record.events.union import (
     Alive,
     Broke,
     CheckpointRow,
@@ -108,19 +108,13 @@ class RunView:
                 self._take_error(event)
             case CheckpointRow():
                 self.saved = self.saved or event.uri is not None
-            case events.Observation() | events.Sampled():
+            case union.Observation() | union.Sampled():
                 pass  # of interest to the record alone, as are those below
-            case events.PeakMemory() | events.Document() | events.ResumeChecked():
+            case union.PeakMemory() | union.Document() | union.ResumeChecked():
                 pass
-            case events.AttemptsSummarised() | events.Diagnosed() | events.Failed() | events.TakenOver():
+            case union.AttemptsSummarised() | union.Diagnosed() | union.Failed() | union.TakenOver():
                 pass
-            case (
-                events.InputsFound()
-                | events.Opened()
-                | events.SetAside()
-                | events.Mended()
-                | events.Delivered()
-            ):
+            case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
                 pass
             case _:
                 assert_never(event)

@@ -42,8 +42,8 @@ from lockstep.export.parity import Tolerance, compare
 from lockstep.files import flush, make_folder
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
-from lockstep.training.digest import tensor_digests, weights_digest
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
 
 AT_ONCE = 256
 """Rows of a file that are compared, or predicted, in one call where nobody says."""

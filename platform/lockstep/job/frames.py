@@ -7,7 +7,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-from lockstep.job.distributions import distribution_of
+from lockstep.job.inputs.distributions import distribution_of
 
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 """Folders of what is installed, wherever the interpreter finds them: its own, or those below a virtual environment."""

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.job.frames import place_in_job
-from lockstep.job.imports import Asked, imported, imports_noted, note_imports
+from lockstep.job.inputs.imports import Asked, imported, imports_noted, note_imports
+from lockstep.job.inputs.system_calls import watch_calls, watch_modules
+from lockstep.job.inputs.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
-from lockstep.job.system_calls import watch_calls, watch_modules
 from lockstep.job.typed_tree import Opaque, encoded
-from lockstep.job.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.checkpoint.run_folder import Replay
+from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.errors import SpecError
-from lockstep.job.outside_facts import changed_facts
+from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.causes import Cause, causes
-from lockstep.proof.ending import plan_of
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.microscope import Look, Seen, parting
+from lockstep.proof.recorded_end import plan_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
-from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.spec.fields import Spec
 
 

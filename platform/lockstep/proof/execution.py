@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from lockstep.checkpoint.run_folder import Replay
+from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.errors import JobError
 from lockstep.proof import sandbox, wire
 from lockstep.proof.microscope import Look

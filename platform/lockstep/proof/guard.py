@@ -19,8 +19,8 @@ from lockstep.proof import side
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.difference import Parted, first_parting, tell_parting
 from lockstep.proof.microscope import Look
-from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.ledger import read_evaluations, read_parquet
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.training.worker_environment import sent_environment
 
 Start = Callable[[str, Path, Mapping[str, str]], Process]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from lockstep.job.loading import load_job
 from lockstep.plan import Position
 from lockstep.proof.microscope import Look, Microscope
-from lockstep.record.events import StepRow
+from lockstep.record.events.union import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import make_sampler, open_data
-from lockstep.training.memory import tensors_in
+from lockstep.training.observe.worker_memory import tensors_in
 from lockstep.training.setup import make_plan
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.plan import Position
-from lockstep.training.digests import Digester
-from lockstep.training.memory import tensors_in
+from lockstep.training.integrity.digests import Digester
+from lockstep.training.observe.worker_memory import tensors_in
 
 Phase = Literal["forward", "backward", "between"]
 """`between` is what Lockstep itself does, which is not looked at."""

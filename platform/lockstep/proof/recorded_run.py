@@ -20,22 +20,22 @@ from lockstep.checkpoint.reader import (
     load_step,
     verify,
 )
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.runs import adopt, steps_of
-from lockstep.checkpoint.storage import PIECE
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_checkpoints import adopt, steps_of
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.interface import PIECE
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError, StorageError
 from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
-from lockstep.job.outside_facts import MOVED
+from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.source import MAIN_MODULE
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
-from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME
-from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, StoredRun
-from lockstep.record.stores import find_copies, find_history, find_run, reader
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.mirror.run_store import SWEEP_FILE, CheckpointCopy, StoredRun
+from lockstep.record.mirror.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF

@@ -8,12 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group, local_device
+from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.loading import load_job
-from lockstep.job.outside_facts import MOVED
 from lockstep.proof.microscope import Look
-from lockstep.record.events import EvaluationRow, Event, Finished, Started, StepRow
+from lockstep.record.events.union import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

@@ -40,11 +40,11 @@ def main(request: str) -> int:
 
 
 def _train(wanted: dict[str, Any], replay_here: Any) -> None:
-    from lockstep.checkpoint.run_folder import Replay
+    from lockstep.checkpoint.runs.run_folder import Replay
     from lockstep.checks.preflight import find_initial_weights
     from lockstep.communication.group import Group, local_device
     from lockstep.proof.microscope import Microscope
-    from lockstep.record.ledger import write_evaluations, write_parquet
+    from lockstep.record.ledger.tables import write_evaluations, write_parquet
     from lockstep.spec.loading import load_spec
 
     spec = find_initial_weights(load_spec(Path(wanted["spec"]), wanted["overrides"], uri="off"))

@@ -16,11 +16,11 @@ from typing import Any
 
 from lockstep.errors import SpecError
 from lockstep.job.identity import identity_digest
-from lockstep.job.imports import recorded_beside
+from lockstep.job.inputs.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
 from lockstep.parsing import json_mapping, one_line
 from lockstep.paths import component, shown
-from lockstep.proof.ending import (
+from lockstep.proof.recorded_end import (
     DIGEST_OF,
     Disagreement,
     beside_of,
@@ -32,11 +32,11 @@ from lockstep.proof.ending import (
     same_in_json,
 )
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.ledger import DETERMINISTIC
-from lockstep.record.segments import SEGMENT_STEPS
-from lockstep.training.beside import beside_path, load_beside
-from lockstep.training.digest import tree_digest, weights_digest
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.segments import SEGMENT_STEPS
+from lockstep.record.ledger.tables import DETERMINISTIC
+from lockstep.training.auxiliary_state import beside_path, load_beside
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:lockstep-train:run:v1"

@@ -17,19 +17,26 @@ import torch
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
-from lockstep.checkpoint.run_folder import Replay
-from lockstep.job.outside_facts import changed_facts
+from lockstep.checkpoint.runs.run_folder import Replay
+from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.causes import UNTOLD, Cause, causes
-from lockstep.proof.ending import DIGEST_OF, lacking_digests, of_files, plan_of, read_weights, same_in_json
+from lockstep.proof.recorded_end import (
+    DIGEST_OF,
+    lacking_digests,
+    of_files,
+    plan_of,
+    read_weights,
+    same_in_json,
+)
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.stretches import Stretch
-from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.proof.spans import Stretch
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.spec.fields import Spec
-from lockstep.training.beside import beside_path, load_beside
-from lockstep.training.digest import tree_digest, weights_digest
-from lockstep.training.digests import Digester, model_digest, optimizer_digest
+from lockstep.training.auxiliary_state import beside_path, load_beside
+from lockstep.training.integrity.digests import Digester, model_digest, optimizer_digest
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """How far a number may be from the recorded one, relative to it, where bits may rightly differ; by the run's precision."""

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lockstep import errors
 from lockstep.errors import JobError, LockstepError
-from lockstep.record.events import Digests, EvaluationRow, StepRow
+from lockstep.record.events.union import Digests, EvaluationRow, StepRow
 
 MOST_BYTES = 1 << 24
 """The longest line: a row of a hundred thousand micro-batches has 2 MB."""

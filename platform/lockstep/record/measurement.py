@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.files import write_text
-from lockstep.record import documents
-from lockstep.record.figures import FOLDER
-from lockstep.record.points import Point
+from lockstep.record.events.metrics import Point
+from lockstep.record.figures.run_figures import FOLDER
+from lockstep.record.mirror import documents
+from lockstep.record.mirror.run_store import POINTS_PER_CALL, RunStore
+from lockstep.record.mirror.stores import store_for
 from lockstep.record.redaction import redacted_document
-from lockstep.record.run_store import POINTS_PER_CALL, RunStore
-from lockstep.record.stores import store_for
 from lockstep.spec.fields import Spec
 
 

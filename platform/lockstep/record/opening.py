@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import RecordError
-from lockstep.record.admission import Admission
-from lockstep.record.delivery import Delivery
-from lockstep.record.events import Failed, Finished, Opened, Recorded, SetAside
-from lockstep.record.heartbeat import process_tags
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import LockedError
-from lockstep.record.outbox import Outbox
-from lockstep.record.page import Page
-from lockstep.record.points import LOSS
-from lockstep.record.replay import GONE, last_words, unsaid
-from lockstep.record.run_state import RunState
-from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.events.metrics import LOSS
+from lockstep.record.events.union import Failed, Finished, Opened, Recorded, SetAside
+from lockstep.record.ledger.admission import Admission
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import LockedError
+from lockstep.record.ledger.replay import GONE, last_words, unsaid
+from lockstep.record.mirror.metric_sync import Delivery
+from lockstep.record.mirror.projection import Page
+from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.mirror.status import RunState
+from lockstep.record.mirror.sync_queue import Outbox
+from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.errors import RecordError
-from lockstep.record.events import Event
+from lockstep.record.events.union import Event
+from lockstep.record.mirror.run_store import RunStore
+from lockstep.record.mirror.stores import store_for
 from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.recorder_state import RecorderState
-from lockstep.record.run_store import RunStore
-from lockstep.record.stores import store_for
 from lockstep.record.writer import Aliases, Writer
 from lockstep.record.writer_process import WriterProcess
 from lockstep.spec.fields import Spec

@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from lockstep.record.documents import HIDDEN, flat, shown_document, without_password
+from lockstep.record.mirror.documents import HIDDEN, flat, shown_document, without_password
 
 _BETWEEN = "(?: *)(?:=|:|:=|=>| +|::)(?: *)", " *+(?:(?:=>|:=|::|=|:) *+|(?<= ))"
 """What some detectors have between a name and its value, and the same in linear time: theirs tries every way to share blanks among three."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
 from lockstep.periodic import periodically
-from lockstep.record.diagnosing import Diagnosing
-from lockstep.record.events import (
+from lockstep.record.diagnosis.stream import Diagnosing
+from lockstep.record.events.union import (
     CheckpointRow,
     Delivered,
     Diagnosed,
@@ -39,10 +39,10 @@ from lockstep.record.events import (
     SetAside,
     TakenOver,
 )
+from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.mirror.sync_queue import Outbox
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
-from lockstep.record.outbox import Outbox
 from lockstep.record.recorder_state import RecorderState
-from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0

@@ -21,11 +21,11 @@ from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.process import collect_seldom
-from lockstep.record.events import Event
+from lockstep.record.events.union import Event
+from lockstep.record.mirror.run_store import RunStore
+from lockstep.record.mirror.stores import warm_up
 from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.recorder_state import RecorderState
-from lockstep.record.run_store import RunStore
-from lockstep.record.stores import warm_up
 from lockstep.record.writer import Aliases, Writer
 from lockstep.spec.fields import Spec
 

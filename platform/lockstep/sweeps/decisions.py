@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.attempts.patience import patiently
+from lockstep.attempts.storage_retries import patiently
 from lockstep.errors import StorageError
 from lockstep.files import flush, replacing
 from lockstep.parsing import json_value

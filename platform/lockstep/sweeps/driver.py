@@ -16,26 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.checkpoint.holder import Hold
+from lockstep.checkpoint.runs.lease import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.driver.going_on import look_at, resume_command
 from lockstep.driver.guardian import Guardian, ending_line
 from lockstep.driver.notebook import as_table, default_progress
 from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
+from lockstep.driver.resume_hint import look_at, resume_command
 from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
-from lockstep.record.documents import without_password
-from lockstep.record.store_uri import check_uri
+from lockstep.record.mirror.documents import without_password
+from lockstep.record.mirror.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
-from lockstep.sweeps.resumption import held_sweep
-from lockstep.sweeps.standing import best_of, tally
+from lockstep.sweeps.sweep_resume import held_sweep
+from lockstep.sweeps.trial_counts import best_of, tally
 
 if TYPE_CHECKING:
     from lockstep.sweeps.decisions import Decisions
@@ -156,7 +156,7 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     check_uri(base.record.uri or RECORD_OFF)
     from lockstep.clusters.connection import connected, importing_ahead
     from lockstep.clusters.core_watch import CoreWatch
-    from lockstep.clusters.keeper import kept
+    from lockstep.clusters.driver_restarter import kept
 
     verbose, say = options.verbose, options.progress.say
     notifications = Notifications(options.notify, base.folder, say, sweep_id)

@@ -19,7 +19,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import KeepBest
 from lockstep.spec.sweep import SweepSpec
 from lockstep.training.determinism import determinism
@@ -77,7 +77,7 @@ def _on_gpu(
     import ray
 
     from lockstep.attempts.worker_group import why_lost
-    from lockstep.clusters.answers import unanswered
+    from lockstep.clusters.bounded_calls import unanswered
 
     ref = (
         ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source, gpu=True)

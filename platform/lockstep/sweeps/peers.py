@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lockstep.attempts.watchdog import listening
+from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.worker_output import keep_private
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, form_default_group
 from lockstep.communication.rendezvous import met
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit

@@ -16,12 +16,12 @@ import ray
 
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
-from lockstep.checkpoint.runs import pin_aliased, read_shared
-from lockstep.clusters.answers import answer_of, end_actor
+from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
+from lockstep.clusters.bounded_calls import answer_of, end_actor
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     Document,
     EndStatus,
     EvaluationRow,
@@ -31,9 +31,9 @@ from lockstep.record.events import (
     Restored,
     Started,
 )
+from lockstep.record.mirror.run_store import Status, StoredRun
+from lockstep.record.mirror.stores import find_history, warm_up
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_store import Status, StoredRun
-from lockstep.record.stores import find_history, warm_up
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord

@@ -18,16 +18,16 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.files import encoded, write_bytes
-from lockstep.record import documents
-from lockstep.record.events import Failed
-from lockstep.record.heartbeat import process_tags
-from lockstep.record.points import Point
+from lockstep.record.events.metrics import Point
+from lockstep.record.events.union import Failed
+from lockstep.record.mirror import documents
+from lockstep.record.mirror.run_store import SWEEP_FILE, Status, UnavailableError
+from lockstep.record.mirror.stores import find_run, reader, store_for
 from lockstep.record.redaction import redacted_document
-from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
-from lockstep.record.stores import find_run, reader, store_for
+from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps import figures
-from lockstep.sweeps.standing import Standing, TrialRow, best_of
+from lockstep.sweeps import sweep_figures
+from lockstep.sweeps.trial_counts import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
@@ -110,7 +110,7 @@ class SweepRecord:
             self._written_at = -math.inf
             self._say()
             undrawn: list[str] = []
-            for path in figures.draw(self._sweep, trials, self.folder, undrawn.append):
+            for path in sweep_figures.draw(self._sweep, trials, self.folder, undrawn.append):
                 self._store.log_file(path, path.parent.name)
             best = best_of(trials, self._sweep.mode)
             shown = (

@@ -20,15 +20,15 @@ import ray
 from ray import tune
 
 from lockstep.attempts.policy import FIRST_STORAGE_PAUSE_S
-from lockstep.attempts.watchdog import listening
+from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.worker_group import why_lost
 from lockstep.attempts.worker_output import keep_private
-from lockstep.checkpoint.names import give_name, run_of_name
-from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import claim, steps_of
-from lockstep.checkpoint.storage import Storage
-from lockstep.checkpoint.storages import open_storage
-from lockstep.clusters.answers import answer_of
+from lockstep.checkpoint.runs.names import give_name, run_of_name
+from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.storage.interface import Storage
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.communication.rendezvous import serving
@@ -44,10 +44,10 @@ from lockstep.errors import (
 from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events import EvaluationRow
-from lockstep.record.ledger import Rows
-from lockstep.record.run_store import StoredRun
-from lockstep.record.stores import find_history, find_run
+from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.tables import Rows
+from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.mirror.stores import find_history, find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers

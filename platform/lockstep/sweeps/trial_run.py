@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.attempts.sender import ALIVE_S, Sender
-from lockstep.clusters.answers import answer_of
+from lockstep.clusters.bounded_calls import answer_of
 from lockstep.errors import StorageError
-from lockstep.record.events import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
 from lockstep.sweeps.recorders import ANSWER_S
 
 RECORDER = "the recorder of the trial"

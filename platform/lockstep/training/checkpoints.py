@@ -17,16 +17,16 @@ from typing import Any
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
-from lockstep.checkpoint.runs import opened
+from lockstep.checkpoint.runs.run_checkpoints import opened
+from lockstep.checkpoint.runs.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed, Share, Sharing
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import LockstepError, StorageError
 from lockstep.failure_kinds import kind_of
 from lockstep.plan import Plan, Position
-from lockstep.record.events import Alive, CheckpointRow, Tell, Warned
-from lockstep.record.history import History, Saving
+from lockstep.record.events.union import Alive, CheckpointRow, Tell, Warned
+from lockstep.record.ledger.history import History, Saving
 from lockstep.spec.fields import Spec
 from lockstep.training.requests import Requests
 from lockstep.training.start import Start, check_facts

@@ -20,18 +20,18 @@ from lockstep.job.interface import Job, Mean, overrides
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
 from lockstep.training import whole_set
-from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import job_at
+from lockstep.training.integrity.rehearsal.child_process import in_child
+from lockstep.training.integrity.rehearsal.generators import OwnGenerators
+from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
+from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest
 from lockstep.training.job_data import dataset_size
-from lockstep.training.job_phases import own_phases
-from lockstep.training.means import means_alone, means_of
 from lockstep.training.modes import evaluating, has_own_train
-from lockstep.training.parameters import ParameterWatch
-from lockstep.training.precision import Precision
-from lockstep.training.rehearsal.child_process import in_child
-from lockstep.training.rehearsal.generators import OwnGenerators
-from lockstep.training.rehearsal.held import memory_of, named
-from lockstep.training.rehearsal.memory import Memory, tensor_digest
+from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.means import means_alone, means_of
+from lockstep.training.step.parameters import ParameterWatch
+from lockstep.training.step.phases import own_phases
+from lockstep.training.step.precision import Precision
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""

@@ -24,24 +24,24 @@ from lockstep.job.identity import (
     identity_fields,
     shown,
 )
-from lockstep.job.imports import distribution_fields, imported_by, source_fields
+from lockstep.job.inputs.external_facts import FILE, MOVED
+from lockstep.job.inputs.imports import distribution_fields, imported_by, source_fields
 from lockstep.job.interface import Job, overrides
-from lockstep.job.outside_facts import FILE, MOVED
 from lockstep.plan import Plan
 from lockstep.randomness import seeds
 from lockstep.record.environment import environment
-from lockstep.record.events import SOURCE
+from lockstep.record.events.union import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
-from lockstep.training.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.external_inputs import outside_of
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.inputs import VARIABLE, places_here, variables_read
 from lockstep.training.job_data import dataset_size
-from lockstep.training.job_phases import own_phases
-from lockstep.training.outside_inputs import outside_of
 from lockstep.training.settings import Settings
+from lockstep.training.step.compiled import CompiledLosses, identity_of_compiler
+from lockstep.training.step.phases import own_phases
 
 
 def _own_fields(job: Job) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from lockstep.errors import first_line
 from lockstep.files import replacing
 from lockstep.job.interface import Job
 from lockstep.randomness import seed_all
-from lockstep.record.final_model import EXAMPLE, FOLDER, GRAPH, FinalModel, Values
-from lockstep.training.activations import kept_activations
-from lockstep.training.digest import weights_digest
+from lockstep.record.mirror.final_model_files import EXAMPLE, FOLDER, GRAPH, FinalModel, Values
+from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step.activations import kept_activations
 
 
 def keep_final_model(job: Job, model: nn.Module, run_folder: Path) -> list[Path]:

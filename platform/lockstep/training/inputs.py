@@ -18,7 +18,13 @@ from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.files import as_text
 from lockstep.job.identity import Difference, differences, identity_digest, shown
-from lockstep.job.imports import (
+from lockstep.job.inputs.external_facts import (
+    FILE,
+    MOVED,
+    contents_here,
+    continued_files,
+)
+from lockstep.job.inputs.imports import (
     Asked,
     files_here,
     imported,
@@ -27,19 +33,13 @@ from lockstep.job.imports import (
     recorded_beside,
     source_fields,
 )
+from lockstep.job.inputs.variables import arrived, held_now, is_placement, read_by, reads_of
 from lockstep.job.interface import Job
-from lockstep.job.outside_facts import (
-    FILE,
-    MOVED,
-    contents_here,
-    continued_files,
-)
 from lockstep.job.typed_tree import Opaque, encoded
-from lockstep.job.variables import arrived, held_now, is_placement, read_by, reads_of
-from lockstep.record.events import SOURCE, InputsFound, Tell
+from lockstep.record.events.union import SOURCE, InputsFound, Tell
 from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
-from lockstep.training.outside_inputs import LaterFacts
+from lockstep.training.external_inputs import LaterFacts
 
 VARIABLE = "variable."
 """How the field of a variable begins that the job reads; its name follows."""

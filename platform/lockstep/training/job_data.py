@@ -12,7 +12,7 @@ from lockstep.data.dataset import expects_epochs, is_map_style, orders_itself
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, SpecError
-from lockstep.job.imports import imports_of_job
+from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all

@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.errors import SpecError, nearest
 from lockstep.files import private
+from lockstep.job.inputs.variables import reads_of, variables_noted
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
-from lockstep.job.variables import reads_of, variables_noted
 from lockstep.periodic import periodically
 from lockstep.plan import Position
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     Alive,
     Document,
     EvaluationRow,
@@ -36,18 +36,10 @@ from lockstep.record.events import (
 )
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.training import memory
-from lockstep.training.beside import beside_weights, save_beside
+from lockstep.training.auxiliary_state import beside_weights, save_beside
 from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.compiled import NAME as COMPILED
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import tree_digest, weights_digest
-from lockstep.training.digests import check_same_weights
-from lockstep.training.failure import job_at
-from lockstep.training.final_model import keep_final_model
-from lockstep.training.not_finite import looked_into
-from lockstep.training.pace import Pace
-from lockstep.training.recovery import (
+from lockstep.training.elastic.recovery import (
     LeftError,
     Recovery,
     RegroupError,
@@ -57,12 +49,20 @@ from lockstep.training.recovery import (
     let_in,
     regrouped,
 )
+from lockstep.training.failure import job_at
+from lockstep.training.final_model import keep_final_model
+from lockstep.training.integrity.digests import check_same_weights
+from lockstep.training.integrity.resume_check.check import SpareCheck
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
+from lockstep.training.observe import worker_memory
+from lockstep.training.observe.not_finite import looked_into
+from lockstep.training.observe.observations import Watch
+from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
-from lockstep.training.spare.check import SpareCheck
 from lockstep.training.state import TrainState, tensors
-from lockstep.training.step import StepResult
-from lockstep.training.watch import Watch
+from lockstep.training.step.compiled import NAME as COMPILED
+from lockstep.training.step.optimizer_step import StepResult
 from lockstep.training.weights import save_weights
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
@@ -237,7 +237,7 @@ def report_end(
     summary = summarise(run, clock, checkpoints, stopped=stopped)
     peaks = run.group.gather(peak_memory(run.group.device))
     seat.tell(PeakMemory(peaks))
-    used = memory.used(run.spec, run.plan, run.group.size, run.state, peaks)
+    used = worker_memory.used(run.spec, run.plan, run.group.size, run.state, peaks)
     seat.tell(Document("memory.json", used))
     seat.tell(Finished(summary, kept(run, seat, stopped=stopped)))
     return summary

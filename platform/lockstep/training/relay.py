@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.storage import Item, Reading, Storage
+from lockstep.checkpoint.storage.interface import Item, Reading, Storage
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError, LockstepError
 from lockstep.process import network

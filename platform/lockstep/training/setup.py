@@ -15,57 +15,57 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
-from lockstep.data.inherited import set_apart
+from lockstep.data.forked_state import set_apart
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest
-from lockstep.job.imports import imports_of_job
+from lockstep.job.inputs.external_facts import suspects, told_of_unknown
+from lockstep.job.inputs.imports import imports_of_job
+from lockstep.job.inputs.variables import reads_of
 from lockstep.job.interface import Job
-from lockstep.job.outside_facts import suspects, told_of_unknown
-from lockstep.job.variables import reads_of
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all
-from lockstep.record.events import StageEnded, Tell, Warned
-from lockstep.record.history import History
+from lockstep.record.events.union import StageEnded, Tell, Warned
+from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
-from lockstep.training.activations import checkpoint_activations
-from lockstep.training.average import Average, has_modes
 from lockstep.training.checkpoints import Checkpoints, LastSave
-from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
-from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
 from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.inputs import Inputs, continued
+from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, check_model
+from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
+from lockstep.training.integrity.rehearsal.promise import StepRehearsal
+from lockstep.training.integrity.resume_check.due import Due
+from lockstep.training.integrity.sdc_check import Recheck
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
-from lockstep.training.job_phases import (
+from lockstep.training.modes import enter_training, learning_in_evaluation_mode
+from lockstep.training.requests import Requests
+from lockstep.training.settings import Settings
+from lockstep.training.start import Start, find_start, restore_on_every_rank
+from lockstep.training.state import TrainState
+from lockstep.training.step.activations import checkpoint_activations
+from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.optimizer import make_optimizer
+from lockstep.training.step.optimizer_step import Stepper
+from lockstep.training.step.parameter_order import check_same_order
+from lockstep.training.step.parameters import check_scaled, short_parameters
+from lockstep.training.step.phases import (
     PhaseOptimizers,
     PhaseSchedules,
     check_combination,
     optimizers_of,
 )
-from lockstep.training.modes import enter_training, learning_in_evaluation_mode
-from lockstep.training.optimizer import make_optimizer
-from lockstep.training.order import check_same_order
-from lockstep.training.parameters import check_scaled, short_parameters
-from lockstep.training.precision import Precision
-from lockstep.training.recheck import Recheck
-from lockstep.training.rehearsal.held import memory_of
-from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
-from lockstep.training.rehearsal.promise import StepRehearsal
-from lockstep.training.requests import Requests
-from lockstep.training.schedule import RateSchedule, make_schedule
-from lockstep.training.settings import Settings
-from lockstep.training.sharding import check_threads
-from lockstep.training.spare.due import Due
-from lockstep.training.start import Start, find_start, restore_on_every_rank
-from lockstep.training.state import TrainState
-from lockstep.training.step import Stepper
+from lockstep.training.step.precision import Precision
+from lockstep.training.step.schedule import RateSchedule, make_schedule
+from lockstep.training.step.sharding import check_threads
+from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.weights import load_weights
 
 

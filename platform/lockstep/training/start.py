@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_files
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.job.identity import FIRST_MICRO_BATCH, differences, shown
 from lockstep.plan import Plan
 from lockstep.randomness import digest64
-from lockstep.record.events import Segment
-from lockstep.record.history import History
+from lockstep.record.events.union import Segment
+from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
-from lockstep.training.digest import tree_digest
-from lockstep.training.digests import Digester, state_digests
 from lockstep.training.inputs import differing
+from lockstep.training.integrity.digests import Digester, state_digests
+from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.relay import read_once
 from lockstep.training.state import Best, TrainState
 

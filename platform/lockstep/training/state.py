@@ -17,15 +17,15 @@ from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.average import Average, has_modes, shown_by_optimizers
-from lockstep.training.beside import beside_weights, copied, unlisted_tensors
-from lockstep.training.compiled import CompiledLosses
-from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.auxiliary_state import beside_weights, copied, unlisted_tensors
 from lockstep.training.modes import ModuleSettings, Settings
-from lockstep.training.order import Order, check_order, order_of
-from lockstep.training.precision import Precision
-from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
-from lockstep.training.sharding import SCALARS, ShardedOptimizer, counts_on_device
+from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.parameter_order import Order, check_order, order_of
+from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.step.precision import Precision
+from lockstep.training.step.schedule import FunctionOfUpdates, RateSchedule
+from lockstep.training.step.sharding import SCALARS, ShardedOptimizer, counts_on_device
+from lockstep.training.step.weight_average import Average, has_modes, shown_by_optimizers
 
 
 @dataclass(slots=True)

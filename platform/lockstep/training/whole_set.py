@@ -23,7 +23,7 @@ from lockstep.errors import JobError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all
 from lockstep.training.failure import job_at
-from lockstep.training.means import as_float, check_name
+from lockstep.training.step.means import as_float, check_name
 
 Outputs = Mapping[str, Tensor | list[Any]]
 """By name: a tensor with a row for each sample (or token, or box), or a list of whatever pickle takes."""

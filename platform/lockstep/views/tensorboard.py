@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import NoLocksError, lock, make_folder, private, replacing
-from lockstep.record.documents import as_yaml, flat
+from lockstep.record.mirror.documents import as_yaml, flat
 from lockstep.views.curves import Curves, Moment
 
 FILE = "events.out.tfevents.lockstep"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import make_folder, private, replaced
-from lockstep.record.journal_lines import LATEST
+from lockstep.record.events.codec import LATEST
 from lockstep.views.curves import Curves, Moment
 
 _REFUSED_IN_PROJECTS = re.compile(r"[/\\#?%:]")

@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
+from lockstep.attempts.cluster_view import Surroundings
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.stages import StageEnds
 from lockstep.attempts.supervisor import Supervisor
-from lockstep.attempts.surroundings import Surroundings
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.runs import opened
+from lockstep.checkpoint.runs.run_checkpoints import opened
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError
-from lockstep.record.events import AttemptsSummarised, Broke, CheckpointRow, Event, Finished, Joined
+from lockstep.record.events.union import AttemptsSummarised, Broke, CheckpointRow, Event, Finished, Joined
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.training.roll_call import Arrival, Progress
+from lockstep.training.elastic.membership import Arrival, Progress
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import step_row
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 from lockstep.attempts.mailbox import LOOK_S, STEADY_LOOK_S, Mailbox, look_every_s
 from lockstep.errors import ClusterError, DeviceError, RecordError
-from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Started, Warned
+from lockstep.record.events.union import Broke, Event, Failed, Finished, Joined, StageEnded, Started, Warned
 from lockstep.record.recorder_state import RecorderState
-from lockstep.training.roll_call import Arrival, Formation, Progress, Refused
+from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
 from tests.unit.record.rows import step_row
 
 STATE = RecorderState(run_id="abc", pid=1)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, place, rooms_for_more
-from lockstep.attempts.standby import Standbys
+from lockstep.attempts.spare_workers import Standbys
 from lockstep.errors import SpecError
-from lockstep.record.events import Joined
+from lockstep.record.events.union import Joined
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 

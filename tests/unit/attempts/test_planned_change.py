@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lockstep.attempts import planned_change, worker_group
+from lockstep.attempts.joining_workers import Newcomers
 from lockstep.attempts.mailbox import RunStatus
-from lockstep.attempts.newcomers import Newcomers
 from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.run_view import RunView
 from lockstep.record.recorder_state import RecorderState
-from lockstep.training.roll_call import Arrival, Formation, Progress, RollCalls
+from lockstep.training.elastic.membership import Arrival, Formation, Progress, RollCalls
 
 
 def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()) -> RunStatus:

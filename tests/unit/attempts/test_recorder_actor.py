@@ -11,7 +11,7 @@ import pytest
 from lockstep.attempts import recorder_actor
 from lockstep.attempts.mailbox import Fetched
 from lockstep.attempts.recorder_actor import RecorderActor
-from lockstep.record.events import Event, Started
+from lockstep.record.events.union import Event, Started
 from lockstep.spec.loading import load_spec
 from tests.unit.record.rows import step_row
 

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.driver.run_view import RunView
 from lockstep.errors import ClusterError, DeviceError, JobError, LockstepError
-from lockstep.record.events import Broke
+from lockstep.record.events.union import Broke
 
 PEER, DEVICE, JOB = ClusterError("a peer is gone"), DeviceError("ECC"), JobError("a label")
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import patience, supervisor, waiting
+from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
-from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.runs import claim, steps_of
-from lockstep.checkpoint.storages import open_storage
-from lockstep.clusters import keeper
+from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.clusters import driver_restarter
 from lockstep.errors import (
     ClusterError,
     DeviceError,
@@ -29,7 +29,7 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events import Document, Failed, Finished, Joined, Straggling, Warned
+from lockstep.record.events.union import Document, Failed, Finished, Joined, Straggling, Warned
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
 from tests.unit.record.rows import corrupted
 
@@ -279,7 +279,7 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
 ) -> None:
     """An unmounted disk leaves an empty folder: the next attempt would train from step 1 into what the mount hides. The controls go on:
     one with its folder, one whose workers make that with their first checkpoint, and have made none yet."""
-    monkeypatch.setattr(patience, "PAUSES_S", ())
+    monkeypatch.setattr(storage_retries, "PAUSES_S", ())
     storage, lost = tmp_path / "runs", case.startswith("lost")
     origin = claim(str(storage), RUN_ID, None) if case == "lost at a resume" else AttemptOrigin()
 
@@ -306,7 +306,7 @@ def test_what_ends_a_run_beside_its_attempts_is_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
 ) -> None:
     """No room within the time for it, a storage that refuses, workers that Ray does not end: told once, in the words that a person is shown."""
-    monkeypatch.setattr(patience, "PAUSES_S", ())
+    monkeypatch.setattr(storage_retries, "PAUSES_S", ())
 
     def refused(*_: Any) -> Any:
         raise ClusterError("no room")
@@ -354,19 +354,19 @@ def test_a_signal_ends_a_run_that_would_go_on(
 
     run = Supervised(tmp_path, [trains(1, save=1), script])
     if where == "at the wait for workers":
-        run = Supervised(tmp_path, [script], around={"next_place": waiting.next_place})
+        run = Supervised(tmp_path, [script], around={"next_place": first_placement.next_place})
     claims = iter([claim, no_answer])
     if where == "at the wait for storage":
         monkeypatch.setattr(supervisor, "claim", lambda *given, **more: next(claims)(*given, **more))
-    monkeypatch.setattr(waiting, "find_place", no_room)
-    monkeypatch.setattr(waiting, "most_resources", list)
-    monkeypatch.setattr(waiting, "RoomRequest", NoRequest)
-    monkeypatch.setattr(keeper, "first_job", lambda: "first")
+    monkeypatch.setattr(first_placement, "find_place", no_room)
+    monkeypatch.setattr(first_placement, "most_resources", list)
+    monkeypatch.setattr(first_placement, "RoomRequest", NoRequest)
+    monkeypatch.setattr(driver_restarter, "first_job", lambda: "first")
     monkeypatch.setattr(
-        keeper, "_start_keeper", lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str))
+        driver_restarter, "_start_keeper", lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str))
     )
-    monkeypatch.setattr(keeper, "in_background", lambda *_, **__: None)
-    with pytest.raises(LockstepError) as raised, keeper.kept(3, str):
+    monkeypatch.setattr(driver_restarter, "in_background", lambda *_, **__: None)
+    with pytest.raises(LockstepError) as raised, driver_restarter.kept(3, str):
         run.run()
     failed = run.recording.told[-1]
     assert isinstance(failed, Failed)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.storage import Storage
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage.interface import Storage
+from lockstep.checkpoint.storage.opening import open_storage
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import VERSION, Facts
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.tree import DTYPES
 from tests.unit.checkpoint.one_process import write_checkpoint
 

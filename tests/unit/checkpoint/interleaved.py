@@ -17,12 +17,12 @@ import torch
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, StaleAttemptError, TakenError
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.object_storage import ObjectStorage
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.storage import Item, Written, hashed
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage.interface import Item, Written, hashed
+from lockstep.checkpoint.storage.object_store import ObjectStorage
 from lockstep.errors import StorageError
 from tests.unit.checkpoint.one_process import write_checkpoint
 

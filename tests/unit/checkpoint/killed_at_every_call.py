@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import local_storage, storage
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import clear_leftovers, prune
 from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, verify
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checkpoint.storage import Written
+from lockstep.checkpoint.storage import interface, local
+from lockstep.checkpoint.storage.interface import Written
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.writer import write_part
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS, same, state
@@ -74,8 +74,8 @@ class InPlace(LocalStorage):
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         target = self.root / path
-        local_storage.make_folder(target.parent)
-        return local_storage._write(target, pieces)
+        local.make_folder(target.parent)
+        return local._write(target, pieces)
 
 
 def save_next(run: RunFolder, variant: str) -> None:
@@ -110,14 +110,14 @@ def publish_first(
                 real(self, name, [data])
             return written
         kept.append((path, content))
-        return storage.hashed([content], lambda _: None)
+        return interface.hashed([content], lambda _: None)
 
     sizes = attempt.run.storage.list
     try:
         Attempt.write = later  # type: ignore[method-assign]
         # `commit` compares sizes with what is there; here nothing is yet.
         attempt.run.storage.list = lambda folder: [  # type: ignore[method-assign]
-            storage.Item(path[-1], False, len(data)) for path, data in kept
+            interface.Item(path[-1], False, len(data)) for path, data in kept
         ]
         write_checkpoint(attempt, step, sections, facts, shared)
     finally:
@@ -255,7 +255,7 @@ def trial(folder: Path, scenario: str, variant: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    storage.PIECE = 1024  # several writes a file
+    interface.PIECE = 1024  # several writes a file
     gc.disable()  # a collection in a forked process touches, and so copies, every page
     told = {}
     for name in sys.argv[2:]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.reader import Checkpoint, load_newest, verify
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import Block, snapshot
 from lockstep.checkpoint.tree import Tree
 from lockstep.checkpoint.writer import commit, share, write_part

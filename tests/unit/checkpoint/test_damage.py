@@ -14,12 +14,12 @@ import torch
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.checkpoint.reader import Checkpoint, load, load_newest, verify
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checkpoint.storage import hashed
+from lockstep.checkpoint.storage.interface import hashed
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.writer import write_part
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS, same, state

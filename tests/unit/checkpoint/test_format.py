@@ -10,10 +10,10 @@ import pytest
 
 from lockstep.checkpoint.errors import OtherFormatError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import VERSION, Manifest
 from lockstep.checkpoint.reader import Checkpoint, load, load_newest, shared_files
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.local import LocalStorage
 from tests.unit.checkpoint.fixture_state import FIXTURE_FACTS, SHARED, fixture_state
 from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import same

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.reader import Checkpoint, load
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.errors import StorageError
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import same, state

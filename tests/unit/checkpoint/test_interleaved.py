@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lockstep.checkpoint import run_folder
 from lockstep.checkpoint.layout import MANIFEST
 from lockstep.checkpoint.reader import load_newest
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs import run_folder
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from tests.unit.checkpoint.interleaved import RUN, Actor, good_steps, state
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import same

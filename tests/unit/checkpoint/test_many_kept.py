@@ -15,10 +15,10 @@ from lockstep.checkpoint.manifest import Facts, Manifest
 from lockstep.checkpoint.pruning import Catalogue
 from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.runs import whole_steps
+from lockstep.checkpoint.runs.run_checkpoints import whole_steps
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 

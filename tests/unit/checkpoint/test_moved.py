@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.storage.local import LocalStorage
 
 
 def content(storage: LocalStorage) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.checkpoint import storage
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import clear_leftovers, prune
+from lockstep.checkpoint.storage import interface
+from lockstep.checkpoint.storage.local import LocalStorage
 from tests.power_loss import HOWS, How, Noted
 from tests.unit.checkpoint.killed_at_every_call import KEEP, SHARED, complaints, opened, prepared, small
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
@@ -70,7 +70,7 @@ def found(saving: Saving, cases: Sequence[Case]) -> dict[Case, list[str]]:
 
 @pytest.fixture(autouse=True)
 def several_writes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PIECE", 1024)
+    monkeypatch.setattr(interface, "PIECE", 1024)
 
 
 @pytest.mark.parametrize("scenario", ["first", "next"])

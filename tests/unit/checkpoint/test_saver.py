@@ -15,13 +15,13 @@ import torch
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_step
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed
-from lockstep.checkpoint.storage import Written
+from lockstep.checkpoint.storage.interface import Written
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.errors import JobError, StorageError
 from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import FACTS, bits, everywhere, same, state
@@ -70,7 +70,7 @@ def whole(attempt: Attempt, step: int, sections: dict[str, Any]) -> bool:
 
 @everywhere
 def test_a_save_is_written_beside_the_run(uri: str) -> None:
-    from lockstep.checkpoint.storages import open_storage
+    from lockstep.checkpoint.storage.opening import open_storage
 
     attempt = RunFolder.create(open_storage(uri), "run-a").claim()
     told: list[Saved] = []
@@ -394,9 +394,9 @@ def test_waiting_for_a_rank_that_is_gone_can_be_given_up(attempt: Attempt) -> No
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     script = (
         "from tests.unit.checkpoint.states import state\n"
-        "from lockstep.checkpoint.run_folder import RunFolder\n"
+        "from lockstep.checkpoint.runs.run_folder import RunFolder\n"
         "from lockstep.checkpoint.saver import AsyncSaver\n"
-        "from lockstep.checkpoint.storages import open_storage\n"
+        "from lockstep.checkpoint.storage.opening import open_storage\n"
         f"run = RunFolder.create(open_storage({str(tmp_path)!r}), 'run-a')\n"
         "AsyncSaver(run.claim()).save(7, state(7, items=1_000_000))\n"
     )

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from lockstep.checkpoint import layout, object_storage
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import Checkpoint, verify
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.storage import Written
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage import object_store
+from lockstep.checkpoint.storage.interface import Written
 from lockstep.checkpoint.writer import share
 from lockstep.errors import StorageError
 from tests.unit.checkpoint.one_process import write_checkpoint
@@ -115,7 +116,7 @@ def test_a_segment_that_a_checkpoint_names_outlives_a_store_that_fails(
 
     content = BOTH.encode() * 50
     with monkeypatch.context() as patched:
-        patched.setattr(object_storage, "hashed", broken)
+        patched.setattr(object_store, "hashed", broken)
         again = share(second, BOTH, content)
         with pytest.raises(StorageError):
             share(second, OLD, content)

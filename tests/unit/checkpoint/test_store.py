@@ -14,7 +14,6 @@ from lockstep.checkpoint import pruning
 from lockstep.checkpoint.errors import BadCheckpointError, TakenError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import VERSION, Facts
-from lockstep.checkpoint.pins import pin
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
 from lockstep.checkpoint.reader import (
     Checkpoint,
@@ -25,9 +24,10 @@ from lockstep.checkpoint.reader import (
     verify,
 )
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs.pins import pin
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.checkpoint.writer import (
     Part,
     commit,

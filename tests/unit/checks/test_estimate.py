@@ -16,21 +16,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, total_bytes
+from lockstep.checks.fixture import Specimen
 from lockstep.checks.live_bytes import LiveBytes
-from lockstep.checks.specimen import Specimen
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
-from lockstep.record.events import Document, Event, tell_nobody
+from lockstep.record.events.union import Document, Event, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.loop import fit
-from lockstep.training.memory import sums_held
-from lockstep.training.phase_step import LossModule
-from lockstep.training.reduction import TreeSum
+from lockstep.training.observe.worker_memory import sums_held
 from lockstep.training.requests import NoRequests
 from lockstep.training.setup import Run, prepare
+from lockstep.training.step.phase_step import LossModule
+from lockstep.training.step.reduction import TreeSum
 from tests.in_process import here
 
 CPU = Group.join(torch.device("cpu"))

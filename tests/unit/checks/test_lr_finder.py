@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lockstep.calls.checking import find_rate
-from lockstep.checks.figures import draw_range
 from lockstep.checks.lr_finder import RateRange, as_text, lr_find
+from lockstep.checks.measurement_figures import draw_range
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.measurement import keep_measurement
-from lockstep.record.stores import reader
+from lockstep.record.mirror.stores import reader
 from lockstep.spec.loading import load_spec, named_store
 from tests.distributed.small_jobs import Plain
 from tests.empty_store import put_empty_store

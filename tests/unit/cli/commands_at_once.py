@@ -28,7 +28,7 @@ for needed in (
     "lockstep.calls.continuation",
     "lockstep.calls.named_runs",
     "lockstep.driver.local",
-    "lockstep.record.mlflow_store",
+    "lockstep.record.mirror.mlflow",
     "lockstep.sweeps.driver",
     "lockstep.training.loop",
     "pyarrow.fs",

@@ -17,8 +17,8 @@ import pytest
 
 from lockstep.checks.preflight import check_storage
 from lockstep.cli.main import _result_text
-from lockstep.driver.going_on import resume_command
 from lockstep.driver.result import Result
+from lockstep.driver.resume_hint import resume_command
 from lockstep.errors import StorageError
 from lockstep.spec.loading import load_spec
 from tests.forked import lockstep

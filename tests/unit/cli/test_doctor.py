@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from lockstep.calls.starting import init
+from lockstep.calls.starter import init
 from lockstep.checks import machine
 from lockstep.record.redaction import redacted_variables
 from tests.in_process import here

@@ -17,14 +17,14 @@ import pytest
 
 import lockstep
 from lockstep.calls.continuation import fetch_copy
-from lockstep.calls.held import held_run
-from lockstep.checkpoint.holder import Hold, holding
-from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.runs import aside
-from lockstep.checkpoint.storages import open_storage
+from lockstep.calls.leased_run import held_run
+from lockstep.checkpoint.runs.lease import Hold, holding
+from lockstep.checkpoint.runs.run_checkpoints import aside
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.notebook import default_progress
 from lockstep.errors import SpecError, StorageError
-from lockstep.record.ledger import read_parquet
+from lockstep.record.ledger.tables import read_parquet
 from lockstep.spec.loading import load_spec
 from tests.empty_store import put_empty_store
 from tests.unit.record.conftest import THIRD_PARTY

@@ -12,8 +12,8 @@ import pytest
 
 from lockstep import calls, resume, train
 from lockstep.errors import LockstepError, NoSuchRunError
-from lockstep.record import segments
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.ledger import segments
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
 from tests.power_loss import HOWS, How, Noted
 from tests.unit.record.failed_at_every_call import quick

@@ -21,7 +21,7 @@ import pytest
 
 from lockstep import train
 from lockstep.driver.result import Result
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
 from tests.empty_store import put_empty_store
 from tests.forked import ROOT, Forked, lockstep

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from lockstep.checkpoint.holder import WATCH_S, holding
-from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.names import give_name, run_of_name
-from lockstep.checkpoint.runs import steps_of
-from lockstep.checkpoint.storages import open_storage
-from lockstep.record.journal_file import NAME
-from lockstep.record.run_store import SWEEP_FILE
+from lockstep.checkpoint.runs.lease import WATCH_S, holding
+from lockstep.checkpoint.runs.names import give_name, run_of_name
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.checkpoint.storage.local import LocalStorage
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.spec.loading import load_spec
 from tests import in_process
 from tests.unit.cli.test_command import ROOT, environment

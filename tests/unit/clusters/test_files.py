@@ -218,7 +218,7 @@ def test_a_pod_that_ends_leaves_the_runs_time_to_move(name: str) -> None:
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 def test_the_agent_of_a_node_asks_its_clouds_metadata_service(cloud: str) -> None:
-    from lockstep.clusters.notices import sources
+    from lockstep.clusters.preemption import sources
 
     (line,) = [line for line in ray_up(cloud)["worker_start_ray_commands"] if "ray start" in line]
     found = re.search(r"lockstep cluster notices [^>]*", line)

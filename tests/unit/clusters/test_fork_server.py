@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.attempts.ahead import AHEAD
+from lockstep.attempts.preloaded import AHEAD
 from lockstep.clusters.ray_internals import fork_server, rays_set_up
 from lockstep.clusters.ray_internals.fork_server import (
     CLUSTER_SECRET,
@@ -24,7 +24,7 @@ from lockstep.clusters.ray_internals.fork_server import (
     PRELOAD,
     preloading,
 )
-from lockstep.clusters.server_ahead import server_ahead
+from lockstep.clusters.warm_server import server_ahead
 
 ROOT = Path(__file__).parents[3]
 

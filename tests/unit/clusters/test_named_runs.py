@@ -9,9 +9,9 @@ import pytest
 
 from lockstep import train
 from lockstep.calls.named_runs import train_named
-from lockstep.checkpoint.holder import holding
-from lockstep.checkpoint.names import give_name, run_of_name
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.runs.lease import holding
+from lockstep.checkpoint.runs.names import give_name, run_of_name
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError

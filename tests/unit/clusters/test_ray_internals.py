@@ -15,7 +15,6 @@ from typing import Any, get_args
 import pytest
 
 from lockstep.clusters import ray_internals
-from lockstep.clusters.noticeboard import Notice, Noticeboard
 from lockstep.clusters.packaging import pack
 from lockstep.clusters.ray_internals import (
     _CONTROLLER,
@@ -29,6 +28,7 @@ from lockstep.clusters.ray_internals import (
     unavailable,
     warnings_of_ray,
 )
+from lockstep.clusters.run_registry import Notice, Noticeboard
 
 ROOT = Path(__file__).parents[3]
 DOOR = Path(ray_internals.__file__).parent

@@ -46,7 +46,7 @@ def test_a_hard_limit_that_is_too_low_is_told(limits: tuple[int, int]) -> None:
 ON_RAY = """
 import os, resource, sys
 from pathlib import Path
-from lockstep.attempts.standby import import_ahead, imports_ahead
+from lockstep.attempts.spare_workers import import_ahead, imports_ahead
 os.environ |= imports_ahead("/", "no.such.job", WORKERS, private=False)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import lockstep
-from lockstep.data import Column, Table, places
+from lockstep.data import Column, Table, file_locations
 from lockstep.data.loader import ALIGNMENT, Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.order import epoch_order
@@ -244,7 +244,7 @@ def test_what_cannot_be_read_ahead_is_told_when_it_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table(parquet(tmp_path), {"x": "x"}, memory_mb=0.02)
-    monkeypatch.setattr(places, "PAUSES_S", ())
+    monkeypatch.setattr(file_locations, "PAUSES_S", ())
     (tmp_path / "part-0.parquet").write_bytes(b"")
     table.read_ahead([0])
     with pytest.raises(DataError, match=r"part-0.parquet' has changed since it was opened \(it has 0 bytes"):
@@ -318,7 +318,7 @@ def test_tables_are_read_from_an_object_store(
 def test_a_read_that_fails_is_tried_again(
     tmp_path: Path, s3_query: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(file_locations, "PAUSES_S", (0.01, 0.01, 0.01))
     parquet(tmp_path)
     table = Table(uploaded(tmp_path, s3_query, "flaky", faults), COLUMNS, memory_mb=0.03)
     faults.fail("part-2.parquet", 5)  # more than the client itself tries again
@@ -330,7 +330,7 @@ def test_a_read_that_fails_is_tried_again(
 def test_a_read_that_keeps_failing_names_file_and_row_group(
     tmp_path: Path, s3_query: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(file_locations, "PAUSES_S", (0.01, 0.01))
     parquet(tmp_path)
     table = Table(uploaded(tmp_path, s3_query, "broken", faults), COLUMNS, memory_mb=0.03)
     faults.fail("part-2.parquet", 10_000)
@@ -421,7 +421,7 @@ def test_files_of_unlike_schemas_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 3, 4000])
 def test_a_truncated_file_is_told(tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PAUSES_S", ())
+    monkeypatch.setattr(file_locations, "PAUSES_S", ())
     parquet(tmp_path)
     cut = tmp_path / "part-2.parquet"
     cut.write_bytes(cut.read_bytes()[:kept])
@@ -432,7 +432,7 @@ def test_a_truncated_file_is_told(tmp_path: Path, kept: int, monkeypatch: pytest
 def test_a_file_damaged_inside_is_told_with_its_row_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(file_locations, "PAUSES_S", (0.0,))
     parquet(tmp_path)
     file = tmp_path / "part-1.parquet"
     content = bytearray(file.read_bytes())

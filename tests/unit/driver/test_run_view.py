@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.driver.run_view import RunView
 from lockstep.errors import ClusterError, JobError
-from lockstep.record.events import (
+from lockstep.record.events.union import (
     Alive,
     Broke,
     CheckpointRow,

@@ -24,10 +24,10 @@ from lockstep.calls.exporting import Exported, export, predict
 from lockstep.errors import ExportError, LockstepError, SpecError
 from lockstep.export import arrays, exporting, formats
 from lockstep.job.loading import load_job
-from lockstep.record.final_model import GRAPH
-from lockstep.record.ledger import read_history
-from lockstep.training.beside import load_beside, save_beside
-from lockstep.training.digest import weights_digest
+from lockstep.record.ledger.tables import read_history
+from lockstep.record.mirror.final_model_files import GRAPH
+from lockstep.training.auxiliary_state import load_beside, save_beside
+from lockstep.training.integrity.state_digest import weights_digest
 from tests.empty_store import put_empty_store
 from tests.forked import script
 from tests.in_process import here

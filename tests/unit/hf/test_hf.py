@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep import train as train_run
 from lockstep.calls.exporting import export
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import DataError, LockstepError, SpecError
 from lockstep.hf import causal_lm, text_files
@@ -25,7 +25,7 @@ from lockstep.hf.tokens import Documents, Tokenizer
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from tests.distributed.kinds import RUN, taken_up
 from tests.distributed.training import Document, train, train_attempt
 from tests.unit.hf.made import BERT, GPT2, LLAMA, classifier, language_model, make

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep import train
-from lockstep.calls.difference import diff
+from lockstep.calls.diff import diff
 from lockstep.errors import SpecError
 from lockstep.proof.difference import Difference, Parted
 from tests.in_process import here

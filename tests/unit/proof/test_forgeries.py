@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.errors import LockstepError
 from lockstep.proof import signatures
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from tests.unit.proof.forged_runs import JOB, MODULE, RAN, Forger, Said, accepted, trained
 from tests.unit.proof.test_verify import change_ledger
 
@@ -72,7 +72,7 @@ import glob, json, struct
 def echo(paths):
     import pyarrow.parquet as pq
     from lockstep.proof import wire
-    from lockstep.record.ledger import read_parquet
+    from lockstep.record.ledger.tables import read_parquet
     for path in paths:
         rows = read_parquet(__import__("pathlib").Path(path))
         return b"".join(wire.line("row", row=wire.step_document(row)) for row in rows)
@@ -92,7 +92,7 @@ CODE: dict[str, str] = {
         "{HOW}", "{'_differences': lambda *a: iter(()), '_of_saved': lambda *a: [], '_compare': lambda *a: None}"
     ),
     "the comparison of rows is replaced": (
-        "import lockstep.proof.verification as v, lockstep.record.comparison as c\n"
+        "import lockstep.proof.verification as v, lockstep.record.ledger.comparison as c\n"
         "v.differing = c.differing = lambda *a: iter(())\nv.Verified.same = c.same_row = property(lambda s: True)"
     ),
     "the judge's module is another one": (
@@ -100,7 +100,7 @@ CODE: dict[str, str] = {
         "    sys.modules[name] = types.ModuleType(name)"
     ),
     "numbers and digests are equal to all others": (
-        "import lockstep.record.events as e, lockstep.record.comparison as c\n"
+        "import lockstep.record.events.union as e, lockstep.record.ledger.comparison as c\n"
         "e.StepRow.__eq__ = e.Digests.__eq__ = lambda a, b: True\nc.Digest.__eq__ = lambda a, b: True\nc._bits = lambda v: 0"
     ),
     "json and struct are replaced": (
@@ -166,7 +166,7 @@ CODE: dict[str, str] = {
         "for p in pipes(): os.write(p, told + b'{\"kind\":\"done\"}\\n')\nos._exit(0)"
     ),
     "each row is mended from the record": (
-        ECHO + "import pathlib\nfrom lockstep.record.ledger import read_parquet\nfrom lockstep.proof import wire\n"
+        ECHO + "import pathlib\nfrom lockstep.record.ledger.tables import read_parquet\nfrom lockstep.proof import wire\n"
         "old = wire.step_document\nrows = {r.step: r for r in read_parquet(pathlib.Path(RUN + '/ledger.parquet'))}\n"
         "wire.step_document = lambda row: old(rows[row.step])"
     ),
@@ -278,7 +278,7 @@ def test_outside_a_sandbox_a_job_can_read_its_answers_as_the_page_says(forger: F
 PATCH = "import builtins\nbuiltins.FORGED = True\n"
 SHADOWS = {
     "lockstep": {"lockstep/__init__.py": PATCH, "lockstep/proof/__init__.py": "", "lockstep/proof/verification.py": PATCH},
-    "lockstep module": {"lockstep/record/comparison.py": "def differing(*a): return iter(())\n" + PATCH},
+    "lockstep module": {"lockstep/record/ledger/comparison.py": "def differing(*a): return iter(())\n" + PATCH},
     "json": {"json.py": PATCH + "def loads(*a, **k): return {}\n"},
     "struct": {"struct.py": PATCH},
     "colorsys, which nobody has imported yet": {"colorsys.py": PATCH},
@@ -327,7 +327,7 @@ def weights(forger: Forger) -> None:
     """Other weights in every place: the file, the summary, and the ledger's last row."""
     import torch
 
-    from lockstep.training.digests import Digester, model_digest
+    from lockstep.training.integrity.digests import Digester, model_digest
 
     path = forger.run / "weights" / "final.safetensors"
     state = load_file(path)

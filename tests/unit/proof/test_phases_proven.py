@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from lockstep import Loss, Phase, train
-from lockstep.calls.inspection import replay
-from lockstep.calls.verification import verify
+from lockstep.calls.replay_call import replay
+from lockstep.calls.verify import verify
 from lockstep.proof.microscope import Look, Seen, parting
 from tests.distributed.kinds import document
 from tests.distributed.phase_kinds import Gan

@@ -15,9 +15,9 @@ from torch import Tensor
 from lockstep import train
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.plan import Plan
-from lockstep.training import step as training_step
-from lockstep.training.schedule import FunctionOfUpdates
 from lockstep.training.state import TrainState
+from lockstep.training.step import optimizer_step as training_step
+from lockstep.training.step.schedule import FunctionOfUpdates
 from tests.unit.proof.test_verify import (
     GLOBAL,
     MICRO,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep import train
-from lockstep.calls.inspection import Inspected, replay
+from lockstep.calls.replay_call import Inspected, replay
 from lockstep.errors import LockstepError, SpecError
 from tests.in_process import here
 from tests.unit.proof.test_verify import contents, document

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from lockstep import train
 from lockstep.calls.attestation import attest
-from lockstep.calls.difference import diff
-from lockstep.calls.inspection import replay
-from lockstep.calls.verification import verify
+from lockstep.calls.diff import diff
+from lockstep.calls.replay_call import replay
+from lockstep.calls.verify import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import SpecError
@@ -31,7 +31,7 @@ from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified
 from lockstep.spec.fields import Fork
 from lockstep.training import facts
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from tests.in_process import here
 from tests.unit.proof import verified_jobs
 from tests.unit.proof.verified_jobs import PLANTED

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record import copies, opening, outbox, page, segments, writer
-from lockstep.record.events import (
+from lockstep.record import opening, writer
+from lockstep.record.events.metrics import Point, evaluation_points, step_points
+from lockstep.record.events.union import (
     CheckpointRow,
     Document,
     EvaluationRow,
@@ -34,14 +35,15 @@ from lockstep.record.events import (
     Started,
     StepRow,
 )
-from lockstep.record.folder_store import FolderStore
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME
-from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
-from lockstep.record.points import Point, evaluation_points, step_points
+from lockstep.record.ledger import segments
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.mirror import checkpoint_copies, projection, sync_queue
+from lockstep.record.mirror.folder import FolderStore
+from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -301,8 +303,8 @@ def quick() -> Iterator[None]:
     """Pauses in proportion to runs that take milliseconds."""
     changes = [
         (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (opening, "OPENING_PATIENCE_S", 0.1),
-        (outbox, "_SHORTEST_PAUSE_S", 0.005), (outbox, "_LONGEST_PAUSE_S", 0.02), (outbox, "_LONGEST_DENIED_S", 0.02),
-        (copies, "PAUSE_S", 0.01), (page, "job_sources", lambda _: {}),
+        (sync_queue, "_SHORTEST_PAUSE_S", 0.005), (sync_queue, "_LONGEST_PAUSE_S", 0.02), (sync_queue, "_LONGEST_DENIED_S", 0.02),
+        (checkpoint_copies, "PAUSE_S", 0.01), (projection, "job_sources", lambda _: {}),
         (segments, "SEGMENT_STEPS", 3),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.record.events import Corrupted, EvaluationRow, StepRow, Witness
+from lockstep.record.events.union import Corrupted, EvaluationRow, StepRow, Witness
 
 
 def step_row(step: int, **changes: Any) -> StepRow:

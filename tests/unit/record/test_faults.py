@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.page import Page
+from lockstep.record.mirror.projection import Page
 from lockstep.record.writer import Writer
 from lockstep.spec.fields import Spec
 from tests.unit.record.failed_at_every_call import Case, cases, lies, quick

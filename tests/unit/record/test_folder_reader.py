@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.record import folder_store
-from lockstep.record.events import Finished
+from lockstep.record.events.union import Finished
+from lockstep.record.mirror import folder as folder_store
+from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
-from lockstep.record.stores import reader
 from lockstep.spec.fields import Spec
 from tests.forked import lockstep
 from tests.in_process import here

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
-from lockstep.record.check import InStore, check_store
-from lockstep.record.events import Finished
-from lockstep.record.journal import Journal
-from lockstep.record.journal_file import NAME
-from lockstep.record.ledger import read_parquet
+from lockstep.record.events.union import Finished
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.recorder import Recorder
-from lockstep.record.rows_so_far import RowsSoFar
+from lockstep.record.runs.check import InStore, check_store
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps

@@ -22,27 +22,27 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.holder import _holder
-from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.names import run_of_name
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs.lease import _holder
+from lockstep.checkpoint.runs.names import run_of_name
+from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.tensor_file import read_tensors, tensor_pieces
 from lockstep.errors import LockstepError
 from lockstep.parsing import strict_json, with_hash
 from lockstep.proof import signatures, statement
-from lockstep.record import ledger, segments
-from lockstep.record.copies import named_by
-from lockstep.record.events import EvaluationRow
-from lockstep.record.folder_store import FolderReader, recorded_in_folder
-from lockstep.record.journal import Journal, newest_checkpoint, newest_step
-from lockstep.record.journal_file import NAME
-from lockstep.record.ledger import Rows
-from lockstep.record.points import points_of
-from lockstep.record.replay import last_words, status_of
-from lockstep.record.stores import find_sweep
-from lockstep.record.sync import sync
+from lockstep.record.events.metrics import points_of
+from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger import segments, tables
+from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.replay import last_words, status_of
+from lockstep.record.ledger.tables import Rows
+from lockstep.record.mirror.checkpoint_copies import named_by
+from lockstep.record.mirror.folder import FolderReader, recorded_in_folder
+from lockstep.record.mirror.stores import find_sweep
+from lockstep.record.mirror.sync import sync
 from lockstep.spec.loading import load_spec
 from tests.unit.record.conftest import THIRD_PARTY
 from tests.unit.record.rows import step_row
@@ -193,8 +193,8 @@ def read_journal(folder: Path, content: bytes) -> None:
         rows = list(journal.steps())
         for row in (*rows, *journal.evaluations(), *journal.observations()):
             list(points_of(row, None, scaled=False, started_at=1.0))
-        ledger.encode_steps(rows)
-        ledger.encode_evaluations(journal.evaluations())
+        tables.encode_steps(rows)
+        tables.encode_evaluations(journal.evaluations())
     finally:
         journal.close()
 
@@ -266,7 +266,7 @@ def read_segment(folder: Path, content: bytes) -> None:
 
 def read_ledger(folder: Path, content: bytes) -> None:
     path = file_of(folder, "ledger.parquet", content)
-    for read in (ledger.read_parquet, ledger.read_evaluations, ledger.read_observations):
+    for read in (tables.read_parquet, tables.read_evaluations, tables.read_observations):
         try:
             read(path)
         except LockstepError as error:
@@ -310,7 +310,7 @@ def read_sweep(folder: Path, content: bytes) -> None:
 
 
 def read_attempts(folder: Path, content: bytes) -> None:
-    from lockstep.record.page import attempts_in
+    from lockstep.record.mirror.projection import attempts_in
 
     attempts_in(content)
 
@@ -437,7 +437,7 @@ def binary(name: str) -> bytes:
         case "segment":
             return segments.seal(Rows(ROWS, [EvaluationRow(2, 0, {"eval/loss": 0.5}, 0.1, 2.0)]))[1]
         case "ledger":
-            return ledger.encode_steps(ROWS)
+            return tables.encode_steps(ROWS)
     return RUN.encode()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.record import journal as journal_module
-from lockstep.record.events import Document, Event, Finished, Observation, Restored, Sampled, Started
-from lockstep.record.journal import Journal
-from lockstep.record.ledger import Rows, read_parquet
-from lockstep.record.points import EVERY_STEP
+from lockstep.record.events.metrics import EVERY_STEP
+from lockstep.record.events.union import Document, Event, Finished, Observation, Restored, Sampled, Started
+from lockstep.record.ledger import journal as journal_module
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.segments import digest_of, seal
+from lockstep.record.ledger.tables import Rows, read_parquet
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.segments import digest_of, seal
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.failed_at_every_call import KeepingStore, Kept, quick
 from tests.unit.record.rows import corrupted, evaluation_row, step_row

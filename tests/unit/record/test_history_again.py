@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from lockstep.record import segments
-from lockstep.record.events import EvaluationRow, Restored
-from lockstep.record.history import MOST_OBSERVATIONS, History
+from lockstep.record.events.union import EvaluationRow, Restored
+from lockstep.record.ledger import segments
+from lockstep.record.ledger.history import MOST_OBSERVATIONS, History
 from tests.unit.record.rows import step_row
 from tests.unit.record.test_observations import observation
 

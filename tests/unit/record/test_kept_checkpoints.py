@@ -13,15 +13,15 @@ import pytest
 
 from lockstep.calls import pinning
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.pins import pin, pinned, unpin
 from lockstep.checkpoint.pruning import apply
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.runs import pin_aliased, saved_steps
+from lockstep.checkpoint.runs.pins import pin, pinned, unpin
+from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, saved_steps
+from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Saved
-from lockstep.checkpoint.storages import open_storage
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
-from lockstep.record.events import CheckpointRow, Finished
+from lockstep.record.events.union import CheckpointRow, Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.checkpoint.one_process import write_checkpoint

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record import heartbeat
-from lockstep.record.events import Finished
-from lockstep.record.heartbeat import SILENT_S, process_tags, vanished
+from lockstep.record.events.union import Finished
+from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
-from lockstep.record.stores import reader
+from lockstep.record.runs import heartbeat
+from lockstep.record.runs.heartbeat import SILENT_S, process_tags, vanished
 from lockstep.spec.fields import Spec
 
 NOW = time.time()
@@ -28,7 +28,7 @@ def test_this_very_process_lives_however_long_it_was_silent() -> None:
 
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_killed_process_of_this_machine_is_known_at_once(reaped: bool) -> None:
-    script = "import time; from lockstep.record.heartbeat import process_tags; print(process_tags(time.time())['lockstep.process'], flush=True); time.sleep(60)"
+    script = "import time; from lockstep.record.runs.heartbeat import process_tags; print(process_tags(time.time())['lockstep.process'], flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     tags = {**process_tags(NOW), "lockstep.process": process.stdout.readline().strip()}
@@ -112,7 +112,7 @@ READER = """
 import sys, time
 from pathlib import Path
 from lockstep.record import heartbeat
-from lockstep.record.stores import reader
+from lockstep.record.mirror.stores import reader
 shift, uri, run_id = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 now = time.time
 time.time = lambda: now() + shift
@@ -135,7 +135,7 @@ def test_readers_with_wrong_clocks_leave_a_live_run_alone(
 ) -> None:
     """One in another process looks at a real store; then one that is right marks a run that was cut off, and the run takes it back."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.record.run_state.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     uri = kept if kept == "off" else request.getfixturevalue("database")
     folder = tmp_path / "runs"
@@ -151,7 +151,7 @@ def test_readers_with_wrong_clocks_leave_a_live_run_alone(
 
     assert [looked() for _ in range(2)] == ["RUNNING"] * 2
     with monkeypatch.context() as patched:
-        patched.setattr("lockstep.record.run_state.BEAT_S", 1e9)
+        patched.setattr("lockstep.record.mirror.status.BEAT_S", 1e9)
         time.sleep(0.5)
         assert looked() == "RUNNING"
         time.sleep(3.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record.events import Finished
+from lockstep.record.events.union import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.empty_store import put_empty_store

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record.events import Finished, Observation, Restored
-from lockstep.record.folder_store import FolderStore
-from lockstep.record.journal import Journal
-from lockstep.record.journal_lines import from_line, to_line
-from lockstep.record.ledger import read_observations
-from lockstep.record.points import points_of
+from lockstep.record.events.codec import from_line, to_line
+from lockstep.record.events.metrics import points_of
+from lockstep.record.events.union import Finished, Observation, Restored
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.tables import read_observations
+from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import corrupted, step_row

@@ -13,12 +13,12 @@ import pytest
 
 from lockstep import train
 from lockstep.errors import RecordError
-from lockstep.record.events import Finished, StepRow
-from lockstep.record.journal_file import NAME
-from lockstep.record.ledger import DETERMINISTIC, read_parquet
-from lockstep.record.points import Point, step_points
+from lockstep.record.events.metrics import Point, step_points
+from lockstep.record.events.union import Finished, StepRow
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.forked import Forked, lockstep
 from tests.in_process import here

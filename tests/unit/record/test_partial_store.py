@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
-from lockstep.record.events import Document, Finished
+from lockstep.record.events.union import Document, Finished
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.proxy import Proxy
 from tests.unit.record.rows import evaluation_row, step_row
@@ -29,7 +29,7 @@ BIG = "stacks-attempt-1.txt"
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # holds for what the test itself asks as well
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.05)
-    monkeypatch.setattr("lockstep.record.run_state.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
     with Proxy(server.port, silence_s=11.0) as proxy:
         yield proxy
 

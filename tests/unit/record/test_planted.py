@@ -20,13 +20,13 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.errors import RecordError
 from lockstep.job.identity import identity_digest
-from lockstep.record.events import Digests, Finished, Started
-from lockstep.record.ledger import Rows
+from lockstep.record.events.union import Digests, Finished, Started
+from lockstep.record.ledger.tables import Rows
+from lockstep.record.mirror.stores import find_run
 from lockstep.record.recorder import Recorder
-from lockstep.record.stores import find_run
 from lockstep.spec.fields import Spec
-from lockstep.training.digest import weights_digest
-from lockstep.training.digests import Digester, model_digest
+from lockstep.training.integrity.digests import Digester, model_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.weights import save_weights
 from tests.unit.record.conftest import THIRD_PARTY
 from tests.unit.record.rows import evaluation_row, step_row

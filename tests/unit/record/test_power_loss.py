@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.record import segments
-from lockstep.record.events import Event, Failed, Finished
-from lockstep.record.journal import Journal
+from lockstep.record.events.union import Event, Failed, Finished
+from lockstep.record.ledger import segments
+from lockstep.record.ledger.journal import Journal
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.power_loss import HOWS, How, Noted

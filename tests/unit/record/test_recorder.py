@@ -22,15 +22,24 @@ import yaml
 from lockstep.errors import RecordError, StorageError
 from lockstep.files import append_bounded
 from lockstep.record import writer_process
-from lockstep.record.events import Document, Failed, Finished, Printed, Started, StepRow, TakenOver, Warned
-from lockstep.record.folder_store import FolderStore
-from lockstep.record.journal import Journal
-from lockstep.record.ledger import read_evaluations, read_parquet
-from lockstep.record.points import Point
+from lockstep.record.events.metrics import Point
+from lockstep.record.events.union import (
+    Document,
+    Failed,
+    Finished,
+    Printed,
+    Started,
+    StepRow,
+    TakenOver,
+    Warned,
+)
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.tables import read_evaluations, read_parquet
+from lockstep.record.mirror.folder import FolderStore
+from lockstep.record.mirror.run_store import UnavailableError
+from lockstep.record.mirror.stores import reader
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_store import UnavailableError
-from lockstep.record.stores import reader
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.processes import named
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
@@ -460,7 +469,7 @@ def test_a_signal_is_named_in_the_verdict(shaky: Shaky, spec: Specs) -> None:
 
 def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes back what a hasty reader said meanwhile."""
-    monkeypatch.setattr("lockstep.record.run_state.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     recorder = recorder_on(shaky, spec())
     recorder.run_id()

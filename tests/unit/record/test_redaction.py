@@ -13,7 +13,7 @@ import pytest
 from lockstep.calls.continuation import refuse_changes
 from lockstep.errors import SpecError
 from lockstep.record import redaction
-from lockstep.record.events import Failed, Printed, Started
+from lockstep.record.events.union import Failed, Printed, Started
 from lockstep.record.recorder import Recorder
 from lockstep.record.redaction import redacted, redacted_document, redacted_fields
 from lockstep.spec.fields import Spec

@@ -15,10 +15,10 @@ from lockstep.checkpoint.manifest import VERSION, Manifest
 from lockstep.cli.records import _page, _table
 from lockstep.errors import LockstepError
 from lockstep.parsing import with_hash
-from lockstep.record.copies import _held, named_by
-from lockstep.record.folder_store import FolderReader
-from lockstep.record.journal_file import NAME
-from lockstep.record.sync import sync
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.mirror.checkpoint_copies import _held, named_by
+from lockstep.record.mirror.folder import FolderReader
+from lockstep.record.mirror.sync import sync
 
 RUN = "a" * 32
 MINE = "b" * 32
@@ -204,8 +204,8 @@ def test_a_copy_from_a_store_writes_nothing_outside(tmp_path: Path, database: st
     """The copy's manifest was changed to name a file outside, and the store has one of that name."""
     from urllib.parse import unquote
 
-    from lockstep.record.mlflow_store import MlflowStore
-    from lockstep.record.stores import find_copies
+    from lockstep.record.mirror.mlflow import MlflowStore
+    from lockstep.record.mirror.stores import find_copies
 
     canary = tmp_path / "victim" / "authorized_keys"
     canary.parent.mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.sync import sync
+from lockstep.record.mirror.sync import sync
 from tests.chaos.disturbed import differences, fill, outcome, small_disk
 from tests.unit.record.proxy import Proxy
 from tests.unit.record.server import Server
@@ -36,7 +36,7 @@ run()
 READER = f"""
 import sys, time
 from lockstep.record import heartbeat
-from lockstep.record.stores import reader
+from lockstep.record.mirror.stores import reader
 now = time.time
 time.time = lambda: now() + {AHEAD_S}
 heartbeat.place = lambda: "another machine"

@@ -22,7 +22,7 @@ import pytest
 
 from lockstep.calls.ui import guarded
 from lockstep.errors import SpecError
-from lockstep.record.ledger import read_parquet
+from lockstep.record.ledger.tables import read_parquet
 from tests.empty_store import put_empty_store
 from tests.forked import lockstep
 from tests.ports import free_port

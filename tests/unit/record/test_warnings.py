@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.record.events import Event, Finished, Started, Straggling, Warned
-from lockstep.record.journal import Journal
+from lockstep.record.events.union import Event, Finished, Started, Straggling, Warned
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import step_row
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.record.events import StepRow
-from lockstep.record.journal_file import NAME
-from lockstep.record.journal_lines import from_line
+from lockstep.record.events.codec import from_line
+from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.journal_file import NAME
 
 
 def read_steps(folder: Path) -> list[StepRow]:

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
-from lockstep.record.events import tell_nobody
+from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.requests import NoRequests

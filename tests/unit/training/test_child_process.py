@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.training.rehearsal.child_process import in_child
+from lockstep.training.integrity.rehearsal.child_process import in_child
 
 
 class Nothing(lockstep.Job):

@@ -13,10 +13,10 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
-from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.modes import evaluating
-from lockstep.training.precision import Precision
+from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.precision import Precision
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)

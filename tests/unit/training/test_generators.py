@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import lockstep
 from lockstep.errors import JobError
-from lockstep.training.rehearsal.generators import OwnGenerators, of_training
+from lockstep.training.integrity.rehearsal.generators import OwnGenerators, of_training
 
 KEYS = ([0, 1], [2, 3])
 MODULES = np.random.default_rng(5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError
-from lockstep.training.rehearsal.layout import check_layout
+from lockstep.training.integrity.rehearsal.layout import check_layout
 
 
 def test_two_parameters_in_one_piece_of_memory_are_refused() -> None:

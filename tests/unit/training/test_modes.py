@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.job.interface import Job
-from lockstep.training.beside import beside_weights, load_beside, put_beside, save_beside
+from lockstep.training.auxiliary_state import beside_weights, load_beside, put_beside, save_beside
 from lockstep.training.modes import Modes, ModuleSettings, enter_training, learning_in_evaluation_mode
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.training.spare import room
+from lockstep.training.integrity.resume_check import memory_room
 
 MB = 1 << 20
 
@@ -33,15 +33,15 @@ def test_the_limit_of_a_container_counts(
     own.write_text(f"1:name=systemd:/elsewhere\n{line}\n")
     group(tmp_path / below, str(1000 * MB), 700 * MB, 100 * MB, names)
     group(tmp_path / below / "run", "max", 700 * MB, 0, names)
-    _, left = sorted({1 << 62, *room._of_groups(tmp_path, own)}, reverse=True)
+    _, left = sorted({1 << 62, *memory_room._of_groups(tmp_path, own)}, reverse=True)
     assert left == 350 * MB
 
 
 def test_without_control_groups_only_the_machine_counts(tmp_path: Path) -> None:
-    assert list(room._of_groups(tmp_path, tmp_path / "none")) == [1 << 62]
+    assert list(memory_room._of_groups(tmp_path, tmp_path / "none")) == [1 << 62]
 
 
 def test_room_is_what_this_process_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert room.lacking_memory(torch.device("cpu")) == ""
-    monkeypatch.setattr(room, "_of_machine", lambda: 5_000_000)
-    assert "of which 5 MB can be had" in room.lacking_memory(torch.device("cpu"))
+    assert memory_room.lacking_memory(torch.device("cpu")) == ""
+    monkeypatch.setattr(memory_room, "_of_machine", lambda: 5_000_000)
+    assert "of which 5 MB can be had" in memory_room.lacking_memory(torch.device("cpu"))

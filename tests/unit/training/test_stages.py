@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import lockstep.training.reduction as reduction
+import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
 from lockstep.plan import SLICE, Plan, clip, nodes, slices, stages, worker_ranges
-from lockstep.training.reduction import TreeReduction, TreeSum
+from lockstep.training.step.reduction import TreeReduction, TreeSum
 
 NUMBERS = 4 * SLICE + 24
 """So many that slices have a ragged end, and on six workers or more some are empty."""

@@ -18,8 +18,7 @@ from lockstep.errors import JobError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.digest import tree_digest, weights_digest
-from lockstep.training.precision import Precision
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 from lockstep.training.state import (
     Best,
     TrainState,
@@ -27,6 +26,7 @@ from lockstep.training.state import (
     power_of_two,
     restore_optimizer,
 )
+from lockstep.training.step.precision import Precision
 from tests.flat_momentum import FlatMomentum
 from tests.nested import Nested
 

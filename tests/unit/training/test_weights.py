@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import files
 from lockstep.errors import SpecError, StorageError
-from lockstep.training.digest import weights_digest
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.state import tensors
 from lockstep.training.weights import load_weights, save_weights
 

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.precision import Precision
+from lockstep.training.step.precision import Precision
 from lockstep.training.whole_set import compute, joined, taken, texts
 
 CPU = torch.device("cpu")

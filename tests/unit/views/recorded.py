@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.files import write_text
-from lockstep.record.documents import as_yaml
-from lockstep.record.events import Recorded
-from lockstep.record.journal import Journal
+from lockstep.record.events.union import Recorded
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.mirror.documents import as_yaml
 from lockstep.spec.loading import load_spec
 from lockstep.views.curves import Curves, curves_of
 

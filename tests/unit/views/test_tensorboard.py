@@ -15,10 +15,10 @@ import pytest
 
 from lockstep import resume, train
 from lockstep.errors import SpecError
-from lockstep.record.events import EvaluationRow, Observation, StepRow
-from lockstep.record.journal import Journal
-from lockstep.record.ledger import OBSERVATIONS, read_history, read_observations
-from lockstep.record.points import evaluation_points, step_points
+from lockstep.record.events.metrics import evaluation_points, step_points
+from lockstep.record.events.union import EvaluationRow, Observation, StepRow
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.tables import OBSERVATIONS, read_history, read_observations
 from lockstep.views import tensorboard
 from lockstep.views.curves import Curves, curves_of
 from lockstep.views.tensorboard import Written, write_events

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.record.events import Observation
+from lockstep.record.events.union import Observation
 from lockstep.views.terminal import Screen, Series, drawn, series_of
 from tests.in_process import here
 from tests.unit.record.rows import evaluation_row, step_row

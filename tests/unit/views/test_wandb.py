@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.events import EvaluationRow, Failed, Finished, Started, StepRow
-from lockstep.record.points import evaluation_points, step_points
+from lockstep.record.events.metrics import evaluation_points, step_points
+from lockstep.record.events.union import EvaluationRow, Failed, Finished, Started, StepRow
 from lockstep.views import wandb
 from lockstep.views.wandb import write_offline_run
 from tests.in_process import here

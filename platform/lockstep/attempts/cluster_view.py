@@ -1,0 +1,35 @@
+"""What a supervisor meets on its cluster: room, the workers of an attempt and those that stand by, the nodes around them, and where others see the run.
+
+They are handed to it, so that it can be driven without a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.first_placement import Say, first_place, next_place
+from lockstep.attempts.gauges import Gauges
+from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.spare_workers import Standbys
+from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.clusters.run_registry import Noticeboard
+from lockstep.driver.signals import StopSignal
+from lockstep.spec.fields import Spec
+
+
+class Surroundings(NamedTuple):
+    """By default, those of the Ray cluster that this process is connected to."""
+
+    first_place: Callable[[Spec, StopSignal, Say], WorkerPlacement] = first_place
+    next_place: Callable[[Spec, frozenset[str], StopSignal, Say], WorkerPlacement] = next_place
+    find_place: Callable[[Spec, frozenset[str]], WorkerPlacement] = find_place
+    workers: Callable[..., WorkerGroup] = WorkerGroup
+    watch: Callable[[Spec, WorkerPlacement, frozenset[str]], ClusterWatch] = ClusterWatch
+    standbys: Callable[[Callable[[str], None]], Standbys] = Standbys
+    noticeboard: Callable[[str, str, float], Noticeboard] = Noticeboard
+    gauges: Callable[[str], Gauges] = Gauges
+
+
+ON_RAY = Surroundings()

@@ -1,0 +1,76 @@
+"""The watchdog: it ends an attempt that makes no progress, once the stacks of its ranks are recorded.
+
+A rank that hangs keeps all others waiting in their next collective, and the process group itself would wait a
+quarter of an hour. Progress is a step, a micro-batch of an evaluation, or a second of waiting for a save.
+The first step of an attempt has its own limit, because preparing data may take an hour.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+
+import psutil  # type: ignore[import-untyped]
+import ray
+
+from lockstep.driver.stacks import STACKS_S, stacks_in, write_stacks_on_signal
+from lockstep.record.events.union import Joined
+
+
+@cache
+def listening(rank: int, imported_at: float = math.inf) -> Joined:
+    """Make this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs. Returns what identifies it."""
+    path = write_stacks_on_signal()
+    context = ray.get_runtime_context()
+    return Joined(
+        rank,
+        context.get_node_id(),
+        os.getpid(),
+        path,
+        imported_at,
+        context.get_runtime_env_string(),
+    )
+
+
+def end(members: Sequence[Joined]) -> str:
+    """Kill these workers, each from its own node. Returns what each was doing."""
+    by_node: dict[str, list[Joined]] = {}
+    for member in members:
+        by_node.setdefault(member.node, []).append(member)
+    calls = []
+    for node, node_members in by_node.items():
+        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_here)
+        calls.append(remote.remote(node_members))
+    stacks: dict[int, str] = {}
+    for call in calls:
+        with suppress(ray.exceptions.RayError):  # if a node is gone, so are its workers
+            stacks |= ray.get(call, timeout=30.0)
+    return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
+
+
+def end_here(members: Sequence[Joined]) -> dict[int, str]:
+    """Make the workers on this node write their stacks, then kill them. Returns the stacks by rank."""
+    for member in members:
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
+    time.sleep(STACKS_S)
+    stacks = {member.rank: _stacks_of(member) for member in members}
+    for member in members:
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)
+        member.stacks_file.unlink(missing_ok=True)
+    return stacks
+
+
+def _stacks_of(member: Joined) -> str:
+    try:
+        state = psutil.Process(member.pid).status()
+    except psutil.NoSuchProcess:
+        return f"process {member.pid} is gone"
+    return f"process {member.pid}, {state}\n{stacks_in(member.stacks_file)}"

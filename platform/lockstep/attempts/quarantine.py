@@ -1,0 +1,88 @@
+"""Who is to blame for the failures and wrong bits of a run's attempts: a node, which then gets no more workers, or the job, which ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.attempts.attempt_summary import AttemptSummary
+from lockstep.attempts.policy import FailedNodes
+from lockstep.attempts.repeats import Repeats, repeat
+from lockstep.attempts.untrusted_workers import Suspects
+from lockstep.driver.run_view import RunView
+from lockstep.errors import DriftError, LockstepError
+from lockstep.record.events.union import Corrupted, Document, Tell
+
+
+class Blame:
+    """The blame in one run. `warn` takes a line for a person, `tell` an event to be recorded."""
+
+    def __init__(self, storage: str, warn: Callable[[str], None], tell: Tell) -> None:
+        self._storage, self._warn, self._tell = storage, warn, tell
+        self._nodes, self._suspects, self._repeats = FailedNodes(), Suspects(), Repeats()
+        self._judged: Corrupted | None = None
+        """The last difference between workers that was judged."""
+        self._fault_of_job: DriftError | None = None
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The nodes that get no more workers, as long as the others have room for enough."""
+        return self._nodes.left_out
+
+    @property
+    def doubts(self) -> tuple[Corrupted, ...]:
+        """Differences between workers that are still undecided; the next attempt may settle them."""
+        return self._suspects.doubts
+
+    def end(
+        self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
+    ) -> LockstepError | None:
+        """Judge an attempt that has ended. Returns the error that ends the run, where the job is to blame.
+
+        `saved_step` gives the step of the newest checkpoint.
+        """
+        self._count_devices(view, summary)
+        self.judge(view, summary)
+        return self._fault_of_job or self._failed_alike(view, summary, run_id, saved_step)
+
+    def judge(self, view: RunView, summary: AttemptSummary) -> frozenset[str]:
+        """Judge a difference between the bits of workers, once. Returns the nodes that are left out for it."""
+        if view.corrupted is None or view.corrupted == self._judged:
+            return frozenset()
+        self._judged = view.corrupted
+        verdict = self._suspects.judge(
+            view.corrupted, {rank: member.node for rank, member in view.members.items()}
+        )
+        left_out = self._nodes.computed_wrong(verdict.nodes)
+        summary.corrupted.append(str(verdict.found))
+        summary.left_out = sorted({*summary.left_out, *left_out})
+        names = ", ".join(node[:8] for node in sorted(left_out))
+        self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
+        if verdict.fault_of_job:
+            self._fault_of_job = DriftError(verdict.fault_of_job)
+        elif verdict.found != view.corrupted:  # two attempts together decide what this one could not
+            self._tell(verdict.found)
+        return left_out
+
+    def _count_devices(self, view: RunView, summary: AttemptSummary) -> None:
+        """Count the nodes on which a device failed; one with too many failures gets no more workers."""
+        nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
+        failed = sorted(self._nodes.failed(nodes))
+        summary.left_out = sorted({*summary.left_out, *failed})
+        for node in failed:
+            self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
+
+    def _failed_alike(
+        self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
+    ) -> LockstepError | None:
+        """The error that ends the run where a micro-batch failed as it did before on another worker. It writes a file that reproduces the failure."""
+        for broke in view.broken:
+            failed_at = broke.error.place
+            assert failed_at is not None
+            member = view.members.get(broke.rank)
+            worker = ("" if member is None else member.node, broke.rank)
+            who = self._repeats.failed(failed_at, worker, summary.attempt)
+            if who and run_id is not None:
+                failure = repeat(broke.error, failed_at, who, run_id, self._storage, saved_step())
+                self._tell(Document(failure.name, failure.text))
+                return failure.error
+        return None

@@ -1,0 +1,122 @@
+"""Taking up a run that has ended early, or starting another one from its state.
+
+The run is held before the code that continues it is imported (`continuation`), so a command that is refused has not waited for torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from lockstep.calls.leased_run import held_run, leads, lies_where, refuse_held_run
+from lockstep.calls.lost_storage import refuse_lost
+from lockstep.calls.subprocess_call import apart, unfit
+from lockstep.checkpoint.runs.run_checkpoints import check_step, steps_of
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.driver.notebook import default_progress
+from lockstep.driver.options import RunOptions
+from lockstep.driver.progress import Progress
+from lockstep.driver.result import Result
+from lockstep.errors import SpecError
+from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.mirror.stores import find_run
+from lockstep.record.redaction import redacted_fields
+from lockstep.spec.fields import Fork, Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import tracking_uri
+
+
+def resume(
+    run_id: str,
+    overrides: Iterable[str] = (),
+    *,
+    step: int | None = None,
+    fork: bool = False,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+    chaos: str | None = None,
+    takeover: bool = False,
+    notify: str | Sequence[str] | None = None,
+) -> Result:
+    """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
+
+    `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
+    new run starts from the state. A finished run is left as it is, and its result is returned. The run is looked
+    up in the MLflow store at `uri`; with `off`, in the folder that `record.folder` or `checkpoint.storage.interface` names.
+    SpecError if another command holds the run; with `takeover` that command is asked to end after its next step, and is
+    cut off if it does not answer. `notify` is as for `train`. Raises LockstepError.
+    """
+    options = RunOptions(
+        progress=progress or default_progress(),
+        local=local,
+        address=address,
+        verbose=verbose,
+        chaos=chaos,
+        notify=notify,
+        began_at=began_at or time.time(),
+    )
+    arguments: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
+    if options.local and unfit():
+        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **arguments), options)
+    return resume_with(options, run_id, list(overrides), **arguments)
+
+
+def resume_with(
+    options: RunOptions,
+    run_id: str,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    fork: bool,
+    uri: str | None,
+    takeover: bool,
+) -> Result:
+    """As `resume`, with the options of the call as one value."""
+    if not (fork or takeover):
+        refuse_held_run(run_id, overrides)
+    stored_run, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
+    if fork:
+        from lockstep.calls.runs import run_attempt
+
+        there = steps_of(recorded_spec.checkpoint.storage, run_id)
+        if step is not None:
+            check_step(run_id, step, there)
+        elif not there:
+            raise SpecError(
+                f"resume: run {run_id} has no checkpoint in {open_storage(recorded_spec.checkpoint.storage).shown!r} to fork from; start a new run"
+            )
+        options.progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
+        parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
+        forked = spec.model_copy(update={"fork": parent, "initial_weights": None})
+        return run_attempt(forked, AttemptOrigin(), options)
+    if takeover or stored_run.status == "FINISHED":
+        from lockstep.calls.continuation import finished, refuse_changes
+
+        refuse_changes(run_id, recorded_spec, spec)  # before the one that works on it is asked to end
+        if stored_run.status == "FINISHED":
+            return finished(stored_run, spec, step, options)
+    if leads():
+        refuse_lost(spec, run_id)  # before anything is made where the storage should be
+    hidden = "checkpoint.storage" in redacted_fields(stored_run.spec)
+    recorded = None if hidden else recorded_spec.checkpoint.storage
+    with held_run(spec, run_id, options.progress, takeover=takeover, recorded=recorded) as hold:
+        from lockstep.calls.continuation import continue_run
+
+        return continue_run(run_id, spec, hold, options, step=step)
+
+
+def recorded_and_asked(
+    run_id: str, overrides: Sequence[str], uri: str | None
+) -> tuple[StoredRun, Spec, Spec]:
+    """A run as its store has it, its spec, and that with overrides. SpecError where there is no such run."""
+    store = tracking_uri(uri)
+    stored_run = find_run(store, run_id, lies_where(overrides).folder)
+    stored_run.spec["record"] = {**stored_run.spec.get("record", {}), "uri": store}
+    return stored_run, load_spec(stored_run.spec), load_spec(stored_run.spec, overrides, uri=uri)

@@ -1,0 +1,156 @@
+"""The calls of Lockstep: what the command line does, for Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.calls.leased_run import HeldProgress, held_run, leads
+from lockstep.calls.subprocess_call import apart, unfit
+from lockstep.checkpoint.runs.lease import Hold
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
+from lockstep.clusters.connection import importing_ahead
+from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.notebook import default_progress
+from lockstep.driver.notification import Notifications
+from lockstep.driver.options import RunOptions
+from lockstep.driver.progress import Progress
+from lockstep.driver.result import Result
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import SpecError
+from lockstep.job.main_source import main_use
+from lockstep.job.recorded_source import imported_from
+from lockstep.job.source import check_job_source
+from lockstep.proof.recorded_run import recorded_main
+from lockstep.record.mirror.store_uri import check_uri
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import RECORD_OFF
+
+
+def train(
+    spec: Spec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+    on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
+    notify: str | Sequence[str] | None = None,
+    job: type | None = None,
+) -> Result:
+    """Train one run to its end.
+
+    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `job` is the class of the job and replaces
+    `job.use` in the spec; the source of a class that a notebook or the running script defines is recorded. `local` trains without Ray,
+    in this process or as one rank under torchrun; in a notebook, or if Python hashes strings at random, the run gets its own process.
+    Without `local`, `address` names the Ray cluster. A SIGTERM or SIGINT stops the run after the next step, and its result says KILLED.
+    `on_run_id` is called once the run exists. `chaos`, such as `worker:0.02`, kills parts of the run on purpose. `notify` is a
+    command, a list of words or a text for the shell, that is run at the run's start, failure and end. Raises LockstepError.
+    """
+    source = None
+    if job is not None:
+        use, source = main_use(job)
+        overrides = [f"job.use={use}", *overrides]
+        if isinstance(spec, Spec):
+            spec = spec.model_copy(update={"job": spec.job.model_copy(update={"use": use})})
+    options = RunOptions(
+        progress=progress or default_progress(),
+        source=source or None,
+        local=local,
+        address=address,
+        verbose=verbose,
+        chaos=chaos,
+        notify=notify,
+        began_at=began_at or time.time(),
+    )
+    loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    if options.local and (source or unfit()):
+        return apart(partial(run_attempt, loaded, AttemptOrigin()), options, on_run_id)
+    return run_attempt(loaded, AttemptOrigin(), options, on_run_id=on_run_id)
+
+
+def run_attempt(
+    spec: Spec,
+    origin: AttemptOrigin,
+    options: RunOptions,
+    *,
+    on_run_id: Callable[[str], None] | None = None,
+    hold: Hold | None = None,
+) -> Result:
+    """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
+    parent = spec.fork.run if spec.fork is not None else None
+    source = options.source or recorded_main(spec, origin.run_id or parent)
+    ahead = nullcontext() if options.local else importing_ahead(options.address)
+    with ahead, imported_from(source) if source else nullcontext():
+        return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
+
+
+def _run_attempt(
+    spec: Spec,
+    origin: AttemptOrigin,
+    options: RunOptions,
+    on_run_id: Callable[[str], None] | None,
+    hold: Hold | None,
+) -> Result:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    warnings = advise(spec)
+    for text in warnings:
+        options.progress.say(f"warning: {text}")
+    spec = find_initial_weights(spec)
+    check_job_source(spec.job.use)
+    if options.local or cluster_address(options.address) == LOCAL:
+        check_job(spec, elsewhere=False)
+    check_storage(spec)
+    check_uri(spec.record.uri or RECORD_OFF)
+    if options.local and options.chaos is not None:
+        raise SpecError("chaos: kills what runs on Ray; leave out --local")
+    shown = HeldProgress(options.progress)
+    options = replace(options, progress=shown)
+    command = options.notify if leads() else None
+    notifications = Notifications(command, spec.folder, shown.say, origin.run_id)
+    with ExitStack() as stack, StopSignal() as stop:
+
+        def keep(held: Hold | None) -> None:
+            shown.hold = held
+            if held is not None:
+                held.when_taken(stop.ask)
+
+        def begun(run_id: str) -> None:
+            if hold is None:
+                keep(stack.enter_context(held_run(spec, run_id, shown)))
+            if on_run_id is not None:
+                on_run_id(run_id)
+            notifications.began(run_id, shown.step)
+
+        keep(hold)
+        try:
+            if options.local:
+                from lockstep.driver.local import train_here
+
+                result = train_here(spec, options, stop, origin, warnings, begun)
+            else:
+                from lockstep.attempts.on_ray import train_on_ray
+
+                result = train_on_ray(spec, options, stop, origin, warnings, begun)
+            if result is not None and result.status == "KILLED" and shown.hold is not None:
+                shown.hold.ensure()
+        except BaseException as error:
+            notifications.failed(error, shown.step)
+            raise
+        if result is None:
+            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+        notifications.ended(result.status, result.step)
+    return replace(result, warnings=[*result.warnings, *notifications.warnings])

@@ -1,0 +1,112 @@
+"""A run as it would be had it never learnt from some samples: what `lockstep resume RUN --without` does, for Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.calls.continuation import fetch_copy, refuse_changes
+from lockstep.calls.leased_run import leads
+from lockstep.calls.resume import recorded_and_asked
+from lockstep.calls.runs import run_attempt
+from lockstep.checkpoint.runs.run_checkpoints import on_disk, whole_steps
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.data.sampler import FirstUse, LeftOut
+from lockstep.driver.options import RunOptions
+from lockstep.driver.result import Result
+from lockstep.errors import SpecError
+from lockstep.job.loading import load_job
+from lockstep.record.mirror.stores import find_copies, find_history
+from lockstep.spec.fields import Fork, Spec
+from lockstep.spec.sample_ids import parse, written
+from lockstep.training.job_data import make_sampler, open_data
+from lockstep.training.setup import check_ids, make_plan
+
+
+def resume_without(
+    options: RunOptions, run_id: str, ids: Path, overrides: Sequence[str] = (), *, uri: str | None = None
+) -> Result:
+    """Train the run again from its newest checkpoint before it first used one of the samples whose ids the file has, and without them.
+
+    A new run, a fork, in which these samples are left out of their micro-batches. `overrides` may change placement. Where no
+    checkpoint is old enough it starts over. SpecError for ids that are none, that the data do not have, or that the run never uses.
+    """
+    sample_ids = read_ids(ids)
+    _, recorded, spec = recorded_and_asked(run_id, overrides, uri)
+    refuse_changes(run_id, recorded, spec)
+    previous = [] if spec.data.without is None else parse(spec.data.without)
+    new = {i for i in sample_ids if not any(i in ids_range for ids_range in previous)}
+    if not new:
+        raise SpecError(f"without: run {run_id} leaves out all samples of {str(ids)!r} already")
+    first = _first_use(spec, LeftOut(written(new)), run_id)
+    without = written([*new, *(i for ids_range in previous for i in ids_range)])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"without": without})})
+    options.progress.say(
+        f"sample {first.sample} is the first of {len(new)} that run {run_id} uses, in step {first.step + 1}"
+        + ("" if first.used == len(new) else f"; {len(new) - first.used} of them it never uses")
+    )
+    return run_attempt(_forked(options, run_id, recorded, spec, first.step), AttemptOrigin(), options)
+
+
+def read_ids(path: Path) -> set[int]:
+    """The ids that a file has, one a line; empty lines and what follows a `#` are passed over. SpecError where there is something else."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"without: {str(path)!r} cannot be read ({error}); give a file with an id a line"
+        ) from error
+    sample_ids = set()
+    for number, line in enumerate(lines, start=1):
+        word = line.partition("#")[0].strip()
+        if not word:
+            continue
+        if not (word.isascii() and word.isdigit()):
+            raise SpecError(
+                f"without: line {number} of {str(path)!r} is {word[:40]!r}, wanted the number of a sample, counted from 0"
+            )
+        sample_ids.add(int(word))
+    if not sample_ids:
+        raise SpecError(f"without: {str(path)!r} has no ids; give one a line")
+    return sample_ids
+
+
+def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
+    plan = make_plan(spec, train_data)
+    check_ids(wanted, train_data, "without")
+    first_use = make_sampler(spec, plan, train_data).first_use(wanted)
+    if first_use is None:
+        raise SpecError(
+            f"without: run {run_id} uses none of these samples; it is what it would be without them"
+        )
+    return first_use
+
+
+def _forked(options: RunOptions, run_id: str, recorded: Spec, spec: Spec, first: int) -> Spec:
+    """The spec of the run without the samples: from the newest checkpoint with at most `first` steps, or from where the run itself began."""
+    storage, store = recorded.checkpoint.storage, spec.record.uri or ""
+    complete_steps = [step for step in whole_steps(storage, run_id) if step <= first]
+    local = on_disk(storage) is not None  # an object store has no copies put into it
+    copies = [copy.step for copy in find_copies(store, run_id) if copy.step <= first] if local else []
+    newest = max([*complete_steps, *copies], default=None)
+    if newest is not None and newest not in complete_steps and leads():
+        fetch_copy(recorded, store, run_id, newest, options.progress)
+    if newest is not None:
+        options.progress.say(f"a new run starts from step {newest} of run {run_id}")
+        fork = Fork(run=run_id, step=newest, storage=storage, exact=True)
+        return spec.model_copy(update={"fork": fork, "initial_weights": None})
+    if spec.fork is not None:
+        steps = find_history(store, run_id, recorded.folder).steps
+        if not steps or steps[0].step > first + 1:
+            raise SpecError(
+                f"without: run {run_id} is a fork of run {spec.fork.run}, which used one of these samples in step {first + 1} already; "
+                "give that run"
+            )
+    options.progress.say(
+        f"run {run_id} has no checkpoint from before step {first + 1}: a new run starts over"
+    )
+    return spec

@@ -1,0 +1,1 @@
+"""The runs of a storage: their folders, names, leases and pins."""

@@ -1,0 +1,89 @@
+"""Figures of what was measured before a run: a bench, a range test of the learning rate. PNG or SVG, as the file is called."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checks.bench import PARTS, Benched
+from lockstep.errors import SpecError
+from lockstep.record.figures.run_figures import save
+
+if TYPE_CHECKING:
+    from lockstep.checks.lr_finder import RateRange
+
+FORMATS = (".png", ".svg")
+
+_BLUE, _ORANGE, _GREY = "#1f6fb4", "#d9680c", "#888888"
+_COLOURS = dict(zip(PARTS, (_ORANGE, _BLUE, "#b03a48", "#bbbbbb"), strict=True))
+
+
+def destination(given: Path, name: str) -> Path:
+    """The file that a figure is written to: in a folder that is there, `<name>.svg`. SpecError for another format, before anything runs."""
+    file = given / f"{name}.svg" if given.is_dir() else given
+    if file.suffix not in FORMATS:
+        raise SpecError(
+            f"plot: got {str(given)!r}, wanted a folder that is there, or a file that ends with .svg or .png"
+        )
+    if not file.parent.is_dir():
+        raise SpecError(f"plot: there is no folder {str(file.parent)!r}; make it, or name another")
+    return file
+
+
+def draw_bench(found: Benched, file: Path) -> Path:
+    """Samples a second over the number of workers, and what the time of all workers goes to in a step."""
+    figure, (above, below) = _figure("Samples a second, and where the rest goes", 2)
+    workers = [speed.workers for speed in found.speeds]
+    first = found.speeds[0]
+    ideal = [first.samples_per_s * count / first.workers for count in workers]
+    above.plot(workers, ideal, "--", color=_GREY, label=f"as fast a worker as on {first.workers}")
+    above.plot(workers, [speed.samples_per_s for speed in found.speeds], "o-", color=_BLUE, label="measured")
+    above.set(ylabel="samples a second", xlabel="workers", xticks=workers)
+    above.set_ylim(bottom=0)
+    above.legend(frameon=False)
+    places = range(len(workers))
+    bottom = [0.0] * len(workers)
+    for part, column in zip(PARTS, zip(*(speed.taken for speed in found.speeds), strict=True), strict=True):
+        heights = [1e3 * count * value for count, value in zip(workers, column, strict=True)]
+        below.bar(places, heights, bottom=bottom, color=_COLOURS[part], label=part, width=0.6)
+        bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
+    below.axhline(bottom[0], linestyle="--", color=_GREY)  # what is above it is lost
+    for position, top, speed in zip(places, bottom, found.speeds, strict=True):
+        below.annotate(f"{found.efficiency(speed):.0%}", (position, top), ha="center", va="bottom")
+    below.set_xticks(list(places), [str(count) for count in workers])
+    below.margins(y=0.1)
+    below.set(ylabel="ms of all workers, a step", xlabel="workers, and their efficiency")
+    figure.legend(
+        *below.get_legend_handles_labels(), frameon=False, ncols=len(PARTS), loc="outside lower center"
+    )
+    return save(figure, file)
+
+
+def draw_range(found: RateRange, file: Path) -> Path:
+    """The loss over the rate, smoothed, with the suggestion and what it follows from."""
+    figure, (ax,) = _figure("Learning-rate range test", 1)
+    ax.plot(found.rates, found.losses, color=_GREY, linewidth=0.7, alpha=0.6, label="loss")
+    ax.plot(found.rates, found.smoothed, color=_BLUE, label="smoothed")
+    ax.axvline(found.suggestion, color=_ORANGE, label=f"suggested: {found.suggestion:g}")
+    ax.axvline(found.rises_from, color=_ORANGE, linestyle=":", label=f"rises from {found.rises_from:.2g} on")
+    if found.diverged is not None:
+        ax.axvline(found.diverged, color=_GREY, linestyle="--", label=f"diverged at {found.diverged:.2g}")
+    ax.set_xscale("log")
+    ax.set_ylim(0, 1.5 * max(found.smoothed[0], found.losses[0]))
+    ax.set(xlabel="learning rate", ylabel="loss")
+    ax.legend(frameon=False)
+    ax.set_title("\n".join(textwrap.wrap(found.reasoning, 110)), fontsize="small", loc="left")
+    return save(figure, file)
+
+
+def _figure(title: str, panels: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
+
+    figure = Figure(figsize=(8, 1.2 + 3.4 * panels), layout="constrained")
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure.suptitle(title)
+    for ax in axes:
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,193 @@
+"""Gradients that pile up: an optimizer or an `after_step` of the job's own that adds each gradient to those before it.
+
+Updates are taken with one gradient over and over, from the same weights each time. What lies in a `.grad` that such code is to zero by
+itself is made NaN before; where a backward or an update then adds to it, it was not zeroed. And a tensor that is the gradient after the
+first update, and twice, three times and four times the gradient after the next ones, holds the sum of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep.checks.findings import Finding, failed, passed, warned
+from lockstep.checks.fixture import Specimen
+from lockstep.randomness import seed_all
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.integrity.rehearsal.object_state import HeldTensors
+from lockstep.training.state import TrainState
+from lockstep.training.step.after_step import call_after_step, has_after_step
+from lockstep.training.step.phase_step import runs_own_code
+from lockstep.training.step.phases import phases_of
+
+NAME = "zero_grad"
+
+UPDATES = 4
+
+CLOSE = 1e-4
+"""How far, as a share, a tensor may be from a multiple of another one."""
+
+
+def zero_grad(specimen: Specimen) -> list[Finding]:
+    """Each update sees its own gradient alone. Nothing is looked at where torch's optimizers do all of it."""
+    state = specimen.fresh()
+    optimizers = [state.optimizer_of(phase.name) for phase in phases_of(state.job, state.model)]
+    if not any(map(runs_own_code, optimizers)) and not has_after_step(state.job):
+        return [
+            passed(
+                NAME,
+                "gradients are forgotten before each step; neither the optimizer nor after_step is the job's own",
+            )
+        ]
+    key = specimen.step_keys()[0]
+    for module in specimen.modules(state.job, state.model):
+        specimen.backward(module, state, specimen.fetch(key), key)  # an update may read what the loss makes
+    finding = _Updates(specimen, state)()
+    if finding is not None:
+        return [finding]
+    return [
+        passed(
+            NAME,
+            f"{UPDATES} updates with one gradient leave no sum of gradients, and add to none that is there",
+        )
+    ]
+
+
+class _Updates:
+    """Some updates of a state with one gradient, and what they show."""
+
+    def __init__(self, specimen: Specimen, state: TrainState) -> None:
+        self._specimen, self._state = specimen, state
+        self._own = dict(state.model.named_parameters())
+        self._values = {name: p.detach().clone() for name, p in self._own.items()}
+        generator = torch.Generator().manual_seed(specimen.spec.seed)
+        self._gradients = {
+            name: torch.randn(p.shape, generator=generator).to(p) for name, p in self._own.items()
+        }
+
+    def __call__(self) -> Finding | None:
+        snapshots: list[Mapping[str, Tensor]] = []
+        for update in range(UPDATES):
+            stale = self._update(update)
+            if stale is not None:
+                return stale
+            snapshots.append({path: tensor.detach().clone() for path, tensor in self._held().items()})
+        return self._sums(snapshots)
+
+    def _update(self, update: int) -> Finding | None:
+        """One update of each phase from the initial weights, and what follows it."""
+        state, spec = self._state, self._specimen.spec
+        with torch.no_grad():
+            for name, parameter in self._own.items():
+                parameter.copy_(self._values[name])
+        for phase in phases_of(state.job, state.model):
+            for name in phase.names:
+                self._own[name].grad = self._gradients[name].clone()
+            leaves = {path: tensor for path, tensor in self._leaves().items() if not self._is_own(tensor)}
+            with _poisoned(leaves, by_hand=True) as added:
+                seed_all(spec.seed, "update", update, *phase.key)
+                try:
+                    state.optimizer_of(phase.name).step()
+                except (Exception, SystemExit) as error:
+                    raise as_lockstep_error(error, "first update") from error
+            if added:
+                return _stale(added[0], "the optimizer's step")
+        if not has_after_step(state.job):
+            return None
+        with _poisoned(self._leaves()) as added:
+            call_after_step(state, update + 1, seed=spec.seed, device=None)
+        return _stale(added[0], "after_step") if added else None
+
+    def _held(self) -> dict[str, Tensor]:
+        """What the job and its optimizers hold beside the model's parameters."""
+        state = self._state
+        roots = {"optimizer": state.optimizer, "job": state.job}
+        return HeldTensors(roots, apart=self._own.values()).tensors
+
+    def _leaves(self) -> dict[str, Tensor]:
+        """What may get a gradient: the model's parameters, and those of the job's own."""
+        leaves: dict[str, Tensor] = dict(self._own)
+        return leaves | {
+            path: tensor for path, tensor in self._held().items() if tensor.is_leaf and tensor.requires_grad
+        }
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        return any(tensor is parameter for parameter in self._own.values())
+
+    def _sums(self, seen: Sequence[Mapping[str, Tensor]]) -> Finding | None:
+        """A tensor that has become the sum of all gradients."""
+        for path, first in seen[0].items():
+            names = [name for name, gradient in self._gradients.items() if _is_multiple(first, gradient)]
+            if not names or not all(
+                path in later and _is_times(later[path], i + 2, first) for i, later in enumerate(seen[1:])
+            ):
+                continue
+            evidence = f"{path} is the sum of all gradients of {names[0]!r} so far: after {UPDATES} updates with one gradient it is {UPDATES} times that"
+            if path.startswith("optimizer.state"):
+                remedy = "zero it after each update; if the method is dual averaging, this is right"
+                return warned(NAME, evidence, remedy)
+            return failed(
+                NAME,
+                evidence,
+                "zero it after each update, or let it decay; what a sum is meant for belongs in the optimizer's state",
+            )
+        return None
+
+
+@contextmanager
+def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterator[list[str]]:
+    """Gives the places whose gradient, as it was before the block, a backward in it added to; with `by_hand` any other addition as well."""
+    added: list[str] = []
+    versions: dict[str, tuple[Tensor, int]] = {}
+    hooks = []
+    for path, leaf in leaves.items():
+        gradient = leaf.grad
+        # Zero is what zero_grad(set_to_none=False) leaves: to add to that is right.
+        if gradient is None or not gradient.is_floating_point() or not bool(gradient.any()):
+            continue
+        with torch.no_grad():
+            gradient.fill_(math.nan)
+        versions[path] = (gradient, gradient._version)
+
+        def accumulated(tensor: Tensor, place: str = path) -> None:
+            if tensor.grad is not None and bool(tensor.grad.isnan().any()):
+                added.append(place)
+
+        hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+    try:
+        yield added
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path, (gradient, version) in versions.items():
+        is_kept = leaves[path].grad is gradient and bool(gradient.isnan().any())
+        if by_hand and is_kept and gradient._version > version:
+            added.append(path)
+
+
+def _stale(place: str, where: str) -> Finding:
+    return failed(
+        NAME,
+        f"{where} adds to the existing gradient of {place!r}, so each gradient is added to those before it",
+        "call zero_grad() before its backward, or set grad to None",
+    )
+
+
+def _is_multiple(tensor: Tensor, gradient: Tensor) -> bool:
+    """Whether it is a multiple, other than zero, of a gradient of more than one element."""
+    if tensor.shape != gradient.shape or tensor.numel() < 2 or not tensor.is_floating_point():
+        return False
+    flat, flat_gradient = tensor.double().flatten(), gradient.to(tensor.device).double().flatten()
+    factor = float(flat @ flat_gradient / (flat_gradient @ flat_gradient))
+    return factor != 0.0 and bool((flat - factor * flat_gradient).norm() <= CLOSE * flat.norm())
+
+
+def _is_times(tensor: Tensor, times: int, first: Tensor) -> bool:
+    if tensor.shape != first.shape:
+        return False
+    actual, expected = tensor.double(), times * first.double()
+    return bool((actual - expected).norm() <= CLOSE * expected.norm())

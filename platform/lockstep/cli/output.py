@@ -1,0 +1,220 @@
+"""What commands share: their options, and how they answer: one object or a text on standard output, an error as one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from lockstep import printing
+from lockstep.cli.interruption import answering, end
+from lockstep.driver.signals import Interrupted
+from lockstep.errors import LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.driver.options import RunOptions
+    from lockstep.driver.result import Result
+    from lockstep.sweeps.driver import SweepResult
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Uri = Annotated[
+    str | None, typer.Option(help="MLflow tracking URI; overrides record.uri and MLFLOW_TRACKING_URI")
+]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides, such as optimizer.lr=1e-3"),
+]
+Address = Annotated[str | None, typer.Option(help="Ray cluster: an address, auto or local")]
+Retries = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
+    ),
+]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        envvar="LOCKSTEP_NOTIFY",
+        show_envvar=False,
+        help="shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
+    ),
+]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
+RUNS = Path("runs")
+"""Where run folders are looked for by default."""
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
+
+
+_SEVERAL = re.compile(r"((?:metrics|artifacts) {2,}|  )(?=\S)")
+"""How a line begins that says several things, with two blanks between them: `metrics   train/loss 0.1  eval/loss 0.2`, or an item of a list."""
+
+
+def folded(text: str, columns: int) -> str:
+    """A text for a terminal of so many columns: a line that says several things is broken between two of them, and not in a word."""
+    return "\n".join(_folded(line, columns) for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    match = _SEVERAL.match(line)
+    if match is None or len(line) <= columns:
+        return line
+    margin = " " * max(4, match.end())
+    lines, begun = [match[0]], False
+    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
+        if begun and len(lines[-1]) + len(gap) + len(thing) > columns:
+            lines.append(margin)
+            gap = ""
+        words = textwrap.wrap(
+            thing, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
+        )
+        lines[-1] += gap + words[0]
+        lines += [margin + word for word in words[1:]]
+        begun = True
+    return "\n".join(lines)
+
+
+def json_text(value: Any) -> str:
+    """One line of JSON as every parser takes it: null for a number that is not finite, which JSON does not know."""
+    from lockstep.record.mirror.documents import without_nan
+
+    text = json.dumps(without_nan(value), default=str, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that JSON lets stand
+
+
+def open_standard_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed, before another file gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", closefd=False))
+
+
+class Answer(Protocol):
+    """How a command answers: with `value` as JSON, or with the text.
+
+    `code` is the command's exit code. If the answer cannot be written, a 0 becomes the code of a failure: whoever asked has not heard.
+    """
+
+    def __call__(self, value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None: ...
+
+
+@contextmanager
+def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answer]:
+    """Run a command: its answer goes to standard output, its errors become one line and an exit code.
+
+    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
+    standard output leads to standard error, for libraries and child processes as well.
+    """
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None:
+        sys.stdout.flush()
+        line = json_text(value) if as_json else text()
+        if not as_json and os.isatty(out):
+            line = folded(line, os.get_terminal_size(out).columns)
+        if not _written(line, out):
+            raise typer.Exit(code or unanswered)
+
+    try:
+        with answering(out if as_json else None):
+            try:
+                yield answer
+            except KeyboardInterrupt as error:
+                end(error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    except (LockstepError, OSError) as error:
+        message, code = f"{error}; --verbose shows where", 1
+        if isinstance(error, LockstepError):
+            message, code = str(error), error.exit_code
+        code = max(code, unanswered)
+        say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
+        if as_json:
+            _written(json_text({"status": "FAILED", "error": message, "exit_code": code}), out)
+        raise typer.Exit(code) from None
+    finally:
+        os.dup2(out, 1)
+        os.close(out)
+
+
+def _written(line: str, out: int) -> bool:
+    """Write an answer. Where that fails it is said, unless its reader has left, as `head` does."""
+    try:
+        with os.fdopen(os.dup(out), "w") as stream:
+            printing.write(f"{line}\n", stream)
+    except BrokenPipeError:
+        return False
+    except OSError as error:
+        say(f"lockstep: standard output: the answer cannot be written: {error.strerror}")
+        return False
+    return True
+
+
+def say(line: str) -> None:
+    """Write a line to standard error. Where it cannot be written, nothing else fails."""
+    from lockstep.driver.progress import display
+
+    with display():
+        printing.complain(line)
+
+
+def began() -> float:
+    """When the command was given, Unix time in seconds: before this process started over, where it did."""
+    return float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+
+
+@contextmanager
+def running(
+    as_json: bool,
+    *,
+    began_at: float,
+    verbose: bool,
+    local: bool = False,
+    address: str | None = None,
+    chaos: str | None = None,
+    retries: int = 0,
+    notify: str | None = None,
+) -> Iterator[RunOptions]:
+    """The options of a command that trains, as one value. The live line is shown meanwhile; nothing with `--json`."""
+    if retries:
+        from lockstep.clusters.driver_restarter import first_job
+
+        first_job()  # before anything is begun
+    from lockstep.driver.options import RunOptions
+    from lockstep.driver.progress import Line, Silent
+
+    line = None if as_json else Line()
+    with nullcontext() if line is None else line.running():
+        yield RunOptions(
+            progress=line or Silent(),
+            local=local,
+            address=address,
+            verbose=verbose,
+            chaos=chaos,
+            retries=retries,
+            notify=notify,
+            began_at=began_at,
+        )
+
+
+def exit_code(result: Result | SweepResult) -> int:
+    """That of a run or a sweep which has ended."""
+    return 0 if result.signal_number is None else 128 + result.signal_number

@@ -1,0 +1,212 @@
+"""The keeper of a submitted run: a small actor that outlives the run's driver, and starts the run again if the driver is lost.
+
+It is detached: it ends when the run does, not with the job that made it. If its node is lost, Ray starts it on another. It
+watches the job by Ray's job API. If the driver was killed, or ended for a reason that may pass, it submits the same command again,
+which finds its run by name. An end that the run decided itself shows in the exit code, and is left as it is.
+
+The keeper stores nothing: how often a run was started again is read from the cluster's list of jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.clusters.background import answered, in_background, leaving
+from lockstep.clusters.bounded_calls import answer_of, unanswered, within
+from lockstep.clusters.ray_internals import jobs, unavailable
+from lockstep.driver.signals import was_signalled
+from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
+
+KEPT = "LOCKSTEP_KEPT"
+"""Environment variable of a driver that a keeper has started: the id of the run's first job."""
+
+EX_TEMPFAIL = 75
+"""The exit code of a run with a keeper that ended for a reason that may pass (sysexits.h)."""
+
+OWN_ENDS = {0, 1, 2, 130, 143}
+"""Exit codes of a run that ended by its own decision: finished, failed, refused, stopped by a signal."""
+
+LOOK_S = 2.0
+"""Seconds between two looks at a job."""
+
+LONGEST_PAUSE_S = 60.0
+
+AWAY_S = 600.0
+"""How long the job API may not answer before the keeper gives up."""
+
+ANSWER_S = 60.0
+"""How long one call of the job API may take."""
+
+READY_S = 180.0
+"""How long the keeper may take to start."""
+
+NAMESPACE = "lockstep"
+
+_log = logging.getLogger(__name__)
+
+
+def was_lost(status: str, exit_code: int | None) -> bool:
+    """Whether a job has ended, but not by its run's own decision."""
+    return status == "FAILED" and exit_code not in OWN_ENDS
+
+
+def pause_s(retry: int) -> float:
+    """Seconds to wait before retry number `retry`, counted from 1."""
+    return min(LONGEST_PAUSE_S, 2.0 ** (retry - 1))
+
+
+def first_of(job: str) -> str:
+    """The first job of the run that a job belongs to."""
+    return re.sub(r"-retry-\d+$", "", job)
+
+
+def retry_of(first: str, number: int) -> str:
+    """The job that starts a run again for the `number`-th time; 0 is the first job itself."""
+    return f"{first}-retry-{number}" if number else first
+
+
+def retries_so_far(first: str, jobs: Collection[str | None]) -> int:
+    """How often a run was started again, judging by the ids of the cluster's jobs."""
+    number = 0
+    while retry_of(first, number + 1) in jobs:
+        number += 1
+    return number
+
+
+class Keeper:
+    """Keeps the run whose first job is `first`, for up to `retries` more starts. It begins at once, also when Ray restarts it."""
+
+    def __init__(self, first: str, retries: int) -> None:
+        import ray
+
+        self._first, self._retries = first, retries
+        context = ray.get_runtime_context()
+        self._address, self._self = context.gcs_address, context.current_actor
+        self._client = self._connected()
+        threading.Thread(target=self._keep, name="lockstep-keeper", daemon=True).start()
+
+    def ready(self) -> bool:
+        """True once the actor has started and the job API has answered."""
+        return True
+
+    def _connected(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        return within(ANSWER_S, "the cluster's job API", lambda: JobSubmissionClient(self._address))
+
+    def _keep(self) -> None:
+        import ray
+
+        heard = time.monotonic()
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                if self._is_over():
+                    break
+                heard = time.monotonic()
+            except Exception as error:  # noqa: BLE001 - the client raises what requests does; the API may come back
+                _log.warning("job API: %r", error)
+                if time.monotonic() - heard > AWAY_S:
+                    break
+        ray.kill(self._self, no_restart=True)
+
+    def _is_over(self) -> bool:
+        """Look at the newest job of the run, and start the next one if it was lost. True when the keeper has nothing left to do."""
+        listed = within(ANSWER_S, "the cluster's job API", self._client.list_jobs)
+        jobs_by_id = {job.submission_id: job for job in listed}
+        number = retries_so_far(self._first, jobs_by_id)
+        newest = jobs_by_id.get(retry_of(self._first, number))
+        if newest is None:
+            return True  # someone has deleted it
+        status = str(getattr(newest.status, "value", newest.status))
+        if status in ("PENDING", "RUNNING"):
+            return False
+        if not was_lost(status, newest.driver_exit_code) or number >= self._retries:
+            return True
+        time.sleep(pause_s(number + 1))
+        within(ANSWER_S, "the cluster's job API", lambda: self._submit(newest, number + 1))
+        return False
+
+    def _submit(self, lost: Any, number: int) -> None:
+        environment = dict(lost.runtime_env or {})
+        environment["env_vars"] = {**environment.get("env_vars", {}), KEPT: self._first}
+        self._client.submit_job(
+            entrypoint=lost.entrypoint,
+            submission_id=retry_of(self._first, number),
+            runtime_env=environment,
+            metadata=lost.metadata,
+        )
+
+
+def first_job() -> str:
+    """The first job of the run whose driver this is. SpecError if this process is no job of a cluster."""
+    first = os.environ.get(KEPT) or (None if unavailable("jobs") else jobs.submission_id())
+    if first is None:
+        raise SpecError(
+            "retries: this command is not a cluster job, so nothing could start it again; send the run with lockstep submit, "
+            "or leave out --retries"
+        )
+    return first
+
+
+def _start_keeper(first: str, retries: int) -> Any:
+    """The keeper of the run: the one that has started this job, or a new one."""
+    import ray
+
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    return (
+        ray.remote(num_cpus=0, max_restarts=-1)(Keeper)
+        .options(
+            name=f"keeper-{first}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=strategy,
+        )
+        .remote(first, retries)
+    )
+
+
+@contextmanager
+def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
+    """With `retries`, let a keeper watch the run while the block trains it on a connected cluster.
+
+    An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL, unless a signal ended the run.
+    """
+    if not retries:
+        yield
+        return
+    ready = _start_keeper(first_job(), retries).ready.remote()
+    in_background(_watch_start, ready, say, name="lockstep-keeper")
+    try:
+        yield
+    except LockstepError as error:
+        if isinstance(error, ClusterError | TransientStorageError) and not was_signalled(error):
+            error.exit_code = EX_TEMPFAIL
+        raise
+
+
+def _watch_start(ready: Any, say: Callable[[str], None]) -> None:
+    """Warn if the keeper does not start: the run goes on without one."""
+    from ray.exceptions import RayError
+
+    try:
+        if not answered(ready, READY_S):
+            if leaving.is_set():
+                return
+            raise unanswered("it", READY_S)
+        answer_of(ready, "it", ANSWER_S)
+    except (SilentError, RayError) as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        say(
+            f"warning: retries: the run has no keeper ({line}); if its driver is lost, nothing starts it again"
+        )

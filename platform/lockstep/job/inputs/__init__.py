@@ -1,0 +1,1 @@
+"""What a job takes from its process and machine that no spec names."""

@@ -1,0 +1,158 @@
+"""What a run says that it ended with, held against its own rows and files: for this nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lockstep.errors import StorageError, first_line
+from lockstep.plan import Plan
+from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.spec.fields import Spec
+from lockstep.training.auxiliary_state import beside_path, load_beside
+from lockstep.training.integrity.digests import Digester, model_digest
+from lockstep.training.integrity.state_digest import tree_digest, weights_digest
+from lockstep.training.integrity.step_digests import digest_is_due
+from lockstep.training.weights import read_tensors
+
+DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
+"""Which digest of a run's summary belongs to which file of weights."""
+
+
+class Disagreement(NamedTuple):
+    """One thing that is said in two places, and not the same in both."""
+
+    what: str
+    stated: Any
+    found: Any
+
+
+def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
+    """The plan of a run whose identity has these fields; None where they do not tell how many samples it trained on."""
+    samples = fields.get("data.train_samples")
+    if not isinstance(samples, int):
+        return None
+    batch, length = spec.batch, spec.length
+    try:
+        return Plan.of(
+            samples,
+            batch.global_,
+            batch.micro,
+            drop_last=spec.data.drop_last,
+            epochs=length.epochs,
+            steps=length.steps,
+        )
+    except ValueError:
+        return None
+
+
+def lacking_digests(spec: Spec, plan: Plan, row: StepRow) -> str | None:
+    """Which digests a row lacks that it has to have by the spec; None where it lacks none, or the spec is older than digests."""
+    digests = row.digests
+    if digests is None:
+        configured = "digest_every" in spec.record.model_fields_set
+        return (
+            "digests"
+            if configured and digest_is_due(spec, plan.position(row.step - 1), plan.total_steps)
+            else None
+        )
+    if digests.gradients is None and spec.reduction == "exact":
+        return "gradient_digests"
+    return "ema_digest" if digests.average is None and spec.ema is not None else None
+
+
+def of_metrics(
+    summary: Mapping[str, Any],
+    steps: Mapping[int, StepRow],
+    evaluations: Mapping[int, EvaluationRow],
+    fields: Mapping[str, Any],
+    *,
+    forked: bool,
+) -> Iterator[Disagreement]:
+    """In what a summary's metrics are not the newest ones of the rows, or an evaluation of the last step is not there.
+
+    A fork also has metrics of the run that was forked, which its own rows need not have.
+    """
+    stated = summary.get("metrics") or {}
+    last = max(steps)
+    evaluated = any(name.startswith("eval/") for name in stated) and fields.get("data.eval_samples") != 0
+    if evaluated and last not in evaluations:
+        newest_of = f"after step {max(evaluations)}" if evaluations else "none"
+        yield Disagreement("the last evaluation", f"after step {last}", newest_of)
+    newest: dict[str, float] = {}
+    for step in sorted(steps):
+        row = steps[step]
+        newest |= {"train/loss": row.loss, **{f"train/{name}": value for name, value in row.parts.items()}}
+    for step in sorted(evaluations):
+        newest |= evaluations[step].metrics
+    for name in sorted({*stated, *newest} if stated else ()):
+        if forked and name not in newest:
+            continue
+        if not same_in_json(stated.get(name), newest.get(name)):
+            yield Disagreement(f"{name} of the summary", stated.get(name), newest.get(name))
+
+
+def of_files(summary: Mapping[str, Any], folder: Path, last: StepRow | None) -> Iterator[Disagreement]:
+    """In what the files of weights in a run's `folder`, as far as they are there, are not what its summary and its last row say."""
+    for name, key in DIGEST_OF.items():
+        path = folder / "weights" / f"{name}.safetensors"
+        if not summary.get(key) or not path.is_file():
+            continue
+        try:
+            state = read_weights(path)
+        except StorageError as error:
+            yield Disagreement(f"weights/{path.name}", summary[key], str(error))
+            continue
+        if (digest := weights_digest(state)) != summary[key]:
+            yield Disagreement(f"weights/{path.name}", summary[key], digest)
+        if name == "final" and last is not None and last.digests is not None:
+            actual = model_digest(Digester(torch.device("cpu")), state)
+            if actual != last.digests.weights:
+                yield Disagreement(
+                    f"weights/{path.name} in the ledger's last row",
+                    f"{last.digests.weights:016x}",
+                    f"{actual:016x}",
+                )
+    yield from _beside(summary, folder)
+
+
+def beside_of(summary: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """The files of weights in a run's `folder` with something beside them, by their names in the summary."""
+    stated = summary.get("beside") or {}
+    return {name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if stated.get(name)}
+
+
+def _beside(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
+    """The same for what the model computed with besides them."""
+    for name, path in beside_of(summary, folder).items():
+        if not beside_path(path).is_file():
+            continue
+        digest = summary["beside"][name]
+        try:
+            actual = tree_digest(load_beside(path))
+        except StorageError as error:
+            actual = str(error)
+        if actual != digest:
+            yield Disagreement(f"weights/{beside_path(path).name}", digest, actual)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of weights. StorageError where it cannot be read."""
+    try:
+        return read_tensors(path)
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise StorageError(
+            f"weights: {str(path)!r} cannot be read: {first_line(error)}; put the file back that the run wrote"
+        ) from error
+
+
+def same_in_json(one: Any, other: Any) -> bool:
+    """Whether two values of a summary are the same: numbers to the last bit, as JSON has them."""
+    one, other = (float(value) if isinstance(value, int) else value for value in (one, other))
+    return json.dumps(one, default=str) == json.dumps(other, default=str)

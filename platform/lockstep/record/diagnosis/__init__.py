@@ -1,0 +1,1 @@
+"""What a run's rows show to be wrong with it."""

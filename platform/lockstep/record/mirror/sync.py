@@ -1,0 +1,136 @@
+"""Sends a store what a process could not: the journal of a run whose store did not answer, or that was killed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import RecordError, SpecError
+from lockstep.process import place
+from lockstep.record.events.union import Failed, Finished, Opened
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.replay import PROCESS, lost_end
+from lockstep.record.mirror.documents import HIDDEN
+from lockstep.record.mirror.stores import reader
+from lockstep.record.recorder import Recorder
+from lockstep.record.runs.heartbeat import SILENT_S
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import RECORD_OFF
+
+_FOLDER = "lockstep.folder"
+"""The tag of a run with the folder that it used."""
+
+
+class Synced(NamedTuple):
+    """The result of a sync. `sent` is False if there was nothing to send."""
+
+    run_id: str
+    sent: bool
+    step: int
+    folder: str
+    url: str
+
+
+def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, again: bool = False) -> Synced:
+    """Bring the store up to date with the run's folder, and give the run its final status.
+
+    What the store has confirmed is not sent, unless `again` is set. SpecError where the run was continued in another folder, or
+    its store knows an end that the journal has lost.
+    RecordError where another process records the run, or the store does not answer.
+    """
+    check_there(folder)
+    with closing(Journal(folder)) as journal:
+        step = journal.last_step
+        if journal.delivered and not again:
+            return Synced(folder.name, False, step, str(folder), "")
+        spec = spec_of(folder, uri)
+        refuse_continued(folder, journal, spec)
+        _refuse_lost_end(folder, journal, spec)
+        refuse_living(folder, journal, spec)
+    recorder = Recorder(spec, run_id=folder.name, replay=True)
+    recorder.start()
+    recorder.close(timeout_s)
+    return Synced(folder.name, True, step, str(folder), recorder.state.url)
+
+
+def refuse_continued(folder: Path, journal: Journal, spec: Spec) -> None:
+    """SpecError where the run's store has more of it than `folder`, from another process or another folder.
+
+    So it is where an attempt that resumed the run recorded it in another folder. Its end is not for this one to tell.
+    """
+    uri = spec.record.uri or RECORD_OFF
+    if uri == RECORD_OFF:
+        return  # the folder is the store
+    run = reader(uri, spec.folder).run(folder.name)
+    opened = [event.process.get(PROCESS) for event in journal.events if isinstance(event, Opened)]
+    other_process = run.tags.get(PROCESS) not in (None, *opened)
+    there = Path(run.tags.get(_FOLDER, folder))
+    other_folder = there.resolve() != folder.resolve()  # or this one was moved
+    if not other_folder and lost_end(journal.events, run.status, run.tags.get(PROCESS)):
+        return  # that is told, and mended, on its own
+    ahead = run.step > journal.last_step and (other_process or other_folder)
+    if ahead or (other_process and other_folder and run.status in {"RUNNING", "FINISHED"}):
+        raise SpecError(
+            f"run {folder.name}: it was continued in {str(there)!r}, up to step {run.step} ({run.status}); "
+            f"sync that folder: --storage {str(there.parent)!r}"
+        )
+
+
+def refuse_living(folder: Path, journal: Journal, spec: Spec) -> None:
+    """RecordError where the run has no end yet, and a process on another machine may still record it: as long as its beat is not known to be silent.
+
+    On this machine the lock of the journal tells. It does not where the folder is a copy, or its file system locks for one machine alone.
+    """
+    since = list(takewhile(lambda event: not isinstance(event, Opened), reversed(journal.events)))
+    if any(isinstance(event, Finished | Failed) for event in since):
+        return
+    run = reader(spec.record.uri or RECORD_OFF, spec.folder).run(
+        folder.name
+    )  # which marks it once it is silent
+    where = run.tags.get(PROCESS, "").partition(" ")[0]
+    if run.status == "RUNNING" and where != place():
+        raise RecordError(
+            f"run {folder.name}: it is RUNNING, and the process that records it, on host {run.tags.get('lockstep.host', '?')}, may live; "
+            f"it counts as gone once its beat has not moved for {SILENT_S:.0f} s while this machine watched: give the command again then"
+        )
+
+
+def _refuse_lost_end(folder: Path, journal: Journal, spec: Spec) -> None:
+    run = reader(spec.record.uri or RECORD_OFF, spec.folder).run(folder.name)
+    if lost_end(journal.events, run.status, run.tags.get(PROCESS)):
+        raise SpecError(
+            f"run {folder.name}: it is {run.status}, and its {NAME} in {str(folder)!r} has lost that end: it goes up to step "
+            f"{journal.last_step}; `lockstep record check {folder.name} --repair` writes the end again, or put a whole copy of the file back"
+        )
+
+
+def check_there(folder: Path) -> None:
+    """SpecError if a folder has no journal, RecordError if it may not be read."""
+    try:
+        there = (folder / NAME).is_file()
+    except OSError as error:
+        raise RecordError(
+            f"run {folder.name}: {str(folder)!r} cannot be read: {error.strerror}; it may be another user's"
+        ) from error
+    if not there:
+        raise SpecError(
+            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
+        )
+
+
+def spec_of(folder: Path, uri: str | None) -> Spec:
+    """The spec of the run in `folder`, with its record there."""
+    try:
+        spec = load_spec(folder / "spec.yaml", uri=uri)
+    except SpecError as error:
+        raise RecordError(f"run {folder.name}: its spec cannot be read: {error}") from error
+    if spec.record.uri is not None and HIDDEN in spec.record.uri:
+        raise SpecError(
+            f"run {folder.name}: the password of {spec.record.uri!r} is not recorded; give the whole --uri"
+        )
+    record = spec.record.model_copy(update={"folder": str(folder.absolute().parent)})
+    return spec.model_copy(update={"record": record})

@@ -1,0 +1,288 @@
+"""Compares four records of a run: its journal, its ledger, the history in its newest checkpoint, and its store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.errors import StorageError
+from lockstep.parsing import MOST_BYTES, json_value
+from lockstep.paths import read_bounded
+from lockstep.record.events.metrics import Point, points_of
+from lockstep.record.events.union import (
+    Corrupted,
+    EvaluationRow,
+    Finished,
+    InputsFound,
+    Mended,
+    Opened,
+    Started,
+    StepRow,
+)
+from lockstep.record.ledger import tables
+from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
+from lockstep.record.ledger.journal import Damage, Journal
+from lockstep.record.ledger.replay import last_words, lost_end, status_of
+from lockstep.record.mirror.documents import as_json
+
+COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
+"""Files of the run's folder that its store has too."""
+_LARGEST = 1.7976931348623157e308
+
+
+class RecordDifference(NamedTuple):
+    """One difference, found in the `journal`, the `ledger`, the `checkpoint`, the run's `folder` or the `store`."""
+
+    where: str
+    what: str
+    mended: bool = False
+
+
+class InStore(NamedTuple):
+    """What a store has of a run; `digests` are sha256 of files, by name."""
+
+    status: str
+    points: Mapping[str, Sequence[Point]]
+    digests: Mapping[str, str]
+    process: str | None = None
+    """The process that recorded the run last."""
+
+
+def check_journal(
+    journal: Journal, history: tables.Rows | None, *, repair: bool
+) -> Iterator[RecordDifference]:
+    """Compare the journal with the history of a checkpoint; `repair` adds the rows that the journal lacks."""
+    rows = history or tables.Rows((), ())
+    steps = [row for row in rows.steps if not journal.has_step(row.step)]
+    evaluations = [row for row in rows.evaluations if journal.evaluation(row.step) is None]
+    yield from _differing(journal, rows)
+    if repair and (steps or evaluations):
+        journal.add([*steps, *evaluations])
+    lacking = [f"step {row.step}" for row in steps]
+    lacking += [f"the evaluation after step {row.step}" for row in evaluations]
+    for what in lacking:
+        yield RecordDifference("journal", f"lacks {what}, which the checkpoint has", repair)
+    missing = journal.missing_steps() if repair or not steps else range(0)
+    if missing:
+        yield RecordDifference(
+            "journal", f"lacks steps {missing.start} to {missing.stop - 1}; no checkpoint has them"
+        )
+    damage = journal.damage
+    mended = [line for line in damage if repair and _is_back(line, journal, rows)]
+    if mended:
+        contents = ", ".join(line.held for line in mended)
+        journal.add([Mended([line.start for line in mended], f"damaged lines ({contents}), by a check")])
+    for line in damage:
+        yield RecordDifference("journal", f"a damaged line at byte {line.start}: {line.held}", line in mended)
+
+
+def _is_back(damage: Damage, journal: Journal, history: tables.Rows) -> bool:
+    """Whether the rows of a damaged line are in the journal again. Anything else on a line is stored nowhere else."""
+    kind, _, number = damage.held.partition(" ")
+    if kind == "step" and number:
+        return journal.has_step(int(number))
+    if kind == "evaluation" and number:
+        return journal.evaluation(int(number)) is not None
+    if kind in ("step", "evaluation", "unreadable"):
+        return bool(history.steps) and history.steps[-1].step >= journal.last_step
+    return True
+
+
+def _differing(journal: Journal, history: tables.Rows) -> Iterator[RecordDifference]:
+    for row in history.steps:
+        journal_step = journal.step(row.step) if journal.has_step(row.step) else None
+        if journal_step is not None and (difference := step_difference(journal_step, row)):
+            yield RecordDifference(
+                "checkpoint", f"has other bits of step {row.step} than the journal: {difference}"
+            )
+    for evaluated in history.evaluations:
+        journal_evaluation = journal.evaluation(evaluated.step)
+        if journal_evaluation is not None and (
+            difference := evaluation_difference(journal_evaluation, evaluated)
+        ):
+            yield RecordDifference(
+                "checkpoint",
+                f"has another evaluation after step {evaluated.step} than the journal: {difference}",
+            )
+
+
+def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[RecordDifference]:
+    """Compare the Parquet files of a run that has ended with its journal; `repair` writes them again."""
+    if not _ended(journal):
+        return
+    steps, path = list(journal.steps()), folder / "ledger.parquet"
+    if steps and (what := _other(tables.read_parquet, path, steps)):
+        if repair:
+            tables.write_parquet(steps, path)
+        yield RecordDifference("ledger", f"{path.name} {what}", repair)
+    evaluations, path = journal.evaluations(), folder / "evaluations.parquet"
+    if evaluations and (what := _other(tables.read_evaluations, path, evaluations)):
+        if repair:
+            tables.write_evaluations(evaluations, path)
+        yield RecordDifference("ledger", f"{path.name} {what}", repair)
+
+
+def _ended(journal: Journal) -> bool:
+    return bool(journal.events) and not isinstance(journal.events[-1], Opened)
+
+
+def _other(
+    read: Callable[[Path], Sequence[StepRow | EvaluationRow]],
+    path: Path,
+    wanted: Sequence[StepRow | EvaluationRow],
+) -> str:
+    """How the rows of a file differ from the wanted ones, every column bit for bit; empty if they do not."""
+    try:
+        rows = read(path)
+    except StorageError as error:
+        return f"cannot be read ({error})"
+    if len(rows) != len(wanted):
+        return f"has {len(rows)} rows, and the journal {len(wanted)}"
+    for row, expected in zip(rows, wanted, strict=True):
+        if not same_row(row, expected):
+            return f"has another row of step {expected.step} than the journal"
+    return ""
+
+
+def check_store(
+    folder: Path, journal: Journal, store: InStore, *, scaled: bool
+) -> Iterator[RecordDifference]:
+    """Compare a store with the journal and the run's folder."""
+    expected: dict[str, dict[int, Point]] = {}
+    for point in expected_points(journal, scaled=scaled):
+        expected.setdefault(point.key, {})[point.step] = point
+    corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
+    doubted = {step for event in corrupted for step in range(event.since + 1, event.step + 1)}
+    for key in sorted({*expected, *store.points}):
+        if key in expected or key.startswith(("train/", "eval/")):
+            yield from _points(
+                key, *_undoubted(key, expected.get(key, {}), store.points.get(key, ()), doubted)
+            )
+    if _ended(journal):
+        yield from _status("store", store.status, store.process, journal)
+        for name in COPIED:
+            path = folder / name
+            if path.exists() and store.digests.get(name) != digest(path):
+                what = "another file" if name in store.digests else "no file"
+                yield RecordDifference("store", f"has {what} {name}")
+
+
+def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Iterator[RecordDifference]:
+    """Compare the files of a run that is recorded in its folder alone with its journal, and with the status in `store`, its run.json."""
+    end = last_words(journal.events)[-1]
+    documents = {}
+    for event in journal.events:
+        if isinstance(event, Started) and event.facts.get("fields"):
+            documents["fields.json"] = event.facts["fields"]
+        elif isinstance(event, InputsFound):
+            documents["fields.json"] = event.fields
+    if isinstance(end, Finished):
+        documents["summary.json"] = end.summary
+    for name, document in documents.items():
+        if what := _other_document(folder / name, document):
+            yield RecordDifference("folder", f"{name} {what}")
+    for path in end.files if isinstance(end, Finished) else ():
+        if path.suffix == ".safetensors" and (what := _damaged(path)):
+            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {what}")
+    if store is not None and _ended(journal):
+        yield from _status("folder", store.status, store.process, journal)
+
+
+def _status(where: str, status: str, process: str | None, journal: Journal) -> Iterator[RecordDifference]:
+    """A wrong status. One that is right, of an end that the journal has lost, is told of the journal."""
+    wanted = status_of(journal.events)
+    if status != wanted and not lost_end(journal.events, status, process):
+        yield RecordDifference(where, f"has status {status}, wanted {wanted}")
+
+
+def _other_document(path: Path, wanted: Mapping[str, Any]) -> str:
+    """How a file of JSON differs from the wanted document; empty if it does not."""
+    try:
+        actual = json_value(read_bounded(path, MOST_BYTES))
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    same = json.dumps(actual, sort_keys=True) == json.dumps(json.loads(as_json(wanted)), sort_keys=True)
+    return "" if same else "is another one than the journal has"
+
+
+def _damaged(path: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy"):
+            return ""
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, SafetensorError) as error:
+        return f"cannot be read ({error})"
+
+
+def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
+    """The points that the journal's events become in a store."""
+    opened = (event.at for event in journal.events if isinstance(event, Opened))
+    started_at = next(opened, math.inf)  # its line is damaged: nothing tells when a sample was taken
+    previous: StepRow | None = None
+    for row in journal.steps():
+        yield from points_of(row, previous, scaled=scaled, started_at=started_at)
+        previous = row
+    for entry in journal.read(0):
+        event = entry.event
+        if event is not None and not isinstance(event, StepRow):
+            yield from points_of(event, None, scaled=scaled, started_at=started_at)
+
+
+def _undoubted(
+    key: str, wanted: Mapping[int, Point], found: Sequence[Point], doubted: Collection[int]
+) -> tuple[Mapping[int, Point], Sequence[Point]]:
+    """What to compare where a store has points of corrupted bits: it deletes none, and the right ones follow them.
+
+    In these steps it may have the timing of either.
+    """
+    if not doubted:
+        return wanted, found
+    if key.startswith("perf/"):
+        undoubted = {step: point for step, point in wanted.items() if step not in doubted}
+        return undoubted, [point for point in found if point.step not in doubted]
+
+    def is_right(point: Point) -> bool:
+        right = wanted.get(point.step)
+        return right is None or (point.timestamp_ms, _value(point)) == (right.timestamp_ms, _value(right))
+
+    return wanted, [point for point in found if point.step not in doubted or is_right(point)]
+
+
+def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[RecordDifference]:
+    steps = [point.step for point in found]
+    lacking = sorted(wanted.keys() - set(steps))
+    if lacking:
+        yield RecordDifference("store", f"lacks {len(lacking)} points of {key}, from step {lacking[0]} on")
+    more = sorted(set(steps) - wanted.keys())
+    if more:
+        yield RecordDifference(
+            "store", f"has {len(more)} points of {key} more than the journal, from step {more[0]} on"
+        )
+    if len(steps) != len(set(steps)):
+        double = sorted({step for step in steps if steps.count(step) > 1})
+        yield RecordDifference("store", f"has step {double[0]} of {key} twice")
+    differing = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
+    if differing:
+        yield RecordDifference("store", f"has another value of {key} at step {differing[0]}")
+
+
+def _value(point: Point) -> str:
+    """A value as MLflow stores it."""
+    if math.isnan(point.value):
+        return "nan"
+    return repr(max(-_LARGEST, min(_LARGEST, point.value)) + 0.0)
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

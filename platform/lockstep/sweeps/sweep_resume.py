@@ -1,0 +1,88 @@
+"""A sweep that is taken up again: it is held first, and only then what goes on with it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.runs.lease import Hold, holding
+from lockstep.checkpoint.storage.local import LocalStorage
+from lockstep.driver.options import RunOptions
+from lockstep.errors import SpecError
+from lockstep.job.identity import changed_fields, shown
+from lockstep.job.recorded_source import imported_from
+from lockstep.record.mirror.stores import find_sweep
+from lockstep.record.redaction import redacted_fields
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.sweep import SweepSpec, load_sweep
+
+if TYPE_CHECKING:
+    from lockstep.sweeps.driver import SweepResult
+
+
+def resume_sweep(
+    options: RunOptions,
+    sweep_id: str,
+    overrides: Iterable[str] = (),
+    *,
+    uri: str | None = None,
+    takeover: bool = False,
+    step: int | None = None,
+    fork: bool = False,
+) -> SweepResult | None:
+    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may change placement, such as where it lies (`record.folder`).
+
+    SpecError where another command works on the sweep, unless it is taken over; where `overrides` change the bits of its trials; and
+    for a `step` or a `fork`, which only a run has.
+    """
+    override_list = list(overrides)
+    where = load_spec(
+        {"job": {"use": "any:Job"}},
+        [o for o in override_list if o.startswith(("record.", "checkpoint."))],
+        uri=uri,
+    )
+    store = where.record.uri or ""
+    document = find_sweep(store, sweep_id, where.folder)
+    if document is None:
+        return None
+    if options.local or options.chaos is not None:
+        raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
+    if fork or step is not None:
+        raise SpecError(
+            f"resume: each trial of sweep {sweep_id} goes on from its own newest checkpoint; leave out --fork and --from-step, or give them "
+            "with the run id of a trial"
+        )
+    document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
+    recorded_spec = load_spec(document["spec"])
+    spec = load_sweep(document, [f"spec.{override}" for override in override_list])
+    with held_sweep(spec, sweep_id, takeover=takeover) as hold:
+        from lockstep.proof.recorded_run import recorded_main
+
+        source = recorded_main(spec.base, sweep_id)
+        with imported_from(source) if source else nullcontext():
+            _refuse_changes(sweep_id, recorded_spec, spec.base)
+        from lockstep.sweeps.driver import run_sweep
+
+        return run_sweep(replace(options, source=source), spec, sweep_id, hold)
+
+
+def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
+    """SpecError for the first field that would change the bits of the trials, and for a secret that the record has not and nobody gives."""
+    for name in redacted_fields({**after.document(), "record": {}}):
+        raise SpecError(
+            f"resume: {name} of sweep {sweep_id} is or has a secret, which is not recorded; give it again: {name}=…"
+        )
+    hidden = redacted_fields(before.document())
+    for name, old, new in changed_fields(before, after):
+        if not any(name.startswith(field) for field in hidden):
+            raise SpecError(
+                f"resume: {name} is {shown(old)} in sweep {sweep_id}, got {shown(new)}; a resumed sweep is the same sweep: leave it, or begin a new one"
+            )
+
+
+def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:
+    """Hold a sweep where its decisions lie: in the folder of the record."""
+    return holding(LocalStorage(spec.base.folder), sweep_id, f"sweep {sweep_id}", takeover=takeover)

@@ -1,0 +1,235 @@
+"""A run that goes on in memory in another group, because a worker was lost or because some join and others leave.
+
+After each update all ranks hold the same state, and the plan runs on any number of them. So when one is lost, each of
+the others leaves its step, breaks the group off, and meets the rest (`Recovery.regroup`). They go on from the least that any
+of them has done: a rank that is ahead, by one step or one evaluation, takes the state of one that is not. Then all
+compare what they hold, and take new ranges from the plan. Nothing is restarted or read from a disk.
+
+Where workers join or leave, the whole group meets after a step that it has agreed on (`RegroupError`), and breaks nothing off.
+A newcomer has built the run as at its start (`let_in`). It holds no state of the run, and takes it like a rank that is ahead.
+
+Invariants:
+
+- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun.
+- A state that went on or was handed over is compared, bit for bit, before the next step.
+- Each meeting begins a new attempt: the previous one can publish no checkpoint once this one has saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import pack
+from lockstep.communication.group import Group
+from lockstep.errors import ClusterError, DriftError
+from lockstep.failure_kinds import kind_of
+from lockstep.record.events.union import Started, Tell
+from lockstep.record.ledger.history import History
+from lockstep.spec.fields import Spec
+from lockstep.training.elastic.membership import Progress
+from lockstep.training.inputs import completed, differing
+from lockstep.training.requests import Requests
+from lockstep.training.setup import Run
+from lockstep.training.start import check_same_state
+from lockstep.training.state import TrainState
+from lockstep.training.step.phases import PhaseOptimizers
+
+
+class Seat(NamedTuple):
+    """A worker's place in a run: its group, the channels for events and requests, and which attempt this is."""
+
+    group: Group
+    tell: Tell
+    requests: Requests
+    origin: AttemptOrigin | None
+
+
+class RegroupError(ClusterError):
+    """Raised after the agreed step at which the group is to change, because workers join or leave. Reported only if no new group can be formed."""
+
+
+class LeftError(ClusterError):
+    """Raised in a worker that leaves the run as planned; the others go on."""
+
+
+class Recovery(Protocol):
+    """Where the workers of a run meet to form another group. It lives outside all of them."""
+
+    def ready(self, seat: Seat) -> None:
+        """Report that this worker trains, and will come to `regroup` if another is lost or it is asked to."""
+
+    def enter(self, seat: Seat) -> Seat | None:
+        """Report that this newcomer is ready, and wait to be let in. Returns the seat in the new group; None where nobody lets it in.
+
+        Raises torch's RuntimeError where another worker is lost meanwhile.
+        """
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        """Wait for the others of the group. Returns the seat in the new one; None where the attempt must end. LeftError where this worker leaves.
+
+        Where a worker is lost, the group of `seat` is already broken off. A newcomer that has no state yet passes no `progress`.
+        Raises torch's RuntimeError where another worker is lost meanwhile.
+        """
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another worker, or the connection to it, is lost. An error of this rank's own does not."""
+    return kind_of(error).kind == "peer"
+
+
+def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrigin | None) -> bool:
+    """Whether this group survives the loss of a member, and can let others in.
+
+    It cannot if the others lack a part of the state (a sharded optimizer, which is whole on a single worker and would stay so), if fewer workers would be another run
+    (`reduction: native`), if a step changes the state before it is done (phases), if the backend cannot abort, or in a
+    replay of another run's steps.
+    """
+    sharded = spec.optimizer.sharded
+    phased = isinstance(state.optimizer, PhaseOptimizers)
+    replays = origin is not None and origin.replay is not None
+    return group.can_abort and spec.reduction == "exact" and not sharded and not phased and not replays
+
+
+def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tuple[Run, Seat]:
+    """The run and the seat in the next group: without the worker whose loss `cause` reports, or after a `RegroupError`.
+
+    Raises `cause` where the attempt must end, LeftError where this worker leaves. It also survives another loss meanwhile.
+    """
+    previous_seat = seat
+    planned = isinstance(cause, RegroupError)
+    # The roll call ends this loop: if nobody else is lost, it refuses the same step a second time.
+    while True:
+        if not planned:  # abort before freeing the memory that its messages are read into
+            seat.group.abort()
+            seat = seat._replace(group=replace(seat.group, channel=None))
+        run.step.abandon()
+        counters = run.state.counters
+        if (
+            run.history.reached != counters.step
+        ):  # the row of the newest update is lost, so only a checkpoint can go on
+            break
+        try:
+            met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
+            if met is None:
+                break
+            if planned:  # all have come, so nobody waits in the old group any more
+                seat.group.close()
+            seat, planned = met, False
+            return taken_on(run, seat, previous_seat), seat
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            planned = False
+    raise cause
+
+
+def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
+    """A newcomer's run, with the state that another worker hands over, and its seat; None where nobody lets it in.
+
+    It survives a loss meanwhile: the newcomer then comes to the roll call without a state, as before.
+    """
+    alone, come = seat, recovery.enter
+    while True:
+        try:
+            met = come(seat)
+            if met is None:
+                return None
+            seat = met
+            return taken_on(run, seat, alone, holds=False), seat
+        except LeftError:
+            return None
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+        seat.group.abort()
+        seat = seat._replace(group=replace(seat.group, channel=None))
+        come = partial(recovery.regroup, progress=None)
+
+
+def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
+    """The run in its new group, from the least that any member has done. A newcomer `holds` no state of it."""
+    group = seat.group
+    source, newcomers = agree_on_state(group, run.state, holds=holds)
+    if newcomers:
+        run = with_past(run, group, source, holds=holds)
+    counters = run.state.counters
+    run.history.take_back(counters.step, counters.evaluated)
+    run = run.in_group(group, seat.tell, seat.origin)
+    seat.tell(Started(run.facts))
+    # The last rank 0's events may never have arrived; or this rank 0 may have left the step before it reported the newest row.
+    seat.tell(run.history.retold() if before.group.rank else run.history.newest())
+    return run
+
+
+def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
+    """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
+
+    ClusterError where they then differ.
+    """
+    counters, own_memory = state.counters, bool(state.job.state_dict())
+    own_progress = Progress(counters.step, counters.evaluated) if holds else None
+    every: list[tuple[Progress | None, bool]] = group.gather((own_progress, own_memory))
+    holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
+    source = min(holding, key=lambda rank: (holding[rank], rank))
+    # A job's own state may have changed in the step that was left.
+    if any(report != (every[source][0], False) for report in every):
+        hand_over(group, state, source)
+    try:
+        check_same_state(group, state)
+    except DriftError as error:
+        raise ClusterError(  # a checkpoint may still be right: let another attempt try
+            f"the workers of a new group hold different states after step {state.counters.step}, and cannot go on"
+        ) from error
+    return source, [rank for rank in range(group.size) if rank not in holding]
+
+
+def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
+    """A newcomer's run with the facts and the rows so far that rank `source` has. The other ranks keep their own.
+
+    ClusterError on all ranks where a newcomer would compute other bits: on another machine or from other data.
+    """
+    is_source = group.rank == source
+    facts, rows = group.given((run.facts, run.history.handed()) if is_source else None, source)
+    # A fork's origin is known from its checkpoint, which a newcomer does not read.
+    mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
+    others = [
+        difference.name
+        for difference in differing(facts["fields"], completed(mine, facts["fields"], run.spec))
+    ]
+    for rank, names in enumerate(group.gather(others)):
+        if names:
+            raise ClusterError(
+                f"rank {rank}, which has just joined, has a different {names[0]} than the others, and cannot train with them"
+            )
+    return run if holds else replace(run, facts=facts, history=History.of(rows))
+
+
+def hand_over(group: Group, state: TrainState, source: int) -> None:
+    """Give every rank the state of rank `source`, over the network. Nothing changes before all of it has arrived."""
+    packed = pack(state.sections())
+    if any(not isinstance(tensor, Tensor) for tensor in packed.tensors.values()):
+        raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
+    tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    is_source = group.rank == source
+    skeleton, source_shapes = group.given((packed.skeleton, shapes), source)
+    taken: dict[str, Tensor] = {}
+    for name, (dtype, shape) in source_shapes.items():
+        tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+        taken[name] = tensor
+    if not is_source:
+        state.restore(unpack(skeleton, taken))
+
+
+def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:
+    """The origin of an attempt that goes on in memory: rank 0 claims it with its first save."""
+    return None if origin is None else replace(origin, run_id=None, attempt=number, in_memory=True)

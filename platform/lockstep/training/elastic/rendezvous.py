@@ -1,0 +1,154 @@
+"""How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, then connect as it says.
+
+The roll call is kept by a process that is none of the workers. Each worker that reports serves a rendezvous, for those that know the
+attempt's secret; the group is formed at that of its new rank 0.
+
+A killed process closes its connections, and the others get an error at once. A machine that falls silent does not. So
+each worker also asks now and then whether a roll call is on, and if so breaks its own group off.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+from lockstep.communication.credentials import Secret
+from lockstep.communication.group import Group
+from lockstep.communication.rendezvous import Rendezvous, RendezvousStore
+from lockstep.training.elastic.membership import Answer, Arrival, Dismissed, Formation, Progress
+from lockstep.training.elastic.recovery import LeftError, Seat
+
+ASK_S = 0.02
+"""Seconds between the questions of a waiting worker whether all have come."""
+
+WAIT_S = 0.2
+"""Seconds between the questions of a newcomer whether it is let in."""
+
+LISTEN_S = 1.0
+"""Seconds between the questions of a training worker whether a roll call is on."""
+
+CONNECT_S = 30.0
+"""How long members of a new group may take to connect; one that is lost meanwhile never does."""
+
+
+class RollCallClient(Protocol):
+    """One worker's way to the process that keeps the roll calls (`training.elastic.membership.RollCalls`)."""
+
+    def ready(self) -> None: ...
+
+    def arrive(self, attempt: int, arrival: Arrival) -> None: ...
+
+    def enter(self, arrival: Arrival) -> None: ...
+
+    def ask(self, attempt: int | None) -> Answer: ...
+
+    def called(self) -> int | None: ...
+
+
+class Meeting:
+    """A worker's side of the roll calls of a run: a `training.elastic.recovery.Recovery`. A context manager, which listens while it is open."""
+
+    def __init__(
+        self,
+        attempt: int,
+        worker: int,
+        host: str,
+        secret: Secret,
+        client: RollCallClient,
+        seated: Callable[[Group, int, Seat], Seat],
+    ) -> None:
+        """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat."""
+        self._attempt, self._worker, self._host, self._secret = attempt, worker, host, secret
+        self._client, self._seated = client, seated
+        self._group: Group | None = None
+        """The current group, until this worker leaves it."""
+        self._lock = threading.Lock()
+        self._over, self._wake = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ready(self, seat: Seat) -> None:
+        """Take part in roll calls from now on."""
+        self._group = seat.group
+        self._group.waits.on_cut = self._wake.set
+        self._client.ready()
+        self._begin_to_listen()
+
+    def enter(self, seat: Seat) -> Seat | None:
+        """As a newcomer, wait until the workers of a run let this one in. Returns the seat in their new group; None where nobody is let in."""
+        self._client.enter(Arrival(None, self._host, 0))
+        while (answer := self._client.ask(None)) is None:
+            time.sleep(WAIT_S)
+        if not isinstance(answer, Formation):
+            return None
+        self._begin_to_listen()
+        return self._connected(seat, answer, None)
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        """The seat in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
+        with self._lock:
+            self._group = None
+        rendezvous = Rendezvous(self._host, self._secret)
+        self._client.arrive(self._attempt, Arrival(progress, self._host, rendezvous.port))
+        while (answer := self._client.ask(self._attempt)) is None:
+            time.sleep(ASK_S)
+        if isinstance(answer, Formation):
+            return self._connected(seat, answer, rendezvous)
+        rendezvous.close()
+        if isinstance(answer, Dismissed):
+            raise LeftError("this worker leaves the run, which the others go on with")
+        return None
+
+    def _connected(self, seat: Seat, answer: Formation, own: Rendezvous | None) -> Seat:
+        """Connect at the rendezvous of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
+        self._attempt, timeout = answer.attempt, timedelta(seconds=CONNECT_S)
+        rank, size = answer.workers.index(self._worker), len(answer.workers)
+        if own is not None:
+            if rank > 0:
+                own.close()
+            else:
+                own.expect(size)
+        store = RendezvousStore(answer.host, answer.port, self._secret, timeout, own if rank == 0 else None)
+        store.set(f"here-{rank}", "")
+        store.wait([f"here-{each}" for each in range(size)], timeout)
+        group = Group.formed(rank, size, seat.group.device, store, answer.attempt)
+        group.waits.on_cut = self._wake.set
+        with self._lock:
+            self._group = group
+        return self._seated(group, self._attempt, seat)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._over.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin_to_listen(self) -> None:
+        self._thread = threading.Thread(target=self._listen, name="lockstep-roll-call", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        """Break the group off if a roll call is on and this worker still waits for a lost one."""
+        heard: int | None = None
+        while True:
+            woken = self._wake.wait(LISTEN_S)
+            self._wake.clear()
+            if self._over.is_set():
+                return
+            called = self._client.called()
+            with self._lock:
+                # Break off at once if a connection has ended during a wait. Otherwise only when the same roll call is seen twice: by then
+                # a worker that just had to finish its computation has noticed by itself.
+                lost = called is not None and called == self._attempt and (woken or called == heard)
+                if lost and self._group is not None:
+                    self._group.break_off()
+            heard = called

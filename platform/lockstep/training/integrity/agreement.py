@@ -1,0 +1,194 @@
+"""Whether all ranks hold the same state and, where they do not, which of them is wrong.
+
+Each rank makes digests of what it holds (`digests.py`). The ranks compare them in the steps whose rows have digests, after each evaluation
+before it is reported, and at every save before anything is copied. Where they differ, the attempt ends: every checkpoint saved before holds a
+state that they agreed on.
+
+With three ranks or more, those outside the majority are wrong. With two that differ, nobody knows which is wrong. Their digests go to the
+next attempt, which takes the same steps again: where its ranks agree, those that had other digests were wrong.
+
+Not compared: the job's own state (`Job.state_dict`), the best weights of early stopping, and the moments of a sharded optimizer, of which
+each rank holds only its own part.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.communication.group import Group
+from lockstep.errors import CorruptionError
+from lockstep.record.events.union import Corrupted, Tell, Witness, tell_nobody
+from lockstep.training.auxiliary_state import unlisted_tensors
+from lockstep.training.integrity.digests import (
+    Digester,
+    leaves,
+    model_digest,
+    optimizer_digest,
+    values_digest,
+)
+from lockstep.training.state import TrainState, tensors
+from lockstep.training.step.phases import optimizers_of
+from lockstep.training.step.sharding import ShardedOptimizer
+
+Held = tuple[int, int, int, int]
+"""The digests of what a rank holds, in the order of `QUANTITIES`."""
+
+QUANTITIES = ("weights", "optimizer state", "average of the weights", "other state")
+"""The model's `state_dict`, buffers included; the optimizer's; the average, if any; other buffers, loss scale, schedule and counters."""
+
+
+def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
+    """The rank of this process, as a report names it where its bits differ from the others'."""
+    device, uuid = str(group.device), ""
+    if group.device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(group.device)
+        device, uuid = f"{device} {properties.name}", f"GPU-{properties.uuid}"
+    return Witness(group.rank, socket.gethostname(), os.getpid(), device, uuid, tuple(digests))
+
+
+def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
+    """Indices of the values that differ from the majority; none where no value has more than half."""
+    value, count = Counter(values).most_common(1)[0]
+    return tuple(i for i, vote in enumerate(values) if vote != value) if 2 * count > len(values) else ()
+
+
+def settled(doubt: Corrupted, held: Held) -> Corrupted:
+    """An undecided difference, settled: the ranks now agree on `held` after the same step, so the ranks that held other digests were wrong."""
+    wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
+    return replace(doubt, wrong=wrong, how="recomputation")
+
+
+class Agreement:
+    """Compares the states of the ranks of one attempt."""
+
+    def __init__(self, group: Group, state: TrainState) -> None:
+        self._group, self._state = group, state
+        self._digester: Digester | None = None
+        self.tell: Tell = tell_nobody
+        self.attempt = 1
+        self.began_at = 0
+        """The step that the attempt starts from."""
+        self._doubts: tuple[Corrupted, ...] = ()
+        self._since = 0
+        """The last step after which the ranks agreed, or the one that the attempt starts from."""
+
+    def begin(self, tell: Tell, attempt: int, doubts: Sequence[Corrupted]) -> None:
+        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided."""
+        self.tell, self.attempt = tell, attempt
+        self.began_at = self._since = self._state.counters.step
+        self._doubts = tuple(doubt for doubt in doubts if doubt.step > self._since)
+
+    @property
+    def digester(self) -> Digester:
+        if self._digester is None:  # a run that compares nothing needs no workspace
+            self._digester = Digester(self._group.device)
+        return self._digester
+
+    def held(self) -> Held:
+        """The digests of what this rank holds now."""
+        return (
+            model_digest(self.digester, self._state.model.state_dict()),
+            optimizer_digest(self.digester, self._optimizer()),
+            0 if self._state.average is None else self.digester.digest(self._state.average.weights),
+            optimizer_digest(self.digester, self._others()),
+        )
+
+    def value_digests(self) -> tuple[int, int]:
+        """The digests of what is no tensor in this rank's state: of its optimizer, and of all else."""
+        return values_digest(self._optimizer()), values_digest(self._others())
+
+    def _optimizer(self) -> dict[str, Any]:
+        """The optimizer's state. The moments of a sharded one differ by rank; its parameter groups do not."""
+        optimizer = self._state.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            return {"param_groups": optimizer.groups_as_saved()}
+        return optimizer.state_dict()
+
+    def _others(self) -> dict[str, Any]:
+        state = self._state
+        return {
+            "buffer": unlisted_tensors(state.model),
+            "scaler": state.precision.state_dict(),
+            "counters": asdict(state.counters),
+            "schedule": state.schedule.state_dict(),
+        }
+
+    def awaits(self, step: int) -> bool:
+        """Whether a doubt can be settled after this step."""
+        return any(doubt.step == step for doubt in self._doubts)
+
+    def check(self) -> Held | None:
+        """Compare what the ranks hold, and return it; None where there is nothing to compare. All ranks call it.
+
+        CorruptionError where they differ.
+        """
+        if self._group.size == 1 and not self.awaits(self._state.counters.step):
+            return None
+        every = self._group.gather(self.held())
+        self.compare(every)
+        return every[0]  # type: ignore[no-any-return]
+
+    def compare(self, every: Sequence[Held]) -> None:
+        """`check` for digests that are gathered already, by rank."""
+        if len(set(every)) > 1:
+            corrupted = self._found(every)
+            self.tell(corrupted)
+            raise CorruptionError(
+                f"{corrupted}; no checkpoint has it: the last agreement is after step {self._since}"
+            )
+        step = self._state.counters.step
+        for doubt in self._doubts:
+            if doubt.step == step:
+                self.tell(settled(doubt, every[0]))
+        self._doubts = tuple(doubt for doubt in self._doubts if doubt.step > step)
+        self._since = max(self._since, step)
+
+    def _found(self, every: Sequence[Held]) -> Corrupted:
+        differing = [i for i in range(len(QUANTITIES)) if len({digests[i] for digests in every}) > 1]
+        wrong = outvoted(every)
+        return Corrupted(
+            step=self._state.counters.step,
+            since=self._since,
+            attempt=self.attempt,
+            quantity=QUANTITIES[differing[0]],
+            tensor=self._first_tensor(),
+            workers=tuple(self._group.gather(witness(self._group, every[self._group.rank]))),
+            wrong=wrong,
+            how="majority" if wrong else "undecided",
+        )
+
+    def _first_tensor(self) -> str:
+        """The name of the first tensor that differs. All ranks call it."""
+        digests = self.tensor_digests()
+        every = self._group.gather(digests)
+        return next(
+            (name for name in digests if len({rank_digests.get(name) for rank_digests in every}) > 1), ""
+        )
+
+    def tensor_digests(self) -> dict[str, int]:
+        """The digest of each tensor of this rank's state, by the name that messages use."""
+        return {name: self.digester.digest({name: value}) for name, value in self._named().items()}
+
+    def _named(self) -> dict[str, Tensor]:
+        """The tensors that are compared, by names that a person understands."""
+        state = self._state
+        named = tensors(state.model)
+        names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+        if not isinstance(state.optimizer, ShardedOptimizer):
+            for phase, optimizer in optimizers_of(state.optimizer).items():
+                within = f" in phase {phase}" if phase else ""
+                for parameter, values in optimizer.state.items():
+                    owner = f"{names.get(id(parameter), '?')}{within}"
+                    named |= {f"{path} of {owner}": value for path, value in leaves(values, "")}
+        if state.average is not None:
+            named |= {f"average of {name}": value for name, value in state.average.weights.items()}
+        named |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}

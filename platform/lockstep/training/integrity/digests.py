@@ -1,0 +1,249 @@
+"""Digests of what a step holds: its weights, its optimizer's state and the gradient of each of its micro-batches.
+
+A digest is a whole number below 2**64, made by integer arithmetic on the bits, so that it is the same on a CPU and a GPU,
+for every number of workers, and wherever in memory a tensor lies. Every tensor adds to it by itself, so it does not matter
+how the parameters lie in buckets. The definition, in arithmetic modulo 2**64:
+
+* The *words* of a tensor, in logical order (row-major by its shape): an element of 1, 2 or 4 bytes is one word, its bits read as a
+  signed number; of 8 or 16 bytes two or four words of 4 bytes, the lowest first.
+* `mix(n)` is the (n + 1)-th output of SplitMix64 seeded with 0; `odd(x)` is x with its lowest bit set.
+* The sum of a tensor with words w[0], w[1], … is S = sum of w[i] * odd(mix(i mod 65536)) * odd(mix(2**32 + i div 65536)).
+* sha256 of `name|dtype|shape`, such as `fc.weight|torch.float32|(10, 64)`, gives two little-endian 64-bit numbers, its first 8
+  bytes k and its next 8 bytes r. The tensor adds S * odd(k) + r to the digest.
+* Values that are no tensors are lines `path=value`, sorted and joined with newlines; the first 8 bytes of their sha256,
+  little-endian, are added where there are any.
+
+All factors are odd, so that one flipped bit always changes the digest; two elements that are swapped change it but for one case
+in about 2**32. It is no cryptographic hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.tree import Elsewhere
+from lockstep.communication.group import Group
+from lockstep.errors import DriftError
+from lockstep.training.integrity.state_digest import tensor_digests
+from lockstep.training.state import TrainState, tensors
+from lockstep.training.step.phases import Optimizers
+from lockstep.training.step.sharding import ShardedOptimizer
+
+BLOCK = 1 << 16
+"""Words that share a factor. As 64-bit numbers they are 512 KiB, which stay in a core's cache from the copy to the sum."""
+
+_BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+_FEW = 4
+"""CPU tensors of at most so many words, such as an optimizer's step count, are summed faster by Python."""
+
+_MASK = 2**64 - 1
+_WORDS = {1: torch.int8, 2: torch.int16}
+
+
+class Summed:
+    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks, still on their device."""
+
+    __slots__ = ("factor", "sums", "term")
+
+    def __init__(self, factor: int, term: int, sums: Tensor | int) -> None:
+        self.factor, self.term, self.sums = factor, term, sums
+
+
+class Digester:
+    """Makes digests of tensors on one device, with a workspace that it keeps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._rows = _BLOCKS_AT_ONCE.get(device.type, 1)
+        self._factors = torch.from_numpy(_odd(0, BLOCK).view(np.int64).copy()).to(device)
+        self._workspace = torch.empty((self._rows, BLOCK), dtype=torch.int64, device=device)
+        self._device = device
+
+    def summed(self, name: str, tensor: Tensor) -> Summed:
+        """What the tensor adds, without waiting for the device. The tensor may change afterwards."""
+        factor, term = _constants(name, str(tensor.dtype), tuple(tensor.shape))
+        words = _words(tensor)
+        if words.numel() <= _FEW and words.device.type == "cpu":
+            return Summed(factor, term, _few(words.tolist()))
+        return Summed(factor, term, self._sums(words.to(self._device)))
+
+    def _sums(self, words: Tensor) -> Tensor:
+        """The sum of each block of the words."""
+        count = words.numel()
+        full = count // BLOCK
+        sums = torch.empty(-(-count // BLOCK), dtype=torch.int64, device=self._device)
+        rows = words[: full * BLOCK].view(-1, BLOCK)
+        for i in range(0, full, self._rows):
+            part = rows[i : i + self._rows]
+            work = self._workspace[: len(part)]
+            torch.sum(work.copy_(part).mul_(self._factors), 1, out=sums[i : i + len(part)])
+        if count > full * BLOCK:
+            tail = words[full * BLOCK :]
+            work = self._workspace[0, : tail.numel()]
+            sums[full] = work.copy_(tail).mul_(self._factors[: tail.numel()]).sum()
+        return sums
+
+    def digest(self, tensors: Mapping[str, Tensor], values: Sequence[str] = ()) -> int:
+        """The digest of tensors by name, and of lines of values."""
+        (total,) = resolved([[self.summed(name, tensor) for name, tensor in tensors.items()]])
+        return (total + _of_lines(values)) & _MASK
+
+
+def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
+    """The digests, each from what its tensors add. Waits for the device once."""
+    there = [part.sums for summed in digests for part in summed if isinstance(part.sums, Tensor)]
+    flat = torch.cat(there).cpu().numpy().view(np.uint64) if there else np.empty(0, np.uint64)
+    results, at = [], 0
+    for summed in digests:
+        total = 0
+        for part in summed:
+            if isinstance(part.sums, Tensor):
+                blocks = flat[at : at + part.sums.numel()]
+                at += len(blocks)
+                tensor_sum = int((blocks * _odd(2**32, len(blocks))).sum(dtype=np.uint64))
+            else:
+                tensor_sum = part.sums
+            total += tensor_sum * part.factor + part.term
+        results.append(total & _MASK)
+    return results
+
+
+def model_digest(digester: Digester, state: Mapping[str, Any]) -> int:
+    """The digest of the tensors of a model's `state_dict`, by its names."""
+    return digester.digest({name: value for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
+    """The digest of an optimizer's `state_dict`: tensors and values by the keys that lead to them, such as `state/0/exp_avg`."""
+    state_tensors: dict[str, Tensor] = {}
+    lines = []
+    for path, value in leaves(state, ""):
+        if isinstance(value, Tensor):
+            state_tensors[path] = value
+        else:
+            lines.append(f"{path}={_text(value)}")
+    return digester.digest(state_tensors, lines)
+
+
+def values_digest(tree: Mapping[str, Any]) -> int:
+    """The digest of the values in a tree that are no tensors, by the keys that lead to them."""
+    return _of_lines(
+        [f"{path}={_text(value)}" for path, value in leaves(tree, "") if not isinstance(value, Tensor)]
+    )
+
+
+def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
+    """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
+    saved = optimizer.state_dict()
+    if not isinstance(optimizer, ShardedOptimizer):
+        return optimizer_digest(digester, saved)
+    rank, ranks = optimizer.group.rank, optimizer.group.size
+    placeholders = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
+    mine = optimizer.assembled(saved, {placeholder: i % ranks for i, placeholder in enumerate(placeholders)})
+    saved_values = [value for _, value in leaves(saved, "")]
+    tensors = {
+        path: value
+        for (path, value), saved_value in zip(leaves(mine, ""), saved_values, strict=True)
+        if isinstance(value, Tensor) and (isinstance(saved_value, Elsewhere) or rank == 0)
+    }
+    lines = [
+        f"{path}={_text(value)}"
+        for path, value in leaves(mine, "")
+        if rank == 0 and not isinstance(value, Tensor | Elsewhere)
+    ]
+    partial: list[int] = optimizer.group.gather(digester.digest(tensors, lines))
+    return sum(partial) & _MASK
+
+
+def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
+    """The digests of weights, optimizer and average by their names, as 16 hexadecimal digits. All ranks call it."""
+    return {
+        "weights_digest": f"{model_digest(digester, state.model.state_dict()):016x}",
+        "optimizer_digest": f"{held_optimizer_digest(digester, state.optimizer):016x}",
+        **({} if state.average is None else {"ema_digest": f"{digester.digest(state.average.weights):016x}"}),
+    }
+
+
+def check_same_weights(
+    group: Group, model: nn.Module, step: int, strays: Sequence[int], what: str = "weights"
+) -> None:
+    """Raise DriftError for ranks whose weights differ from rank 0's, and name the first tensor that differs."""
+    every = group.gather(tensor_digests(tensors(model)))
+    first = next(name for name in every[0] if any(digests.get(name) != every[0][name] for digests in every))
+    raise DriftError(
+        f"after step {step} ranks {list(strays)} hold other {what} than rank 0, first in {first!r}; this run is void"
+    )
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The words of a tensor, in logical order."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.contiguous().reshape(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+
+
+def _few(words: Sequence[int]) -> int:
+    """The sum of a tensor of few words."""
+    block = int(_odd(2**32, 1)[0])
+    return sum(word * int(factor) for word, factor in zip(words, _odd(0, _FEW), strict=False)) * block & _MASK
+
+
+@lru_cache(maxsize=1024)
+def _odd(first: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """`odd(mix(n))` for `count` numbers n from `first` on."""
+    n = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+    z = n * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+@lru_cache(maxsize=1 << 16)
+def _constants(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    digest = hashlib.sha256(f"{name}|{dtype}|{shape}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") | 1, int.from_bytes(digest[8:16], "little")
+
+
+def _of_lines(lines: Sequence[str]) -> int:
+    if not lines:
+        return 0
+    return int.from_bytes(hashlib.sha256("\n".join(sorted(lines)).encode()).digest()[:8], "little")
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree of mappings, lists and tuples, each with the path of keys to it."""
+    below = f"{path}/" if path else ""
+    if isinstance(value, Elsewhere):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{below}{key}")
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from leaves(inner, f"{below}{i}")
+    else:
+        yield path, value
+
+
+def _text(value: Any) -> str:
+    """A value as text: a float bit for bit; for an object that a checkpoint cannot hold, only its type."""
+    if isinstance(value, float):
+        return value.hex()
+    if value is None or isinstance(value, bool | int | str):
+        return json.dumps(value)
+    return type(value).__qualname__

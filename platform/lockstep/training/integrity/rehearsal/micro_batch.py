@@ -1,0 +1,227 @@
+"""One micro-batch from end to end before a long run: what would fail in an hour fails in the first second."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import JobError, NumericsError
+from lockstep.job.interface import Loss, Mean
+from lockstep.plan import Plan
+from lockstep.randomness import seed_all
+from lockstep.training.determinism import filled_memory
+from lockstep.training.failure import job_at
+from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
+from lockstep.training.integrity.rehearsal.object_state import tensor_digest
+from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.means import check_form, check_parts, number
+from lockstep.training.step.parameters import ParameterWatch, written_parameter
+from lockstep.training.step.phase_step import LossModule, missing_gradient
+from lockstep.training.step.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What the micro-batch showed: the names of the loss's parts, the loss to compare between ranks, and which
+    buffers (by index) it wrote to.
+    """
+
+    parts: tuple[str, ...]
+    loss: float
+    written: frozenset[int]
+    digest: str = ""
+    """Of the loss, its parts and each gradient."""
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """JobError for a model that cannot be exact, or that would fail in the ragged tail of an epoch."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise JobError(
+                f"job.model: parameter {name!r} is {parameter.dtype}, whose gradients have no order of addition here; hold it as "
+                "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
+            )
+    check_layout(model)
+    check_listed(model, "at the start")
+    _check_state(model)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise JobError(
+                f"job.model: {name or 'the model'!r} is compiled by the job itself, with settings that no identity covers; take "
+                "torch.compile out of the job, and set compile=true in the spec"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"job.model: {name or 'the model'!r} is compiled by torch.jit, which hides its parameters; return the module "
+                "as it is, and set compile=true in the spec"
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise JobError(
+                f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "
+                "use BatchNorm (statistics of a micro-batch) or GroupNorm"
+            )
+        tail = plan.smallest_micro_batch
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and tail == 1 < plan.micro_batch:
+            raise JobError(
+                f"job.model: {name!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
+                "one sample, which has no variance; set data.drop_last=true or change batch.global"
+            )
+
+
+def _check_state(model: nn.Module) -> None:
+    """JobError for a model that leaves something out of its `state_dict`, and does not load what it gives: no checkpoint could be resumed."""
+    with job_at("in state_dict of the model"):
+        state = model.state_dict(keep_vars=True)
+    passed_by = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if named.keys() <= state.keys() | passed_by or any(map(nn.parameter.is_lazy, named.values())):
+        return
+    try:
+        model.load_state_dict(model.state_dict())
+    except (Exception, SystemExit) as error:
+        raise JobError(
+            f"job.model: its load_state_dict() does not take what its state_dict() gives, so no checkpoint could be resumed: "
+            f"{' '.join(str(error).split())}; what state_dict leaves out load_state_dict must not miss: with strict=False in one of the model's own"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One micro-batch, forward and backward: its loss, its results by name, its gradients, and the buffers that it wrote.
+
+    `results` are texts of the loss, its weight, its parts, each gradient and each buffer; equal values have equal texts.
+    """
+
+    loss: Loss
+    results: dict[str, str]
+    gradients: dict[str, Tensor]
+    written: frozenset[int]
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of a sha256 over the results."""
+        return hashlib.sha256(json.dumps(self.results, sort_keys=True).encode()).hexdigest()[:16]
+
+    def first_difference(self, other: Computed) -> str | None:
+        """The name of the first result that differs between two computations of one micro-batch."""
+        names = {**self.results, **other.results}
+        return next((name for name in names if self.results.get(name) != other.results.get(name)), None)
+
+
+def rehearse(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device
+) -> Rehearsal:
+    """Run micro-batch 0 forward and backward on the bare model, and leave no trace of it.
+
+    Raises the JobError, NumericsError or DeterminismError that the first step would raise. New memory is filled with
+    NaN meanwhile, so that a job that reads what it never wrote is found.
+    """
+    with filled_memory(True):
+        computed = compute(module, batch, precision, seed=seed, device=device)
+    return Rehearsal(tuple(computed.loss.parts), float(computed.loss.total.detach()), computed.written)
+
+
+def compute(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device, m: int = 0
+) -> Computed:
+    """Run one micro-batch forward and backward on the bare model, then put buffers and gradients back.
+
+    Raises JobError where the job itself wrote to a parameter.
+    """
+    model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
+    where += f", phase {module.phase.name!r}" if module.phase.name else ""
+    seed_all(seed, "rehearsal", *([m] if m else []), device=device)
+    buffers, parameters = KeptBuffers(model), ParameterWatch(model)
+    values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
+    try:
+        with job_at(where):
+            with precision.autocast():
+                loss = module(batch)
+            check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
+            parameters.check(where)
+            _check_untouched(model, values, where)
+            module.backward(loss.total)
+        parameters.check(where)
+        for name, parameter in model.named_parameters():
+            if tensor_digest(parameter) != values[name]:
+                raise written_parameter(name, where)
+        gradients = _gradients(module, where)
+        written = buffers.written()
+        return Computed(loss, _results(loss, gradients, buffers), gradients, written)
+    finally:
+        buffers.restore()
+        model.zero_grad(set_to_none=True)
+
+
+def _check_untouched(model: nn.Module, before: Container[str], where: str) -> None:
+    """JobError for a loss that makes parameters, or that has called backward() itself."""
+    for name, parameter in model.named_parameters():
+        if name not in before:
+            raise JobError(
+                f"parameter {name!r} was made by the loss ({where}), so no optimizer holds it; make it in job.model, "
+                "or with one of torch's lazy modules"
+            )
+        if parameter.grad is not None:
+            raise JobError(
+                f"job.loss: it has called backward() ({where}: {name!r} has a gradient already), which Lockstep does; "
+                "return the total, and take inner gradients with torch.autograd.grad"
+            )
+
+
+def _gradients(module: LossModule, where: str) -> dict[str, Tensor]:
+    learning = dict(zip(module.names, module.parameters_that_learn, strict=True))
+    missing = [name for name, p in learning.items() if p.grad is None]
+    if missing:
+        raise missing_gradient(missing, where)
+    gradients = {name: p.grad for name, p in learning.items() if p.grad is not None}
+    sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
+    if sparse:
+        raise JobError(
+            f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
+        )
+    return gradients
+
+
+def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> dict[str, str]:
+    means = {"the loss": Mean(loss.total.detach(), loss.weight)}
+    means |= {f"the part {name!r} of the loss": part for name, part in loss.parts.items()}
+    return {
+        **{what: f"{number(mean.total).hex()} {number(mean.weight).hex()}" for what, mean in means.items()},
+        **{f"the gradient of {name!r}": tensor_digest(gradient) for name, gradient in gradients.items()},
+        **{f"the buffer {name!r}": tensor_digest(buffer) for name, buffer in buffers.now().items()},
+    }
+
+
+def check_loss(
+    loss: object, precision: Precision, *, first: bool, label: str = "job.loss", phase: str = ""
+) -> None:
+    """Check a job's loss; for the run's `first` micro-batch also that its total is finite. `label` is its name in messages."""
+    check_form(loss, label)
+    assert isinstance(loss, Loss)
+    total = loss.total
+    if not total.requires_grad:
+        raise JobError(
+            f"{label}: total has no gradient; it must come from the model, without detach() or no_grad()"
+        )
+    value, weight = float(total.detach()), float(loss.weight)
+    if first and not math.isfinite(value) and precision.name != "fp16":
+        raise NumericsError(
+            f"{label}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
+            "a division by zero or a logarithm of zero"
+        )
+    if not math.isfinite(weight) or weight < 0:
+        raise JobError(f"{label}: weight is {weight}, wanted a number of samples or tokens, at least 0")
+    check_parts(label, loss.parts, phase)

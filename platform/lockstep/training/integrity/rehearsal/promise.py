@@ -1,0 +1,469 @@
+"""The promise, tried on the user's own job: a micro-batch gives the same bits whatever its worker computed before it.
+
+The training process computes the first micro-batch once, whatever the extent: the run needs the names of its parts and its buffers,
+and what a first call makes, such as a cache or a compiled program, is there from one seed on every worker. All else happens in forked
+processes, so it can leave no trace. Where a device forbids forks, the training process computes the first micro-batch once more after the
+second one, whatever the extent, and the rest is left out. `off` tries the evaluation alone. `quick` computes the first micro-batch again, and in halves.
+`full` also computes the second one in between, and takes the first step in several histories, each in a process of its own:
+
+    straight   micro-batches 0 and 1, then the update; and on to a second step
+    other      the same, with micro-batch 0 computed once more just before each update: what worker 0 of two computes last
+    resumed    the state after the straight first step, loaded by a process that has not taken it; then the second step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.tree import pack
+from lockstep.data.dataset import is_fingerprinted
+from lockstep.data.fingerprint import check_repeats
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import DeterminismError, JobError, SpecError
+from lockstep.job.interface import Job, Loss
+from lockstep.plan import Plan
+from lockstep.randomness import Draws, seed_all
+from lockstep.spec.fields import Spec
+from lockstep.training.auxiliary_state import unlisted_tensors
+from lockstep.training.determinism import filled_memory
+from lockstep.training.evaluate import Evaluation, EvaluationRehearsal
+from lockstep.training.failure import job_at
+from lockstep.training.integrity.rehearsal.child_process import (
+    LIMIT_S,
+    TIMES_AS_LONG,
+    NoChildError,
+    can_fork,
+    in_child,
+)
+from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
+from lockstep.training.integrity.rehearsal.generators import of_training
+from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute
+from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
+from lockstep.training.integrity.rehearsal.object_state import Memory
+from lockstep.training.integrity.rehearsal.sums import check_sum
+from lockstep.training.integrity.rehearsal.thread_pools import out_of_order
+from lockstep.training.interleaving import is_unsaid, told_interleaved
+from lockstep.training.job_data import make_sampler
+from lockstep.training.modes import evaluating
+from lockstep.training.state import TrainState
+from lockstep.training.step.buffers import KeptBuffers, statistics
+from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.optimizer import make_optimizer
+from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
+from lockstep.training.step.phase_step import LossModule, copied
+from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+
+FULL_S, FULL_BYTES = 0.5, 1 << 28
+"""`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""
+
+QUICK_BYTES = 1 << 32
+"""`auto` is off where the parameters take more bytes: hashing them would take more than a few seconds."""
+
+Extent = Literal["full", "quick", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rehearsal in other processes found of a sound job."""
+
+    warnings: list[str]
+    evaluation: EvaluationRehearsal | None
+    """What the evaluation showed; None where the job has none, or no process could try it."""
+
+
+@dataclass(slots=True)
+class StepRehearsal:
+    """The first step of a run, on the bare model, from the initial weights and with no parameter frozen."""
+
+    job: Job
+    spec: Spec
+    plan: Plan
+    state: TrainState
+    batches: MicroBatches
+    device: torch.device
+    warn: Callable[[str], None]
+    forked: Callable[[], None] = lambda: None
+    """Called first in each other process."""
+    _fetched: tuple[Any, tuple[object, ...]] = field(default=(None, ()), init=False)
+    """The first micro-batch as it was fetched first, and the state of the generators after it."""
+    _left: set[str] = field(default_factory=set, init=False)
+    """The places of which a warning has said that they change with every micro-batch."""
+    _took_s: float = field(default=0.0, init=False)
+    """Seconds that the first micro-batch took, at least."""
+
+    def first(self) -> dict[str, Rehearsal]:
+        """Compute the first micro-batch in this process. Returns what the run must know of it, by phase name.
+
+        Raises JobError or DeterminismError where the job breaks the promise, and names the cause.
+        """
+        pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
+        model, key = self.state.model, self._keys()[0]
+        self.batches.check_draws_nothing(key)
+        modules = self._modules()
+        self._give_shapes(modules, key)
+        firsts = []
+        batch, drawn = self._fetch_drawing(key)
+        self._fetched = copied(batch), drawn
+        for module in modules:
+            batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
+            began = time.perf_counter()
+            with filled_memory(True):
+                firsts.append(self._computed(module, batch))
+            self._took_s = max(self._took_s, time.perf_counter() - began)
+        for tree in (model.state_dict(), unlisted_tensors(model)):
+            pack(tree, "model")  # only now: the first forward makes what is lazy
+        if self.state.compiled is not None:
+            self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts)
+        if not can_fork(self.device) and self.spec.determinism == "strict":
+            self._compare_here(modules, firsts)
+        return {
+            module.phase.name: Rehearsal(
+                tuple(first.loss.parts), float(first.loss.total.detach()), first.written, first.digest
+            )
+            for module, first in zip(modules, firsts, strict=True)
+        }
+
+    def _compare_here(self, modules: Sequence[LossModule], firsts: Sequence[Computed]) -> None:
+        """Compare the first micro-batch with itself after the second one, in this process, where no other can be forked.
+
+        It is the same whatever the extent, so a trace that it leaves in a job does not depend on the extent either.
+        """
+        keys, memory_before = self._keys(), self._memory()
+        for module, first in zip(modules, firsts, strict=True):
+            for key in keys[1:]:
+                self._compute(module, key)
+            self._same(first, self._compute(module, keys[0]), memory_before)
+
+    def elsewhere(self, evaluate: Evaluation | None, *, steps: bool = True) -> Verdict:
+        """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
+
+        Raises as `first` does. Where no process can be forked, or a fork cannot use what the job has open, the run goes on with a warning.
+        """
+        verdict = Verdict([], None)
+        if not can_fork(self.device):
+            return verdict
+        try:
+            verdict = in_child(
+                partial(self._in_child, evaluate, steps),
+                self.job,
+                forked=self.forked,
+                limit_s=self._limit_s(),
+            )
+        except NoChildError as reason:
+            self.warn(f"rehearsal: only the first micro-batch was tried before training: {reason}")
+        for text in verdict.warnings:
+            self.warn(text)
+        return verdict
+
+    def _limit_s(self) -> float:
+        return max(LIMIT_S, TIMES_AS_LONG * self._took_s)
+
+    # --- in another process -----------------------------------------------------------------------------------
+
+    def _in_child(self, evaluate: Evaluation | None, steps: bool) -> Verdict:
+        warnings: list[str] = []
+        self.warn = warnings.append
+        extent, modules, keys = self._extent(), self._modules(), self._keys()
+        if steps:
+            self._try_steps(extent, modules, keys)
+        shown = None
+        if evaluate is not None:
+            training = partial(self._after_evaluation, modules, keys[0])
+            shown = evaluate.rehearse(
+                self.state.model, repeat=extent != "off", warn=self.warn, training=training
+            )
+        return Verdict(warnings, shown)
+
+    def _try_steps(self, extent: Extent, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        if self.spec.determinism == "strict" and self.spec.rehearsal != "off":
+            self._check_fetches(keys)
+        if extent != "off":
+            extent = self._compare_micro_batches(modules, keys, extent)
+        if extent == "full":
+            self._compare_histories(modules, keys)
+        learning = [name for module in modules for name in module.phase.names]
+        FrozenRule(self.job, self.state.model, self.spec.seed).check(self.plan.total_steps, learning)
+
+    def _after_evaluation(self, modules: Sequence[LossModule], key: MicroBatch) -> list[dict[str, str]]:
+        """The results of micro-batch 0 of each phase."""
+        return [self._compute(module, key).results for module in modules]
+
+    def _compare_micro_batches(
+        self, modules: Sequence[LossModule], keys: Sequence[MicroBatch], extent: Extent
+    ) -> Extent:
+        """Compare each phase's micro-batches. Returns the extent: a micro-batch that takes long makes `auto` quick."""
+        for module in modules:
+            extent = self._compare(module, keys, extent)
+        self._compare_behind(modules, keys)
+        self._compare_order()
+        self._tell_interleaved(modules)
+        return extent
+
+    def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
+        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules)
+        if not steps.can_update:
+            return
+        fetched = partial(self._fetch_again, keys)
+        run = partial(in_child, job=self.job, limit_s=self._limit_s())
+        straight = run(partial(steps.straight, fetched))
+        if straight is None:
+            return
+        other_last = run(partial(steps.other_last, fetched))
+        if differing := [n for n, v in straight.updated.items() if other_last is None or other_last[n] != v]:
+            raise JobError(
+                f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
+                "a hook reads what the loss left behind: keep nothing from the loss for the update"
+            )
+        resumed = run(partial(steps.resumed, straight.saved, fetched))
+        steps.check_resumed(straight, resumed, self.warn, self._left)
+
+    def _fetch_again(self, keys: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Any]]:
+        return [(key, self._fetch(key)) for key in keys]
+
+    def _modules(self) -> list[LossModule]:
+        model = self.state.model
+        return [
+            LossModule(self.job, model, phase, self.state.compiled) for phase in phases_of(self.job, model)
+        ]
+
+    def _compare_with_eager(
+        self,
+        compiled: CompiledLosses,
+        modules: Sequence[LossModule],
+        keys: Sequence[MicroBatch],
+        firsts: Sequence[Computed],
+    ) -> None:
+        """Record how far the compiled first micro-batch is from an eager one, and warn if the second one would not be compiled."""
+        for module, first in zip(modules, firsts, strict=True):
+            with compiled.off():
+                eager = self._compute(module, keys[0])
+            losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
+            compiled.compare(module.phase.name, losses, first.gradients, eager.gradients)
+        of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
+        if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
+            self.warn(
+                "compile: the second micro-batch has other shapes than the first, and only batches with the shapes of the first are "
+                "compiled; the others run eager: have collate pad to one length, and give plain numbers as tensors"
+            )
+
+    def _compare_order(self) -> None:
+        """JobError for an optimizer that orders the parameters differently each time it is made. One in the model's order is not made again."""
+        state, seed = self.state, self.spec.seed
+        if is_of_model(state.order, state.model):
+            return
+        seed_all(seed, "model", device=self.device)
+        model = self.job.model()
+        again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
+        check_order(state.order, "once", again, "when the optimizer is made again")
+
+    def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
+        """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
+        if not is_unsaid(self.batches.samples):
+            return
+        assigned = range(self.plan.position(0).micro_batches)
+        sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
+        keys = list(islice(sampler, len(assigned)))
+        model, compiled = self.state.model, self.state.compiled
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+
+                def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
+                    return float(self._forward(module, self._fetch(key), seed).total)
+
+                for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
+                    self.warn(text)
+
+    # --- what is fetched --------------------------------------------------------------------------------------
+
+    def _keys(self) -> list[MicroBatch]:
+        """Micro-batches 0 and 1 of the first step; only 0 if it has just one. Micro-batches that `data.without` leaves empty are skipped."""
+        count = range(min(2, self.plan.position(0).micro_batches))
+        every = make_sampler(self.spec, self.plan, self.batches.samples, count)
+        keys = list(islice((key for key in every if len(key.ids)), len(count)))
+        if not keys:
+            raise SpecError(
+                "data.without: leaves no sample to micro-batches 0 and 1 of any step, and a run is rehearsed on them; leave out fewer"
+            )
+        return keys
+
+    def _fetch(self, key: MicroBatch) -> Any:
+        return next(Loader(self.batches, [key], self.device))
+
+    def _check_fetches(self, keys: Sequence[MicroBatch]) -> None:
+        """Fetch micro-batch 0 again after others: it must have the same samples and draw the same numbers."""
+        generators = of_training(self.job, self.batches.samples)
+        once, drawn = self._fetched
+        generators.look()
+        if len(keys) > 1:
+            self._fetch(keys[1])
+            generators.look()
+        if not self.batches.draws_nothing:
+            # Of another step: the same draws in the same places would hide what a fetch changes in the data themselves.
+            self._fetch(keys[0]._replace(step=keys[0].step + 1, due=()))
+            generators.look()
+        with nullcontext() if self.batches.draws_nothing else out_of_order():
+            again, drawn_again = self._fetch_drawing(keys[0])
+        generators.look()
+        if (
+            gone_on := generators.gone_on()
+        ):  # or it belongs to samples that are read anew now and then, for they are kept
+            self._fetch(keys[0])
+            generators.look()
+            generators.refuse(gone_on)
+        check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
+        if drawn != drawn_again:
+            raise JobError(
+                "data: train_data keeps what it drew: the first micro-batch, fetched again under one seed, draws other random numbers, "
+                "so a sample depends on the process that fetched it first; cache what is read, and draw at each fetch"
+            )
+
+    def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
+        """A micro-batch, and the state of the generators after it."""
+        draws = Draws()
+        return self._fetch(key), draws.state()
+
+    def _give_shapes(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
+        """Run a forward for lazy modules, which make their parameters in it, from one seed on every worker."""
+        model = self.state.model
+        if not any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            return
+        compiled = self.state.compiled
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+                self._loss(module, self._fetch(key), 0)
+
+    # --- how far ----------------------------------------------------------------------------------------------
+
+    def _extent(self) -> Extent:
+        """The extent that the spec asks for. Without strict nothing is compared, for only strict promises the same bits."""
+        extent, size = self.spec.rehearsal, _bytes(self.state.model)
+        if self.spec.determinism != "strict":
+            return "off"
+        if extent == "auto":
+            return "full" if size <= FULL_BYTES else "quick" if size <= QUICK_BYTES else "off"
+        return extent
+
+    # --- comparing --------------------------------------------------------------------------------------------
+
+    def _compute(self, module: LossModule, key: MicroBatch) -> Computed:
+        return self._computed(module, self._fetch(key), key.micro_batch)
+
+    def _computed(self, module: LossModule, batch: Any, m: int = 0) -> Computed:
+        return compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device, m=m)
+
+    def _compare(self, module: LossModule, keys: Sequence[MicroBatch], extent: Extent) -> Extent:
+        """Compare what the first micro-batch gives now, when it is computed again, and after another one."""
+        memory_before, began = self._memory(), time.perf_counter()
+        again = self._compute(module, keys[0])
+        if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
+            extent = "quick"
+        forward = partial(self._forward, module)
+        check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
+        if extent == "full" and len(keys) > 1:
+            self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
+        self._same(again, self._compute(module, keys[0]), memory_before)
+        return extent
+
+    def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
+        """A further micro-batch. What it draws when it is first computed, it draws again, unless the job has kept it for whoever asks next."""
+        draws = Draws()
+        once, drawn = self._compute(module, key), draws.state()
+        draws = Draws()
+        again, drawn_again = self._compute(module, key), draws.state()
+        if drawn != drawn_again:
+            raise JobError(
+                f"{module.phase.loss_label}: it keeps what it drew: a micro-batch, computed again under one seed, draws other random numbers, so a "
+                "draw depends on the worker that needed it first; draw it in job.model and keep it in a buffer, or draw at each call"
+            )
+        if once.first_difference(again) is not None:
+            self._same(once, again, before)
+        return once
+
+    def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        """Compare each phase on the first micro-batch after earlier phases that ended with that micro-batch, and with another.
+
+        What the earlier phases leave in the job comes from their worker's last micro-batch.
+        """
+
+        def behind(i: int, key: MicroBatch) -> Computed:
+            for module in modules[:i]:
+                self._compute(module, key)
+            return self._compute(modules[i], keys[0])
+
+        for i in range(1, len(modules) if len(keys) > 1 else 0):
+            memory_before = self._memory()
+            first, second = behind(i, keys[0]), behind(i, keys[1])
+            if first.first_difference(second) is not None:
+                self._same(first, second, memory_before)
+
+    def _same(self, before: Computed, after: Computed, held: Memory) -> None:
+        """Raise for a micro-batch whose second result differs, and warn of what it left behind."""
+        changed = self._memory().changed_since(held)
+        difference = before.first_difference(after)
+        if difference is not None and changed:
+            raise JobError(
+                f"{named(changed)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
+                "micro-batches would get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
+                "updates it, or change it once a step in job.after_step(model, step)"
+            )
+        if difference is not None:
+            raise DeterminismError(
+                f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
+                "deterministic, or the job draws from a generator of its own, reads a clock, keeps hidden state, or reads what "
+                "job.after_step changes outside the model: draw from the default generators or from lockstep.rng(), and return state from job.state_dict()"
+            )
+        if changed:
+            self._left |= {*changed}
+            self.warn(
+                f"rehearsal: {named(changed)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
+                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
+            )
+
+    def _memory(self) -> Memory:
+        optimizers = list(optimizers_of(self.state.optimizer).values())
+        return memory_of(self.job, self.state.model, optimizers)
+
+    def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        """The loss of a batch, by forward alone; buffers are put back. Seed 0 is that of the first micro-batch."""
+        buffers = KeptBuffers(self.state.model)
+        try:
+            return self._loss(module, batch, seed)
+        finally:
+            buffers.restore()
+
+    def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        more, device = ("again", seed) if seed else (), self.device
+        seed_all(self.spec.seed, "rehearsal", *more, device=device)
+        with job_at("first micro-batch, before training"), self.state.precision.autocast():
+            loss: Loss = module(batch)
+        return loss
+
+    def _tell_buffers(self, first: Computed, second: Computed) -> None:
+        """Warn of buffers that depend on the samples: a step keeps only those of its first micro-batch."""
+        model = self.state.model
+        usual = statistics(model)
+        names = [name for i, (name, _) in enumerate(model.named_buffers()) if i in first.written - usual]
+        labels = [f"the buffer {name!r}" for name in names]
+        differing = [label for label in labels if first.results.get(label) != second.results.get(label)]
+        if differing:
+            self.warn(
+                f"rehearsal: {named(differing)} of the model depends on the samples; of the {self.plan.micro_batches} micro-batches "
+                "of a step only the first one's value is kept, on any number of workers: if it must see every sample, as the state "
+                "of truncated back-propagation through time, set batch.micro = batch.global"
+            )
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -1,0 +1,124 @@
+"""How many bytes a worker's state takes: before a run for its estimate, after it for its record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.tree import pack
+from lockstep.data.contents import PARTS
+from lockstep.plan import Plan, nodes, worker_ranges
+from lockstep.spec.fields import Spec
+from lockstep.training.state import TrainState
+from lockstep.training.step.phases import Optimizers, optimizers_of, phases_of
+from lockstep.training.step.sharding import ShardedOptimizer
+
+BUCKETS_MOVING = 2
+"""Buckets that are in flight at once: the one that leaves, and the one before it."""
+
+
+def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
+    """The text of memory.json: what this rank holds at the end of a run, under the names of an estimate's fields, and every rank's peak.
+
+    The tree's sums and the messages are gone by then: they are computed from the plan, as in the estimate.
+    """
+    gradients, summed, count = gradient_bytes(state.model), summed_bytes(state), plan.micro_batches
+    return json.dumps(
+        {
+            "parameters_bytes": nbytes(state.model.parameters()),
+            "buffers_bytes": nbytes(state.model.buffers()),
+            "gradients_bytes": gradients,
+            "optimizer_bytes": optimizer_bytes(state.optimizer),
+            "average_bytes": average_bytes(state),
+            "reduction_bytes": reduction_bytes(spec, summed, count, workers),
+            "communication_bytes": communication_bytes(spec, gradients, count, workers),
+            "checkpoint_bytes": checkpoint_bytes(state),
+            "peak_bytes_by_rank": list(peak_by_rank),
+        },
+        indent=1,
+    )
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors; memory that several share counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the gradients that exist. Those in DDP's buckets count by their own size."""
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+def summed_bytes(state: TrainState) -> int:
+    """Bytes of the gradients that are summed at once: those that exist of the phase that has the most."""
+    return max(
+        sum(p.grad.nbytes for p in phase.parameters(state.model) if p.grad is not None)
+        for phase in phases_of(state.job, state.model)
+    )
+
+
+def optimizer_bytes(optimizer: Optimizers) -> int:
+    """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part."""
+    states = [
+        state
+        for phase_optimizer in optimizers_of(optimizer).values()
+        for state in (
+            phase_optimizer.own_state()
+            if isinstance(phase_optimizer, ShardedOptimizer)
+            else phase_optimizer.state
+        ).values()
+    ]
+    return sum(tensor.nbytes for tensor in tensors_in(states))
+
+
+def average_bytes(state: TrainState) -> int:
+    """Bytes of the moving average of the weights; 0 where there is none."""
+    return nbytes(state.average.weights.values()) if state.average is not None else 0
+
+
+def checkpoint_bytes(state: TrainState) -> int:
+    """Bytes of the tensors that a checkpoint of `state` holds."""
+    packed = (pack(tree, section) for section, tree in state.sections().items())
+    return sum(tensor.nbytes for part in packed for tensor in part.tensors.values())
+
+
+def sums_held(assigned: range, leaves: int) -> int:
+    """The most sets of gradients that a worker's part of the tree holds while it computes another micro-batch."""
+    return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
+
+
+def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
+    """Bytes of the tree's sums on the worker that holds the most; `gradients` is the size of one set in bytes."""
+    if spec.reduction != "exact":
+        return 0
+    ranges = worker_ranges(micro_batches, workers)
+    return gradients * max(sums_held(worker_range, micro_batches) for worker_range in ranges)
+
+
+def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
+    """Bytes of DDP's buckets, which exist beside the gradients of all but the last micro-batch, and of the messages of two of them."""
+    if workers == 1:
+        return 0
+    sums = max(
+        len(nodes(worker_range, micro_batches)) for worker_range in worker_ranges(micro_batches, workers)
+    )
+    bucket = min(gradients, int(spec.workers.bucket_mb * 2**20))
+    return gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value: in its lists, tuples and mappings. Of a sparse or a nested one, those that it is made of."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return list(value.unbind())
+        return [getattr(value, part)() for part in PARTS.get(value.layout, ())] or [value]
+    if isinstance(value, Mapping):
+        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
+    if isinstance(value, list | tuple):
+        return [tensor for inner in value for tensor in tensors_in(inner)]
+    return []

@@ -1,0 +1,1 @@
+"""One optimizer step: its micro-batches, its sum, its update."""

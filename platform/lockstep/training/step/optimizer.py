@@ -1,0 +1,146 @@
+"""The optimizer that a spec names, or the job's own; with phases, one for each of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.communication.group import Group
+from lockstep.errors import JobError
+from lockstep.job.interface import Job
+from lockstep.spec.fields import SGD, AdamW, Optimizer
+from lockstep.training.failure import job_at
+from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
+from lockstep.training.step.sharding import ShardedOptimizer, check_shardable
+from lockstep.training.step.weight_average import has_modes
+
+
+def make_optimizer(job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None) -> Optimizers:
+    """An optimizer over all parameters that require a gradient, or one for each phase. A job's own must hold each of them once.
+
+    JobError or SpecError where the job's own does not fit.
+    """
+    phases = phases_of(job, model)
+    if phases[0].name:
+        return PhaseOptimizers(_of_phases(phases, model, spec))
+    optimizer = _whole_optimizer(job, model, spec)
+    if not spec.sharded:
+        return optimizer
+    # On one worker as well: whether a spec is valid must not depend on the number of workers.
+    check_shardable(optimizer)
+    return optimizer if group is None or group.size == 1 else ShardedOptimizer(optimizer, group)
+
+
+def _of_phases(
+    phases: Sequence[ModelPhase], model: nn.Module, spec: Optimizer
+) -> dict[str, torch.optim.Optimizer]:
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for phase in phases:
+        parameters, label = phase.parameters(model), f"job.phases: the optimizer of phase {phase.name!r}"
+        if phase.optimizer is None:
+            optimizers[phase.name] = _named_by_spec(parameters, spec)
+            continue
+        optimizer = _made(
+            phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made"
+        )
+        named = dict(zip(phase.names, parameters, strict=True))
+        if any(optimizer is earlier for earlier in optimizers.values()):
+            raise JobError(f"{label} is that of another phase; make one for each")
+        optimizers[phase.name] = _checked(optimizer, named, parameters, label)
+    return optimizers
+
+
+def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
+    optimizer = _made(job.optimizer, model, "while its optimizer was made")
+    asking = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if optimizer is None:
+        return _named_by_spec(list(asking.values()), spec)
+    return _checked(optimizer, asking, list(model.parameters()), "job.optimizer")
+
+
+def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
+    with job_at(where):
+        return make(over)
+
+
+def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.optim.Optimizer:
+    if isinstance(spec, SGD):
+        return torch.optim.SGD(
+            parameters,
+            lr=spec.lr,
+            momentum=spec.momentum,
+            weight_decay=spec.weight_decay,
+            nesterov=spec.nesterov,
+        )
+    kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+    # On CUDA one kernel for all that an update does to an element, where torch's default launches one for each operation.
+    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters) or None
+    return kind(
+        parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
+    )
+
+
+def _checked(
+    optimizer: object, learning: Mapping[str, Tensor], allowed: Sequence[Tensor], label: str
+) -> torch.optim.Optimizer:
+    """Check an optimizer of the job's own: it must hold all of `learning`, and nothing that is not `allowed`."""
+    if isinstance(optimizer, list | tuple | dict):
+        raise JobError(
+            f"{label}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
+            "in several groups, set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"{label}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise JobError(
+            f"{label}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
+            "its own; call it in __init__, with the parameters of the optimizer that it wraps"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"{label}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
+            "Lockstep computes each step's gradient once; use one that steps from the gradient alone, such as AdamW"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    allowed_ids = set(map(id, allowed))
+    strange = [parameter for parameter in parameters if id(parameter) not in allowed_ids]
+    if strange:
+        whose = "the model's" if label == "job.optimizer" else "the phase's"
+        raise JobError(
+            f"{label}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
+            f"no gradient; build the optimizer from {'the model that it is' if label == 'job.optimizer' else 'the parameters that it is'} given"
+        )
+    ids = {id(parameter) for parameter in parameters}
+    missing = [name for name, parameter in learning.items() if id(parameter) not in ids]
+    if missing:
+        raise JobError(
+            f"{label}: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
+            "add it, or set requires_grad to False"
+        )
+    _check_no_scheduler(optimizer, label)
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise JobError(
+            f"{label}: a group of {type(optimizer).__name__} has no learning rate, which the schedule sets before each update; call it lr in "
+            "defaults, or give lr=1.0 where the optimizer needs none"
+        )
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _check_no_scheduler(optimizer: torch.optim.Optimizer, label: str) -> None:
+    """Refuse an attached scheduler, which torch marks in the groups of its optimizer: no checkpoint would have its state."""
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise JobError(
+            f"{label}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
+            "return it without one: use the spec's schedule, or return the scheduler from job.schedule(optimizer, updates)"
+        )
+
+
+def _others(found: list[Any]) -> str:
+    return f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -1,0 +1,531 @@
+"""One optimizer step, exactly.
+
+Each micro-batch back-propagates its loss *sum* times a power of two. The gradients are added along the plan's
+tree and divided once by the whole batch's weight. The result is the gradient of the weighted mean loss over the
+global batch, however ragged the micro-batches and however many the workers.
+
+A job may have several phases. Each runs over the step's micro-batches with its own loss and updates its own parameters, and the
+next phase sees the result. A job without phases has a single one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.communication.group import Group
+from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
+from lockstep.failure_kinds import kind_of
+from lockstep.job.interface import Job, Loss, Mean
+from lockstep.plan import Plan, Position, clip
+from lockstep.randomness import seed_all
+from lockstep.record.events.union import Digests
+from lockstep.spec.fields import Spec
+from lockstep.training.failure import as_lockstep_error, job_at
+from lockstep.training.integrity.agreement import Agreement
+from lockstep.training.integrity.probe import NoProbe, Probe
+from lockstep.training.integrity.sdc_check import Recheck
+from lockstep.training.integrity.step_digests import StepDigests
+from lockstep.training.modes import Modes
+from lockstep.training.observe.rank_speed import Stopwatch
+from lockstep.training.observe.step_times import StepTimes
+from lockstep.training.settings import Settings
+from lockstep.training.state import TrainState, power_of_two
+from lockstep.training.step.after_step import follow_update, has_after_step
+from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.exchange import Agreed, Totals
+from lockstep.training.step.means import check_form, check_same_parts, has_form
+from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
+from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
+from lockstep.training.step.phase_step import PhaseStep, each_in_turn
+from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
+from lockstep.training.step.precision import Precision
+from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.sharding import ShardedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of one step in Python numbers, equal on every rank.
+
+    With phases, loss, weight, rate and norms are those of the first phase that took part; `parts` has those of each phase by its name.
+    """
+
+    loss: float
+    weight: float
+    parts: dict[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
+    stop: bool
+    """Whether a rank asked to end the run after this step."""
+    save: bool
+    """Whether a rank asked to save the state after this step."""
+    regroup: bool
+    """Whether a rank asked to form another group after this step."""
+    pace: list[float]
+    """Each rank's time for a micro-batch of its own, in seconds."""
+    digests: Digests | None = None
+
+
+class PhaseResult(NamedTuple):
+    """The result of one phase of a step, and what its ranks agreed on."""
+
+    agreed: Agreed
+    loss: float
+    weight: float
+    parts: dict[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
+
+    def columns(self, *, scaled: bool) -> dict[str, float]:
+        """The ledger's columns of a named phase; `scaled` where a loss scaler may skip it."""
+        base = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        skipped = {"skipped": float(self.skipped)} if scaled else {}
+        return {**base, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
+
+
+class Stepper:
+    """Takes the steps of one worker: phase by phase, forward and backward of its micro-batches, then the update."""
+
+    def __init__(
+        self,
+        job: Job,
+        spec: Spec,
+        plan: Plan,
+        group: Group,
+        state: TrainState,
+        *,
+        parts: Mapping[str, tuple[str, ...]],
+        written_buffers: frozenset[int],
+    ) -> None:
+        """`parts` are the names of the parts of each phase's loss, by phase name; without phases by the empty name."""
+        self.spec = spec
+        self.plan = plan
+        self.group = group
+        self.state = state
+        self.parts = parts
+        self.assigned = plan.ranges(group.size)[group.rank]
+        self.buffers = StepBuffers(state.model, group, written_buffers)
+        self.watched = ParameterWatch(state.model)
+        self.modules = ModuleWatch(state.model)
+        self.modes = Modes(state.model)
+        self.agreement = Agreement(group, state)
+        self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
+        self.probe: Probe = NoProbe()
+        self.settings = Settings(group.device)
+        self.recheck: Recheck | None = None
+        self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
+        """The ids of a micro-batch's samples."""
+        buffers = len(self.buffers.buffers)
+        self.each_phase = [
+            PhaseStep(job, spec, plan, group, state, phase, parts=parts[phase.name], buffers=buffers)
+            for phase in phases_of(job, state.model)
+        ]
+        self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
+        self.hooks = self.updates_by_job or has_after_step(job)
+        """Whether code of the job runs between the last micro-batch of a step and the next one."""
+        self.frozen = FrozenRule(job, state.model, spec.seed)
+        self._learning(min(state.counters.step + 1, plan.total_steps))
+        self.watch = Stopwatch(group.device)
+        self.times = StepTimes(group.device)
+        self._abandoned = False
+
+    def _learning(self, step: int) -> list[PhaseStep]:
+        """The phases with something to learn in step number `step`, made ready for it. All ranks call it."""
+        frozen = self.frozen(step)
+        return [phase for phase in self.each_phase if phase.learn(frozen)]
+
+    def __call__(
+        self,
+        position: Position,
+        batches: Iterator[Any],
+        *,
+        stop: bool = False,
+        save: bool = False,
+        regroup: bool = False,
+    ) -> StepResult:
+        """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order.
+
+        `stop` is this rank's vote to end the run after the step, `save` to save its state then, `regroup` to form another group.
+        """
+        self.times.begin()
+        phases = self._learning(position.number) if self.frozen.there else self.each_phase
+        if not phases:
+            raise all_rest(position.number)
+        scale_down = self.scale_down(position)
+        self.digests.begin(
+            position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
+        )
+        count = len(clip(self.assigned, position.micro_batches))
+        taken: dict[str, PhaseResult] = {}
+        for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
+            phase.exchange.vote(stop=stop, save=save, regroup=regroup)
+            last = phase is phases[-1]
+            taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
+        return self._finished(position, phases, taken)
+
+    def _take(
+        self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float, *, last: bool
+    ) -> PhaseResult:
+        """Take one phase from its first micro-batch to its update; `last` where it is the last one of the step."""
+        self._accumulate(phase, position, batches, scale_down)
+        self.settings.put_back()
+        if self._looks_at_buffers(position):
+            self.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
+        agreed = phase.exchange.read(position.micro_batches)
+        if self.recheck is not None:
+            self.recheck.compare(position, self.digests.gradients())
+        try:
+            self._check(phase, position, agreed.totals)
+            if last:
+                self.digests.gather(position, self.plan.ranges(self.group.size))
+            phase.agree_on_unused()
+            # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
+            self.buffers.end_step(agreed.flagged, resized=agreed.resized)
+            self.times.mark("reduction")
+            result = self._update(phase, position, agreed, scale_down)
+            if last:
+                self.state.precision.settle()
+            self.times.mark("optimizer")
+        except NumericsError as error:
+            error.step, error.micro_batch = position.step, agreed.totals.first_bad
+            error.phase = phase.name
+            raise
+        if phase.updates_by_job and not last:
+            self.buffers.take_over()
+        return result
+
+    def _looks_at_buffers(self, position: Position) -> bool:
+        """Whether buffers are compared by value: after 1, 2, 4, 8 … steps and after the last one, at which a worker's own value still shows."""
+        n = position.number
+        return self.spec.determinism == "strict" and (n & (n - 1) == 0 or n == self.plan.total_steps)
+
+    def _finished(
+        self, position: Position, phases: list[PhaseStep], taken: Mapping[str, PhaseResult]
+    ) -> StepResult:
+        """Count the step, and do what follows its updates."""
+        state, first = self.state, next(iter(taken.values()))
+        updated = [phase for phase in phases if not taken[phase.name].skipped]
+        state.advance(position, skipped=not updated, weight=first.weight)
+        for phase in updated:
+            with job_at(f"the schedule after step {position.number}"):
+                phase.rates.schedule.follow()
+        if updated:
+            follow_update(state, seed=self.spec.seed, device=self.group.device)
+        if self.hooks and self.spec.determinism == "strict":
+            self.settings.check(f"between steps {position.number} and {position.number + 1}")
+        if self.updates_by_job:
+            self.modules.check(f"after step {position.number}")
+            self.buffers.take_over()
+            self.modes.note()
+        return StepResult(
+            loss=first.loss,
+            weight=first.weight,
+            parts=first.parts if "" in taken else _by_phase(taken, scaled=self.spec.precision == "fp16"),
+            lr=first.lr,
+            grad_norm=first.grad_norm,
+            clipped_norm=first.clipped_norm,
+            scale=first.scale,
+            skipped=not updated,
+            stop=first.agreed.stop,
+            save=first.agreed.save,
+            regroup=first.agreed.regroup,
+            pace=[
+                sum(seconds)
+                for seconds in zip(*(result.agreed.pace for result in taken.values()), strict=True)
+            ],
+            digests=self.digests.taken(position),
+        )
+
+    def scale_down(self, position: Position) -> float:
+        """The power of two that a step's losses are multiplied by, which rounds nothing: about one over the weight of the step before.
+
+        This step's own weight is known only after its last forward; in the first step the number of samples stands in for it.
+        """
+        exponent = self.state.counters.weight_exponent
+        return 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
+
+    def abandon(self) -> None:
+        """Give up the step under way for good: the state is that after the last update, and another Stepper may take the parameters.
+
+        An update itself is never interrupted: no rank waits for another in it.
+        """
+        if self._abandoned:
+            return
+        self._abandoned = True
+        self._leave_no_trace()
+        for phase in self.each_phase:
+            phase.abandon()
+
+    # --- forward and backward -----------------------------------------------------------------------------
+
+    def _accumulate(
+        self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
+    ) -> None:
+        """Leave in every `.grad` the tree sum of all micro-batches' gradients: the gradient of the loss sum, times `scale_down`."""
+        assigned = clip(self.assigned, position.micro_batches)
+        tree, names = TreeSum(position.micro_batches), phase.digested_as
+        phase.forget_gradients()
+        phase.module.used.clear()
+        self.watched.note()  # the update since the last step wrote to parameters rightly
+        if self.recheck is not None:
+            self.recheck.compute(position)
+        for m in assigned[:-1]:
+            with self._no_sync(phase):
+                self._compute(phase, position, m, batches, scale_down, last=False)
+            if self.spec.reduction == "exact":
+                gradients = self._take_gradients(phase, position, m)
+                if self.digests.notes:
+                    self.digests.next_micro_batch(m, names)
+                    self.digests.note(gradients)
+                tree.add(range(m, m + 1), gradients)
+                del gradients  # only the tree may hold them while the next micro-batch is computed
+        # Before the last backward: the hook adds its gradients to these sums, bucket by bucket.
+        folded, unfolded = tree.close(assigned[-1]) if assigned else ([], [])
+        reduction = phase.reduction
+        if reduction is not None:
+            reduction.begin(position, folded, unfolded)
+            reduction.observe = self.digests.note if assigned and self.digests.notes else None
+        if assigned:
+            self.digests.next_micro_batch(assigned[-1], names)
+            self._compute(phase, position, assigned[-1], batches, scale_down, last=True)
+        else:
+            self._backward_nothing(phase)
+        if reduction is not None and not reduction.finished:
+            raise phase.without_gradient(self._where(phase, position, assigned[-1] if assigned else 0))
+        if self.group.size == 1:
+            gradients = phase.gradients(self._where(phase, position, assigned[-1]))
+            self.digests.note(gradients)
+            for total in folded:
+                torch._foreach_add_(gradients, total)
+
+    def _compute(
+        self,
+        phase: PhaseStep,
+        position: Position,
+        m: int,
+        batches: Iterator[Any],
+        scale_down: float,
+        *,
+        last: bool,
+    ) -> None:
+        with self.probe.around(position, m, self.state.model, phase.name):
+            self._backward(phase, position, m, batches, scale_down, last=last)
+
+    def _backward(
+        self,
+        phase: PhaseStep,
+        position: Position,
+        m: int,
+        batches: Iterator[Any],
+        scale_down: float,
+        *,
+        last: bool,
+    ) -> None:
+        self.times.mark("reduction")
+        with self.watch:
+            batch = next(batches)
+            self.probe.batch(position, m, batch)
+            loss = self._forward(phase, phase.wrapped, position, m, batch)
+            self.probe.loss(position, m, loss.total)
+        self.times.mark("forward")
+        with self._of_job(phase, position, m):
+            phase.exchange.put(loss)
+            if m == 0:
+                phase.exchange.flag(self.buffers.keep(), self.buffers.resized())
+            if last:
+                phase.exchange.close(self.watch.take())
+            scaled = self.state.precision.scaled(loss.total * scale_down)
+            self.probe.backward(position, m)
+            phase.module.backward(scaled)
+            if m == 0:
+                self.buffers.keep_late()
+        self.times.mark("backward")
+        self.watched.check(self._where(phase, position, m))
+        self.modules.check(self._where(phase, position, m))
+        self._leave_no_trace()
+
+    def _leave_no_trace(self) -> None:
+        """Have the next micro-batch begin with the step's buffers and in training mode, whatever this one has left."""
+        self.buffers.restore()
+        self.modes.restore()
+
+    def _forward(
+        self,
+        phase: PhaseStep,
+        module: nn.Module,
+        position: Position,
+        m: int,
+        batch: Any,
+        precision: Precision | None = None,
+    ) -> Loss:
+        # Whatever a micro-batch before it, or its own fetch, has set: each is computed alike.
+        self.settings.put_back()
+        # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
+        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, device=self.group.device)
+        with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
+            loss: Loss = module(batch)
+            if batch is not None and not has_form(loss, phase.exchange.names):
+                label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
+                check_form(loss, label, where)
+                check_same_parts(loss, phase.exchange.parts, label, where)
+        if batch is None:  # data.without leaves this micro-batch no sample
+            loss = replace(loss, parts=dict.fromkeys(phase.exchange.parts, Mean(0.0, 0.0)))
+        return loss
+
+    def recomputed(self, position: Position, m: int, batch: Any) -> dict[str, Tensor]:
+        """The gradients of a micro-batch of this step, by name, computed as by `beside`."""
+        (phase,) = self.each_phase
+        _, gradients = self.beside(phase, position, m, batch, self.state.precision)
+        return dict(zip(phase.digested_as, gradients, strict=True))
+
+    def beside(
+        self, phase: PhaseStep, position: Position, m: int, batch: Any, precision: Precision
+    ) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of a micro-batch of this step, computed apart from it: the step's own gradients and buffers stay as they are.
+
+        Call it before the update, on any rank. It needs the memory of one more set of gradients.
+        """
+        saved_gradients = [parameter.grad for parameter in phase.parameters]
+        phase.forget_gradients()
+        try:
+            # Bypass DDP, which expects gradients only in its own backward.
+            loss = self._forward(phase, phase.module, position, m, batch, precision)
+            with self._of_job(phase, position, m):
+                phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
+            self.watched.check(self._where(phase, position, m))
+            return float(loss.total.detach()), self._take_gradients(phase, position, m)
+        finally:
+            self._leave_no_trace()
+            for parameter, gradient in zip(phase.parameters, saved_gradients, strict=True):
+                parameter.grad = gradient
+
+    def _backward_nothing(self, phase: PhaseStep) -> None:
+        # DDP's buckets need every rank, also one that a ragged step leaves without a micro-batch.
+        loss: Loss = phase.wrapped(None)
+        phase.exchange.close()
+        phase.module.backward(loss.total)
+
+    def _no_sync(self, phase: PhaseStep) -> Any:
+        wrapped = phase.wrapped
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+    def _take_gradients(self, phase: PhaseStep, position: Position, m: int) -> list[Tensor]:
+        gradients = phase.gradients(self._where(phase, position, m))
+        phase.forget_gradients()
+        return gradients
+
+    # --- update -------------------------------------------------------------------------------------------
+
+    def _check(self, phase: PhaseStep, position: Position, totals: Totals) -> None:
+        within = f" of phase {phase.name!r}" if phase.name else ""
+        # A loss that is not finite gives such gradients too, for which the fp16 scaler skips the update.
+        if totals.first_bad is not None and self.spec.precision != "fp16":
+            raise NumericsError(
+                f"the loss of step {position.number}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
+                f"rate that is too high (optimizer.lr is {self._rate(phase):g}), a label or an input that is not finite, a division by zero"
+            )
+        if totals.bad_weight is not None:
+            m, weight = totals.bad_weight
+            raise JobError(
+                f"{phase.phase.loss_label}: the weight of step {position.number}, micro-batch {m} is {weight}, wanted a number of samples or "
+                "tokens, at least 0"
+            )
+        if not totals.weight > 0.0 or not math.isfinite(totals.weight):
+            raise JobError(
+                f"{phase.phase.loss_label}: the weights of step {position.number} add up to {totals.weight}, wanted more than 0; "
+                f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
+            )
+
+    def _update(self, phase: PhaseStep, position: Position, agreed: Agreed, scale_down: float) -> PhaseResult:
+        spec, state, totals = self.spec, self.state, agreed.totals
+        optimizer = phase.optimizer
+        # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
+        if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
+            align_gradients(phase.parameters)
+        gradients = phase.gradients(self._where(phase, position, 0))
+        with job_at(f"the update of step {position.number}"):
+            state.precision.unscale(optimizer)
+        factor = 1.0 / (totals.weight * scale_down)
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        grad_norm, scale = phase.norm(gradients), state.precision.scale
+        if spec.clip_norm is not None:
+            clip_gradients(gradients, grad_norm, spec.clip_norm)
+        if not math.isfinite(grad_norm) and spec.precision != "fp16":
+            within = f" of phase {phase.name!r}" if phase.name else ""
+            raise NumericsError(
+                f"the gradient of step {position.number}{within} has the norm {grad_norm} though its loss is finite; "
+                f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
+            )
+        phase.rest_unused()
+        phase.rates.set(state.counters.updates)
+        if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
+            seed_all(spec.seed, "update", position.step, *phase.phase.key, device=self.group.device)
+        with job_at(f"the update of step {position.number}"):
+            skipped = not state.precision.update(optimizer)
+        parts = {
+            name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
+        }
+        clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
+        return PhaseResult(
+            agreed=agreed,
+            loss=totals.loss / totals.weight,
+            weight=totals.weight,
+            parts=parts,
+            lr=phase.rates.used(),
+            grad_norm=grad_norm,
+            clipped_norm=clipped,
+            scale=scale,
+            skipped=skipped,
+        )
+
+    def _rate(self, phase: PhaseStep) -> float:
+        """The full learning rate of a phase, for messages."""
+        return phase.rates.schedule.base[0]
+
+    @contextmanager
+    def _of_job(self, phase: PhaseStep, position: Position, m: int) -> Iterator[None]:
+        """Report what the job raises in a micro-batch, or a sys.exit(), with its place."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failed(error, phase, position, m) from error
+
+    def _failed(self, error: BaseException, phase: PhaseStep, position: Position, m: int) -> LockstepError:
+        """The error for a failed micro-batch, with the place if another worker could fail there too."""
+        lockstep_error = as_lockstep_error(error, self._where(phase, position, m))
+        failure = kind_of(error)
+        if failure.kind in ("device", "memory"):
+            lockstep_error.place = FailedAt(
+                failure.what, position.number, m, tuple(map(int, self.samples(position, m)))
+            )
+        return lockstep_error
+
+    def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
+        within = f", phase {phase.name!r}" if phase.name else ""
+        return f"step {position.number}, micro-batch {m}, rank {self.group.rank}{within}"
+
+
+def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:
+    """The results of each phase as parts of the step, such as `discriminator/loss`."""
+    return {
+        f"{name}/{column}": value
+        for name, result in taken.items()
+        for column, value in result.columns(scaled=scaled).items()
+    }

@@ -1,0 +1,287 @@
+"""One phase of a worker's steps: from the loss of its micro-batches to the sum of its gradients over all ranks.
+
+Invariants: a backward leaves gradients in the parameters that learn in the phase and in no others, whatever its loss flows
+through; the parameters that learn are the same on every rank; and an update leaves alone what no micro-batch of its step used.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.communication.group import Group
+from lockstep.data.loader import map_tensors
+from lockstep.errors import DriftError, JobError, LockstepError
+from lockstep.job.interface import Job, Loss
+from lockstep.plan import Plan
+from lockstep.spec.fields import Spec
+from lockstep.training.state import TrainState
+from lockstep.training.step.after_step import has_after_step
+from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
+from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.norm import GradientNorm
+from lockstep.training.step.phases import ModelPhase, phases_of
+from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
+from lockstep.training.step.schedule import Rates
+from lockstep.training.step.sharding import ShardedOptimizer
+
+
+class LossModule(nn.Module):
+    """What DDP wraps: a module whose forward is the loss of a phase, so that the job sees its own model.
+
+    Called without a batch, it gives a loss whose gradient is zero everywhere. That is the share of a worker that a ragged
+    step leaves without a micro-batch, and of a micro-batch without samples.
+
+    A conditional parameter that a loss does not use gets zeros too, in a backward of its own: each micro-batch has a place for it in the
+    sum, and DDP waits for it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        phase: ModelPhase | None = None,
+        compiled: CompiledLosses | None = None,
+    ) -> None:
+        """`phase` may be left out for a job without phases; the loss runs eager without `compiled`."""
+        super().__init__()
+        self.job = job
+        self.model = model
+        self.phase = phases_of(job, model)[0] if phase is None else phase
+        loss = self.phase.loss
+        self._loss = loss if compiled is None else compiled.of(self.phase.name, loss)
+        parameters = dict(model.named_parameters())
+        conditional = list(job.conditional_parameters(model))
+        unknown = [name for name in conditional if name not in parameters]
+        if unknown:
+            raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
+        self._conditional = frozenset(conditional)
+        self._without_batch = False
+        self.used: set[str] = set()
+        """The conditional parameters that a micro-batch has used since this was last cleared."""
+        self.learn(self.phase.names)
+
+    def learn(self, names: Sequence[str]) -> None:
+        """Set which of the phase's parameters get a gradient from now on."""
+        every = dict(self.model.named_parameters())
+        self.names = list(names)
+        self.parameters_that_learn = [every[name] for name in names]
+        self.conditional = {name: every[name] for name in names if name in self._conditional}
+        self.apart = len(names) < sum(parameter.requires_grad for parameter in every.values())
+        """Whether other parameters require a gradient, which a backward must leave out."""
+
+    def forward(self, batch: Any) -> Loss:
+        self._without_batch = batch is None
+        if batch is None:
+            return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
+        return self._loss(self.model, batch)
+
+    def compiles(self, batch: Any) -> bool:
+        """Whether the loss of such a batch runs compiled."""
+        return isinstance(self._loss, CompiledLoss) and self._loss.compiles(batch)
+
+    def backward(self, total: Tensor) -> None:
+        """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
+        earlier = {name: _gradient_version(parameter) for name, parameter in self.conditional.items()}
+        torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
+        if self.conditional and not self._without_batch:
+            used = {name for name, one in self.conditional.items() if _gradient_version(one) != earlier[name]}
+            self.used |= used
+            left_out = [one for name, one in self.conditional.items() if name not in used]
+            if left_out:
+                zero_term(iter(left_out)).backward()  # type: ignore[no-untyped-call]
+
+
+def _gradient_version(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes with each backward that gives the parameter a gradient, also where that adds to an earlier micro-batch's, as with `reduction: native`."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def zero_term(parameters: Iterator[Tensor]) -> Tensor:
+    """A zero whose gradient is exactly zero for every parameter, even one that holds infinities."""
+    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+
+
+class PhaseStep:
+    """One phase of a worker's steps: its loss, its parameters, and how gradients and totals reach the other ranks."""
+
+    norm: GradientNorm
+
+    def __init__(
+        self,
+        job: Job,
+        spec: Spec,
+        plan: Plan,
+        group: Group,
+        state: TrainState,
+        phase: ModelPhase,
+        *,
+        parts: Sequence[str],
+        buffers: int,
+    ) -> None:
+        """`parts` are the names of the parts of its loss, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
+        self._spec, self._plan, self._group = spec, plan, group
+        self.phase, self.name = phase, phase.name
+        self.optimizer = state.optimizer_of(phase.name)
+        self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
+        self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
+        self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
+        self.module = LossModule(job, state.model, phase, state.compiled)
+        self._every = phase.parameters(state.model)
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.reduction: Reduction | None = None
+        self.wrapped: nn.Module = self.module
+        self._unused: list[str] = []
+
+    def learn(self, frozen: frozenset[str]) -> bool:
+        """Set what learns from now on: all of the phase's parameters but the `frozen` ones. False where none is left.
+
+        All ranks call it alike, between two steps.
+        """
+        names = [name for name in self.phase.names if name not in frozen]
+        if names != self.names:
+            self.abandon()
+            self.module.learn(names)
+            self.names, self.parameters = names, self.module.parameters_that_learn
+            if names:
+                self.norm = GradientNorm(self.parameters)
+                if self._group.size > 1:
+                    self.wrapped = self._in_ddp()
+        return bool(names)
+
+    @property
+    def digested_as(self) -> list[str]:
+        """The names of the parameters that learn, as digests of gradients have them."""
+        return [f"{self.name}: {name}" for name in self.names] if self.name else self.names
+
+    def _in_ddp(self) -> DistributedDataParallel:
+        """Wrap the loss in DDP. It broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
+        options = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+        settings: dict[str, Any] = {
+            buffers: False,
+            "process_group": self._group.channel,  # a group of its own would cost gloo a second set of threads
+            "bucket_cap_mb": self._spec.workers.bucket_mb,
+            "gradient_as_bucket_view": True,
+        }
+        # Set anew each time: what an earlier DDP ignored may learn now.
+        vars(self.module)["_ddp_params_and_buffers_to_ignore"] = list(self._passed_by())
+        wrapped = DistributedDataParallel(self.module, **settings)
+        kind = TreeReduction if self._spec.reduction == "exact" else NativeReduction
+        self.reduction = kind(self._group, self._plan, self.parameters, self.exchange)
+        wrapped.register_comm_hook(None, named_hook(self.reduction))
+        return wrapped
+
+    def _passed_by(self) -> Iterator[str]:
+        """All names that DDP must ignore: of parameters for whose gradients it would wait, and of buffers, some types of which gloo cannot send."""
+        yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
+        if not self.module.apart:
+            return
+        parameter_ids = set(map(id, self.parameters))
+        named = self.module.named_parameters(remove_duplicate=False)
+        yield from (name for name, parameter in named if id(parameter) not in parameter_ids)
+
+    def abandon(self) -> None:
+        """Give up what is under way and free the parameters."""
+        self.forget_gradients()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # Its hooks on the parameters end with the reducer, and a traceback may still hold the wrapper: so drop the reducer itself.
+            self.wrapped.reducer = self.wrapped.logger = None  # type: ignore[assignment]
+        self.wrapped, self.reduction = self.module, None
+
+    # --- gradients ----------------------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """Set every gradient to None, also of parameters that rest: an update skips a parameter without one."""
+        for parameter in self._every:
+            parameter.grad = None
+
+    def gradients(self, where: str) -> list[Tensor]:
+        """The gradients of the parameters that learn, in the order of `names`. JobError where one is missing."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(gradient is None for gradient in gradients):
+            raise self.without_gradient(where)
+        return gradients  # type: ignore[return-value]
+
+    def rest_unused(self) -> None:
+        """Have the update skip the conditional parameters that no micro-batch of the step used, as one with DDP's `find_unused_parameters` does."""
+        for name in self._unused:
+            self.module.conditional[name].grad = None
+
+    def agree_on_unused(self) -> None:
+        """Find what no rank has used in this step. All ranks call it, before the last message of the phase."""
+        if self.module.conditional:
+            used = set[str]().union(*self._group.gather(self.module.used))
+            self._unused = [name for name in self.module.conditional if name not in used]
+
+    def without_gradient(self, where: str) -> LockstepError:
+        """The error for a step in which gradients are missing."""
+        names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+        if not names:
+            return DriftError(
+                f"a gradient was summed over this worker alone ({where}): DDP was not given all that learns"
+            )
+        return missing_gradient(names, where)
+
+
+def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[Iterator[Any]]:
+    """For each phase the same next `count` batches, in memory of its own: a job may write into its batch.
+
+    They are fetched while the first phase takes them, and held until the last phase is done.
+    """
+    if phases == 1:
+        yield batches
+        return
+    originals: list[Any] = []
+
+    def fetched() -> Iterator[Any]:
+        for batch in islice(batches, count):
+            originals.append(batch)
+            yield copied(batch)
+
+    yield fetched()
+    for _ in range(phases - 2):
+        yield map(copied, originals)
+    yield iter(originals)
+
+
+def copied(batch: Any) -> Any:
+    """A copy of a batch; tensors keep their strides where these leave no gaps."""
+    return map_tensors(batch, Tensor.clone, copy.deepcopy)
+
+
+def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
+    if isinstance(optimizer, ShardedOptimizer):  # it accepts no optimizer with code of the job's own
+        return False
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
+    return bool(of_job) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def named_hook(reduction: Reduction) -> Any:
+    """The reduction as a hook in the form that DDP demands: a named function whose second parameter is called `bucket`.
+
+    It has no annotations: DDP compares them with the types themselves, and in this module they are strings.
+    """
+
+    def exact_reduction(state, bucket):  # type: ignore[no-untyped-def]
+        return reduction(state, bucket)
+
+    return exact_reduction
+
+
+def missing_gradient(names: Sequence[str], where: str) -> JobError:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return JobError(
+        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
+        "or name it in conditional_parameters if some micro-batches rightly leave it out"
+    )

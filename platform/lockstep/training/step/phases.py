@@ -1,0 +1,255 @@
+"""A job's phases on its model: what each learns and by which loss, which parameters rest, and the phases' optimizers and schedules as one.
+
+A job without phases has a single one, without a name, over all parameters that require a gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError, SpecError, nearest
+from lockstep.job.interface import Job, Loss, Phase, overrides
+from lockstep.randomness import seed_all
+from lockstep.spec.fields import Spec
+from lockstep.training.failure import job_at
+from lockstep.training.step.schedule import RateSchedule
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPhase:
+    """A phase on its model. `names` are its parameters that require a gradient, in the model's order."""
+
+    name: str
+    loss: Callable[[nn.Module, Any], Loss]
+    names: tuple[str, ...]
+    key: tuple[str, ...] = ()
+    """What its seeds are keyed by, beside step and micro-batch."""
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+
+    @property
+    def loss_label(self) -> str:
+        """Its loss, as messages name it."""
+        return f"the loss of phase {self.name!r}" if self.name else "job.loss"
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Its parameters, in the order of `names`."""
+        every = dict(model.named_parameters())
+        return [every[name] for name in self.names]
+
+
+def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
+    """The phases of a step, in order. JobError where a phase is invalid, or a parameter that requires a gradient is in none."""
+    declared = own_phases(job)
+    asking = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not declared:
+        return (ModelPhase("", lambda model, batch: job.loss(model, batch), tuple(asking)),)
+    phases = tuple(_on_model(phase, declared, model, asking) for phase in declared)
+    learning = {name for phase in phases for name in phase.names}
+    missing = [name for name in asking if name not in learning]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise JobError(
+            f"job.phases: parameter {missing[0]!r}{others} is in no phase and would never learn; add it to one, or set requires_grad to False"
+        )
+    return phases
+
+
+def own_phases(job: Job) -> list[Phase]:
+    """What `job.phases()` returns, checked as far as is possible without a model."""
+    if not overrides(job, "phases"):
+        return []
+    with job_at("while its phases were asked for"):
+        phases: Any = job.phases()
+    if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
+        raise JobError(f"job.phases: returned {type(phases).__name__}, wanted a list of lockstep.Phase")
+    names = [phase.name for phase in phases]
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise JobError(f"job.phases: got the name {name!r}, wanted letters, digits, '_', '-' and '.'")
+    if len(set(names)) < len(names):
+        raise JobError(f"job.phases: got the names {names}, wanted each once")
+    return list(phases)
+
+
+def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: list[str]) -> ModelPhase:
+    names = [candidate.name for candidate in every]
+    if phase.draws_as is not None and phase.draws_as not in names:
+        raise JobError(
+            f"job.phases: phase {phase.name!r} draws as {phase.draws_as!r}, which is none of {names}"
+            f"{nearest(phase.draws_as, names)}"
+        )
+    chosen = selected(model, phase.parameters, f"job.phases: the parameters of phase {phase.name!r}")
+    trainable = tuple(name for name in chosen if name in asking)
+    if not trainable:
+        raise JobError(
+            f"job.phases: no parameter of phase {phase.name!r} asks for a gradient; there is nothing to train"
+        )
+    return ModelPhase(phase.name, phase.loss, trainable, (phase.draws_as or phase.name,), phase.optimizer)
+
+
+def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
+    """The parameters that `names` of parameters or modules stand for, in the order of `named_parameters`. JobError for an unknown name."""
+    if isinstance(names, str):
+        raise JobError(f"{label}: got the text {names!r}, wanted a list of names of parameters or modules")
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    chosen: set[str] = set()
+    for requested in names:
+        if not isinstance(requested, str):
+            raise JobError(
+                f"{label}: got a {type(requested).__name__}, wanted names of parameters or modules"
+            )
+        matches = {
+            name for full, name in every.items() if full == requested or full.startswith(f"{requested}.")
+        }
+        if not matches:
+            candidates = [*every, *(module for module, _ in model.named_modules() if module)]
+            raise JobError(
+                f"{label}: the model has no parameter and no module with parameters named {requested!r}{nearest(requested, candidates)}"
+            )
+        chosen |= matches
+    return [name for name in first.values() if name in chosen]
+
+
+def check_combination(job: Job, spec: Spec) -> None:
+    """SpecError for settings that phases or frozen parameters rule out."""
+    phased, rests = bool(own_phases(job)), overrides(job, "frozen_parameters")
+    if not phased and not rests:
+        return
+    feature = "phases" if phased else "frozen_parameters"
+    if spec.optimizer.sharded:
+        raise SpecError(
+            f"optimizer.sharded: got true, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
+            "shared out; set optimizer.sharded=false"
+        )
+    if spec.reduction == "native":
+        raise SpecError(
+            f"reduction: got 'native', and the job has {feature}: their gradients are summed along the exact tree alone; set reduction=exact"
+        )
+    if phased and spec.recheck:
+        raise SpecError(
+            f"determinism.recheck: got {spec.recheck:g}, and the job has phases: a micro-batch is computed again for one loss alone; "
+            "set determinism.recheck=0"
+        )
+
+
+def refuse_phases(job: Job, who: str) -> None:
+    """SpecError for a job with phases; `who` can only look at one loss and one optimizer."""
+    phases = own_phases(job)
+    if phases:
+        raise SpecError(
+            f"job.use: the job has {len(phases)} phases, and {who} can look at one loss with one optimizer alone; give each phase an "
+            "optimizer with a rate of its own, and compare short runs (length.steps=100)"
+        )
+
+
+class FrozenRule:
+    """Which parameters rest in a step, by `job.frozen_parameters`; none where the job has no such rule."""
+
+    def __init__(self, job: Job, model: nn.Module, seed: int) -> None:
+        self._job, self._model, self._seed = job, model, seed
+        self._known: dict[Any, frozenset[str]] = {}
+        """Parameter names, by what the rule returned."""
+        self.there = overrides(job, "frozen_parameters")
+
+    def __call__(self, step: int) -> frozenset[str]:
+        """The names of the parameters that rest in step number `step`, counted from 1. The generators are seeded from (seed, "frozen", step - 1)."""
+        if not self.there:
+            return frozenset()
+        seed_all(self._seed, "frozen", step - 1)
+        with job_at(f"while it was asked what rests in step {step}"):
+            returned = self._job.frozen_parameters(self._model, step)
+            names = returned if isinstance(returned, str) else tuple(returned)
+        frozen = self._known.get(names) if all(isinstance(name, str) for name in names) else None
+        if frozen is None:
+            label = f"job.frozen_parameters (step {step})"
+            frozen = self._known[names] = frozenset(selected(self._model, names, label))
+        return frozen
+
+    def check(self, total: int, learning: Iterable[str]) -> None:
+        """Ask for the first steps and the last one, twice. JobError where the answers differ, or where nothing of `learning` is left."""
+        steps = sorted({*range(1, min(8, total) + 1), total}) if self.there else []
+        once = [self(step) for step in steps]
+        again = [self(step) for step in steps]
+        for step, first, second in zip(steps, once, again, strict=True):
+            if first != second:
+                raise JobError(
+                    f"job.frozen_parameters: returned {sorted(first)} for step {step}, and {sorted(second)} when called again; a "
+                    "resumed run would train other parameters: make it a function of the number of the step"
+                )
+            if first >= set(learning):
+                raise all_rest(step)
+
+
+def all_rest(step: int) -> JobError:
+    """The error for a step in which nothing would learn."""
+    return JobError(
+        f"job.frozen_parameters: all parameters rest in step {step}, which would learn nothing; leave one out"
+    )
+
+
+class PhaseOptimizers:
+    """The optimizers of the phases, by phase name; takes the place of a single optimizer in the state."""
+
+    def __init__(self, by_phase: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.by_phase = dict(by_phase)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, one optimizer after another."""
+        return [group for optimizer in self.by_phase.values() for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The `state_dict` of each, by the names of the phases."""
+        return {name: optimizer.state_dict() for name, optimizer in self.by_phase.items()}
+
+
+Optimizers = torch.optim.Optimizer | PhaseOptimizers
+
+
+def optimizers_of(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    """Each optimizer by the name of its phase; without phases, the only one by the empty name."""
+    return optimizer.by_phase if isinstance(optimizer, PhaseOptimizers) else {"": optimizer}
+
+
+class PhaseSchedules:
+    """The schedules of the phases' optimizers, by the names of the phases: a `RateSchedule` over all of them."""
+
+    def __init__(self, by_phase: Mapping[str, RateSchedule]) -> None:
+        self.by_phase = dict(by_phase)
+        self.base = [rate for schedule in self.by_phase.values() for rate in schedule.base]
+
+    def set(self, update: int) -> None:
+        for schedule in self.by_phase.values():
+            schedule.set(update)
+
+    def follow(self) -> None:
+        for schedule in self.by_phase.values():
+            schedule.follow()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        for schedule in self.by_phase.values():
+            schedule.evaluated(metrics)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(name for schedule in self.by_phase.values() for name in schedule.metrics)
+
+    def standing(self, update: int) -> dict[str, Any]:
+        return {name: schedule.standing(update) for name, schedule in self.by_phase.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: schedule.state_dict() for name, schedule in self.by_phase.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
+        for name, schedule in self.by_phase.items():
+            schedule.load_state_dict(state.get(name, {}), fork=fork)

@@ -1,0 +1,405 @@
+"""The optimizer's state sharded over the workers, with the bits of an optimizer that is not.
+
+Every worker has the whole finished gradient, so norm and clipping are the same as without sharding. Each worker updates a
+stretch of the concatenated elements of all parameters, and keeps the moments of that stretch; then the updated stretches are
+gathered. An optimizer that computes each element from that element's own numbers gives the same bits for any split.
+
+A stretch begins at a multiple of `UNIT` elements of its parameter, in memory order. A parameter with gaps in its memory is not
+split. In a checkpoint each tensor is whole again: its parts go to the rank that writes it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.checkpoint.tree import Elsewhere
+from lockstep.communication.group import Group
+from lockstep.errors import SpecError
+from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
+from lockstep.training.step.parameters import SHORT
+
+UNIT = 64
+"""Parameters are split at multiples of so many elements: at least the vectors of every processor, and 128 bytes of bf16."""
+
+GATHER_BYTES = 16 << 20
+"""Bytes that one collective gathers; two are in flight at a time."""
+
+SCALARS = frozenset({"step"})
+"""State that is one number per parameter, the same for every stretch of it."""
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a group read such numbers on the device: fused and captured ones do, all others on the processor."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+class Stretch(NamedTuple):
+    """Elements `start … stop - 1` of parameter number `parameter`, which rank `owner` updates."""
+
+    parameter: int
+    start: int
+    stop: int
+    owner: int
+
+
+class _Part(NamedTuple):
+    """A stretch of this rank as its optimizer sees it: a parameter of its own, which is a view of the model's."""
+
+    stretch: Stretch
+    value: Tensor
+
+
+def stretches(
+    lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int
+) -> list[Stretch]:
+    """Split parameters, given their numbers of elements and bytes per element, into nearly equal bytes per rank. Pure: every rank finds the same.
+
+    Where `cut` is false a parameter stays whole. A parameter without elements belongs to rank 0.
+    """
+    total = sum(length * width for length, width in zip(lengths, widths, strict=True))
+    result, begin = [], 0
+    for parameter, (length, width, may_cut) in enumerate(zip(lengths, widths, cut, strict=True)):
+        ends = [0]
+        for rank in range(1, ranks):
+            at = (total * rank // ranks - begin) / width
+            unit = UNIT if may_cut else max(1, length)
+            ends.append(min(max(ends[-1], round(at / unit) * unit), length))
+        ends.append(length)
+        pieces = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
+        result += pieces or [Stretch(parameter, 0, 0, 0)]
+        begin += length * width
+    return result
+
+
+def gathering_width(ranks: int) -> int:
+    """The most bytes that a rank sends in one round of gathering."""
+    return max(1, GATHER_BYTES // ranks // UNIT) * UNIT
+
+
+def gathering_bytes(most: int, ranks: int) -> int:
+    """Temporary bytes of gathering, for the rounds that are in flight at once; `most` is the most bytes that any rank sends in all."""
+    width = gathering_width(ranks)
+    return min(2, -(-most // width)) * (ranks + 1) * min(width, most)
+
+
+def flat(tensor: Tensor) -> Tensor | None:
+    """All elements in the order of memory, as a view. None where the memory has gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    in_order = tensor.permute(order)
+    return in_order.reshape(-1) if in_order.is_contiguous() else None
+
+
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
+    kind = type(optimizer)
+    if kind not in ELEMENT_BY_ELEMENT:
+        supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
+        raise SpecError(
+            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
+            "bits of the whole only if each element is updated independently; set optimizer.sharded=false"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise SpecError(
+            f"optimizer.sharded: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
+            "take the hooks out, or set optimizer.sharded=false"
+        )
+    if optimizer.state:
+        raise SpecError(
+            f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
+        )
+
+
+def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
+    """SpecError for parameters in a short type that several threads of a processor update.
+
+    Each thread takes a share of a tensor, which ends elsewhere in a part than in the whole. Where one ends, torch adds short numbers one by one,
+    and rounds them otherwise than its vectors do: in `add_` with an `alpha`, as SGD and a weight decay have it.
+    """
+    if device.type != "cpu" or threads == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in SHORT:
+            raise SpecError(
+                f"optimizer.sharded: got true with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
+                "thread's share of it ends, and that is elsewhere in a part; set threads=1, hold it in float32 and set precision: bf16, or set "
+                "optimizer.sharded=false"
+            )
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Stands in for the optimizer that it is made from: the same groups, whose rates may be set. It holds only this rank's state."""
+
+    def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(whole.param_groups, whole.defaults)
+        self.kind = type(whole)
+        self.group = group
+        self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
+        self._built = False
+
+    def _build(self) -> None:
+        """Split the parameters, once they have their shapes: those of a lazy module get them in its first forward."""
+        if self._built:
+            return
+        self._built = True
+        views = [flat(parameter.detach()) for parameter in self.parameters]
+        asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
+        widths = [parameter.element_size() for parameter in self.parameters]
+        cut, ranks = [view is not None for view in views], self.group.size
+        self.stretches = stretches(asking, widths, cut, ranks)
+        self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
+        self._whole = [
+            parameter.detach() if view is None else view
+            for parameter, view in zip(self.parameters, views, strict=True)
+        ]
+        self._uncut = [view is None for view in views]
+        self._parts = {
+            s.parameter: _Part(s, self._of(s)) for s in self.stretches if s.owner == self.group.rank
+        }
+        self._own = self._made()
+        self._gathering = _Gathering(self._bytes(), self.group)
+
+    def _made(self) -> torch.optim.Optimizer:
+        """The optimizer over this rank's parts, group by group; a group may have none here."""
+        groups, index = [], 0
+        for every in self.param_groups:
+            numbers = range(index, index + len(every["params"]))
+            params = [
+                self._parts[i].value for i in numbers if i in self._parts and self.parameters[i].requires_grad
+            ]
+            groups.append({**every, "params": params})
+            index = numbers.stop
+        make: Callable[[Any], torch.optim.Optimizer] = self.kind
+        return make(groups)
+
+    def _of(self, stretch: Stretch) -> Tensor:
+        """A view of a stretch in its parameter's memory; a parameter with gaps as it is."""
+        parameter = self._whole[stretch.parameter]
+        return parameter if self._uncut[stretch.parameter] else parameter[stretch.start : stretch.stop]
+
+    def _bytes(self) -> list[list[Tensor]]:
+        """The updated tensors that each rank sends, by rank."""
+        tensors_by_rank: list[list[Tensor]] = [[] for _ in range(self.group.size)]
+        for stretch in self.stretches:
+            if stretch.stop > stretch.start:
+                tensors_by_rank[stretch.owner].append(self._of(stretch))
+        return tensors_by_rank
+
+    # --- the update -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's stretches, and gather those of the other ranks. All ranks call it."""
+        self._build()
+        for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in every.items() if name != "params"})
+        for i, part in self._parts.items():
+            if (gradient := self.parameters[i].grad) is not None:
+                part.value.grad = self._gradient(part.stretch, gradient)
+        self._own.step()
+        for part in self._parts.values():
+            part.value.grad = None
+        self._gathering()
+
+    def _gradient(self, stretch: Stretch, gradient: Tensor) -> Tensor:
+        if self._uncut[stretch.parameter]:
+            return gradient
+        return gradient.permute(self._orders[stretch.parameter]).reshape(-1)[stretch.start : stretch.stop]
+
+    # --- the state ------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """The state of this rank, by its stretches of the parameters."""
+        self._build()
+        return self._own.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The `state_dict` of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
+
+        `assembled` then fills in the tensors that a rank writes.
+        """
+        self._build()
+        local_state = {
+            i: {name: _as_told(name, value) for name, value in self._own.state[part.value].items()}
+            for i, part in self._parts.items()
+            if part.value in self._own.state
+        }
+        merged: dict[int, dict[str, Any]] = {}
+        for rank_state in self.group.gather(local_state):
+            merged = {**rank_state, **merged}
+        state = {
+            i: {
+                name: Elsewhere.like(self.parameters[i], value) if isinstance(value, torch.dtype) else value
+                for name, value in merged[i].items()
+            }
+            for i in sorted(merged)
+        }
+        return {"state": state, "param_groups": self.groups_as_saved()}
+
+    def groups_as_saved(self) -> list[dict[str, Any]]:
+        """The parameter groups of `state_dict`, which every rank has whole."""
+        groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
+        return groups
+
+    def assembled(self, saved: Mapping[str, Any], writers: Mapping[int, int]) -> dict[str, Any]:
+        """What `state_dict` gave, with the tensors that this rank writes. `writers` maps the id of an `Elsewhere` to its rank.
+
+        All ranks call it. A rank needs as much memory for it as the tensors that it writes.
+        """
+        state = {
+            i: {
+                name: self._gathered(i, name, value, writers[id(value)])
+                if isinstance(value, Elsewhere)
+                else value
+                for name, value in every.items()
+            }
+            for i, every in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    def _gathered(self, i: int, name: str, place: Elsewhere, writer: int) -> Tensor | Elsewhere:
+        """One tensor of parameter `i`: whole on the rank that writes it, `place` on the others."""
+        rank, calls, copies = self.group.rank, [], []
+        assembled = (
+            torch.empty_like(self.parameters[i], dtype=place.dtype, requires_grad=False)
+            if rank == writer
+            else None
+        )
+        for stretch in (candidate for candidate in self.stretches if candidate.parameter == i):
+            source = self._own.state[self._parts[i].value][name] if stretch.owner == rank else None
+            if assembled is None and source is None:
+                continue
+            if assembled is None:
+                assert source is not None
+                calls.append(dist.P2POp(dist.isend, source.contiguous().view(-1), writer, self.group.channel))
+                continue
+            target = assembled if self._uncut[i] else _required(flat(assembled))[stretch.start : stretch.stop]
+            if source is not None:
+                target.copy_(source)
+                continue
+            received = torch.empty_like(target, memory_format=torch.contiguous_format).view(-1)
+            calls.append(dist.P2POp(dist.irecv, received, stretch.owner, self.group.channel))
+            copies.append((target, received))
+        calls = [call for call in calls if call.tensor.numel()]
+        if calls:
+            self.group.wait_for_messages(dist.batch_isend_irecv(calls))
+        for target, received in copies:
+            target.copy_(received.view(target.shape))
+        return place if assembled is None else assembled
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
+        self._build()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._own.state.clear()
+        groups = [every for every in self.param_groups for _ in every["params"]]
+        for i, part in self._parts.items():
+            if i in state_dict["state"]:
+                taken = {
+                    name: self._taken(part, groups[i], name, value)
+                    for name, value in state_dict["state"][i].items()
+                }
+                self._own.state[part.value] = taken
+
+    def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name in SCALARS:
+            return value.to(part.value.device if counts_on_device(group) else "cpu", copy=True)
+        i, start, stop, _ = part.stretch
+        if value.shape != self.parameters[i].shape:
+            raise ValueError(
+                f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
+            )
+        if not self._uncut[i]:
+            value = value.permute(self._orders[i]).reshape(-1)[start:stop]
+        return value.to(part.value.device, copy=True)
+
+
+def _as_told(name: str, value: Any) -> Any:
+    """One value of a stretch's state as other ranks are told it: numbers themselves, and the dtype of a larger tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    # A pickled CUDA tensor would appear on the device that has its number there.
+    return value.cpu() if name in SCALARS else value.dtype
+
+
+class _Gathering:
+    """Gives every rank the bytes of all, in rounds of `GATHER_BYTES` that are the same on every rank."""
+
+    def __init__(self, every: list[list[Tensor]], group: Group) -> None:
+        self.group = group
+        # Memory with gaps has no view as bytes: it goes through a copy.
+        self._copies = [
+            [
+                (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+                for tensor in parts
+                if flat(tensor) is None
+            ]
+            for parts in every
+        ]
+        through = {id(tensor): copy for parts in self._copies for tensor, copy in parts}
+        rows = [
+            [through.get(id(tensor), tensor).view(-1).view(torch.uint8) for tensor in parts]
+            for parts in every
+        ]
+        most = max((sum(map(len, row)) for row in rows), default=0)
+        width = gathering_width(group.size)
+        self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
+
+    def __call__(self) -> None:
+        for source, copy in self._copies[self.group.rank]:
+            copy.copy_(source)
+        pending: tuple[Any, Tensor, list[list[Tensor]]] | None = None
+        for pieces in self._rounds:
+            begun = self._begun(pieces)
+            if pending is not None:
+                self._done(*pending)
+            pending = begun
+        if pending is not None:
+            self._done(*pending)
+        for rank, parts in enumerate(self._copies):
+            for target, copy in parts if rank != self.group.rank else ():
+                target.copy_(copy)
+
+    def _begun(self, pieces: list[list[Tensor]]) -> tuple[Any, Tensor, list[list[Tensor]]]:
+        """Begin one round: its collective, the tensor that it fills, and the pieces that tensor goes to."""
+        outgoing = pieces[self.group.rank]
+        length = max(sum(map(len, parts)) for parts in pieces)
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
+        if outgoing:
+            torch.cat(outgoing, out=sent[: sum(map(len, outgoing))])
+        received = sent.new_empty(self.group.size * length)
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # its name since torch 2.13
+        work = gather(received, sent, group=self.group.channel, async_op=True)
+        return work, received, pieces
+
+    def _done(self, work: Any, received: Tensor, pieces: list[list[Tensor]]) -> None:
+        self.group.wait(work)
+        for rank, row in enumerate(received.view(self.group.size, -1)):
+            if rank != self.group.rank and pieces[rank]:
+                sizes = [len(piece) for piece in pieces[rank]]
+                torch._foreach_copy_(pieces[rank], list(torch.split(row[: sum(sizes)], sizes)))
+
+
+def _within(parts: list[Tensor], start: int, stop: int) -> list[Tensor]:
+    """The elements `start … stop - 1` of the concatenation of `parts`, as views."""
+    pieces, begin = [], 0
+    for part in parts:
+        piece = part[max(0, start - begin) : max(0, stop - begin)]
+        if len(piece):
+            pieces.append(piece)
+        begin += len(part)
+    return pieces
+
+
+def _required(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,80 @@
+"""What a keeper starts again, and what it leaves as it is; tests/cluster/test_local_cluster.py has it on a real cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.clusters.driver_restarter import (
+    EX_TEMPFAIL,
+    first_job,
+    first_of,
+    kept,
+    pause_s,
+    retries_so_far,
+    retry_of,
+    was_lost,
+)
+from lockstep.clusters.submission import RETRIES, entrypoint
+from lockstep.errors import ClusterError, JobError, SpecError
+
+
+@pytest.mark.parametrize("code", [-9, 137, None, -6, EX_TEMPFAIL])
+def test_a_run_that_did_not_end_itself_was_lost(code: int | None) -> None:
+    """SIGKILL to the driver or to its shell, no exit code where the job's own process is gone, a crash, a reason that may pass."""
+    assert was_lost("FAILED", code)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("SUCCEEDED", 0),
+        ("FAILED", 1),
+        ("FAILED", 2),
+        ("FAILED", 130),
+        ("FAILED", 143),
+        ("STOPPED", None),
+        ("STOPPED", -9),
+        ("RUNNING", None),
+        ("PENDING", None),
+    ],
+)
+def test_what_a_run_decided_is_left_as_it_is(status: str, code: int | None) -> None:
+    """Finished, a mistake of the job or the spec, a signal, `ray job stop` (also where Ray had to kill), and what still runs."""
+    assert not was_lost(status, code)
+
+
+def test_retries_are_counted_by_the_jobs_that_there_are() -> None:
+    jobs = ["night-1a", "night-1a-retry-1", "night-1a-retry-2", "other", None]
+    assert retries_so_far("night-1a", jobs) == 2
+    assert retries_so_far("other", jobs) == 0
+    assert retry_of("other", 0) == "other"
+    assert first_of("night-1a-retry-12") == first_of("night-1a") == "night-1a"
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    assert [pause_s(retry) for retry in (1, 2, 3, 100)] == [1.0, 2.0, 4.0, 60.0]
+
+
+def test_a_submitted_run_is_asked_to_keep_itself(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").touch()
+    words = entrypoint("spec.yaml", ["seed=1"], "night", tmp_path, 3)
+    assert words[-5:] == ["--run", "night", "--retries", "3", "seed=1"]
+    found = RETRIES.search(" ".join(words))
+    assert found is not None
+    assert found[1] == "3"
+    assert "--retries" not in entrypoint("spec.yaml", [], "night", tmp_path)
+
+
+def test_a_command_that_is_no_job_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    with pytest.raises(SpecError, match="retries: this command is not a cluster job"):
+        first_job()
+
+
+def test_without_retries_errors_keep_their_exit_code() -> None:
+    for error in (ClusterError("gone"), JobError("wrong")):
+        with pytest.raises(type(error)) as raised, kept(0, lambda text: None):
+            raise error
+        assert raised.value.exit_code == 1

@@ -1,0 +1,63 @@
+"""Every recorded event comes back from its line in the journal as it was."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from lockstep.record.events.codec import from_line, to_line
+from lockstep.record.events.union import Alive, Recorded
+
+FOLDER = Path("/runs/abc")
+SCALARS: dict[Any, Any] = {
+    int: 3,
+    float: 0.1,
+    str: "text",
+    bool: True,
+    Any: "any",
+    Path: FOLDER / "a.txt",
+    type(None): None,
+}
+
+
+def value_of(hint: Any, *, full: bool) -> Any:
+    """A value of an annotated type; collections are empty and optional values None unless `full`."""
+    if hint in SCALARS:
+        return SCALARS[hint]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return arguments[-1]
+    if origin in {Union, types.UnionType}:
+        return value_of(arguments[0 if full else -1], full=full)
+    if origin is tuple and arguments[-1] is not ...:
+        return tuple(value_of(argument, full=full) for argument in arguments)
+    if origin is tuple:
+        return (value_of(arguments[0], full=full),) * (2 * full)
+    if origin is Sequence:
+        return [value_of(arguments[0], full=full)] * (2 * full)
+    if origin is Mapping:
+        return {"key": value_of(arguments[1], full=full)} if full else {}
+    fields = get_type_hints(hint)
+    assert is_dataclass(hint) or hasattr(hint, "_fields"), f"no value of the type {hint}"
+    return hint(**{name: value_of(inner, full=full) for name, inner in fields.items()})
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("kind", get_args(Recorded))
+def test_a_recorded_event_comes_back_as_it_was(kind: Any, full: bool) -> None:
+    event = value_of(kind, full=full)
+    back = from_line(to_line(event, FOLDER).removesuffix(b"\n"), FOLDER)
+    assert type(back) is kind
+    assert back == event
+
+
+def test_an_event_without_its_case_is_none_of_the_others() -> None:
+    """The control: it cannot be written, and a line of its name cannot be read."""
+    with pytest.raises(AssertionError):
+        to_line(Alive(), FOLDER)  # type: ignore[arg-type]
+    assert from_line(b'{"alive":{}}', FOLDER) is None

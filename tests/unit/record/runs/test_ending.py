@@ -1,0 +1,149 @@
+"""The end of a run is recorded by another process where its own cannot, and only where nobody else records it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import RecordError
+from lockstep.process import place, started
+from lockstep.record.events.union import Document, Failed, Finished, Opened
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import LockedError
+from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.mirror.stores import reader
+from lockstep.record.mirror.sync import sync
+from lockstep.record.recorder import Recorder
+from lockstep.record.runs.ending import record_end
+from lockstep.record.runs.heartbeat import process_tags
+from lockstep.spec.fields import Spec
+
+WHY = Failed("the GCS was killed", "where its logs are")
+HOLDS = "import sys, time; from pathlib import Path; from lockstep.record.ledger.journal import Journal; j = Journal(Path(sys.argv[1])); print(flush=True); time.sleep(600)"
+
+
+@contextmanager
+def child(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A python process, which is there once it has written a line."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def tag(pid: int) -> str:
+    return f"{place()} {pid} {started(pid)}"
+
+
+@pytest.fixture
+def run(spec: Callable[..., Spec]) -> tuple[Spec, str]:
+    """A run without an end, whose recorder is gone: the process that its journal and its run.json name has ended."""
+    recorder = Recorder(spec("off"))
+    recorder.start()
+    run_id = recorder.run_id()
+    recorder.tell(Finished({}))
+    recorder.close()
+    folder = spec("off").folder / run_id
+    gone = {**process_tags(1.0), PROCESS: f"{place()} 999999999 1"}
+    (folder / "journal.jsonl").unlink()
+    with closing(Journal(folder)) as journal:
+        journal.add([Opened(1.0, gone)])
+    text = (
+        (folder / "run.json")
+        .read_text()
+        .replace("FINISHED", "RUNNING")
+        .replace(tag(os.getpid()), gone[PROCESS])
+    )
+    (folder / "run.json").write_text(text)
+    return spec("off"), run_id
+
+
+def status(run: tuple[Spec, str]) -> str:
+    return reader("off", run[0].folder).run(run[1]).status
+
+
+def test_an_abandoned_run_gets_its_end_and_its_documents(run: tuple[Spec, str]) -> None:
+    spec, run_id = run
+    assert record_end(spec, run_id, WHY, [Document("stacks.txt", "a stack")], [], new=True) == run_id
+    assert status(run) == "FAILED"
+    folder = spec.folder / run_id
+    assert (folder / "error.txt").read_text() == "the GCS was killed\n\nwhere its logs are\n"
+    assert (folder / "stacks.txt").read_text() == "a stack"
+
+
+def test_an_end_that_the_run_has_recorded_is_left_as_it_is(run: tuple[Spec, str]) -> None:
+    spec, run_id = run
+    with closing(Journal(spec.folder / run_id)) as journal:
+        journal.add([Failed("its own end", "", "KILLED", at=2.0)])
+    assert record_end(spec, run_id, WHY, [], [], new=True) is None
+    assert status(run) == "KILLED"
+
+
+def test_a_run_that_a_live_process_has_opened_since_is_left_to_it(run: tuple[Spec, str]) -> None:
+    """It was resumed; the control is the same journal once that process is gone."""
+    spec, run_id = run
+    with child("import time; print(flush=True); time.sleep(600)") as process:
+        with closing(Journal(spec.folder / run_id)) as journal:
+            journal.add([Opened(2.0, {**process_tags(2.0), PROCESS: tag(process.pid)})])
+        assert record_end(spec, run_id, WHY, [], [], new=True) is None
+    assert record_end(spec, run_id, WHY, [], [], new=True) == run_id
+
+
+def test_a_recorder_that_does_not_end_is_killed_and_no_other_process(run: tuple[Spec, str]) -> None:
+    spec, run_id = run
+    folder = str(spec.folder / run_id)
+    with child(HOLDS, folder) as other:
+        with pytest.raises(LockedError):
+            record_end(spec, run_id, WHY, [], [f"{place()} {other.pid} 1"], new=True, release_s=0.2)
+        assert other.poll() is None
+        assert record_end(spec, run_id, WHY, [], [tag(other.pid)], new=True, release_s=0.2) == run_id
+        assert other.wait() == -signal.SIGKILL
+
+
+def test_a_run_whose_id_nobody_was_told_is_known_by_its_recorder(run: tuple[Spec, str]) -> None:
+    spec, run_id = run
+    assert record_end(spec, None, WHY, [], [f"{place()} 999999999 1"], new=False) == run_id
+
+
+def test_without_a_run_one_is_made_only_if_that_is_asked_for(spec: Callable[..., Spec]) -> None:
+    assert record_end(spec("off"), None, WHY, [], [], new=False) is None
+    run_id = record_end(spec("off"), None, WHY, [], [], new=True)
+    assert run_id is not None
+    assert status((spec("off"), run_id)) == "FAILED"
+
+
+def test_a_run_of_another_machine_is_ended_only_once_it_was_silent(
+    run: tuple[Spec, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`record sync` and `record check --repair`: a paused process elsewhere is not taken for dead before its beat has stood still for long."""
+    spec, run_id = run
+    folder = spec.folder / run_id
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    now = [1000.0]
+    monkeypatch.setattr("lockstep.record.runs.heartbeat._now", lambda: now[0])
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace(place(), "another-boot/pid:[1]"))
+    for silent_s in (0.0, 149.0):
+        now[0] = 1000.0 + silent_s
+        with pytest.raises(
+            RecordError, match=r"it is RUNNING, and the process that records it, on host .* may live"
+        ):
+            sync(folder, "off")
+    now[0] = 1151.0
+    assert sync(folder, "off").sent
+    assert status(run) == "FAILED"

@@ -1,0 +1,77 @@
+"""Which groups outlive the loss of a member: all but those that docs/attempts.md names under "Where it cannot be done"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
+from lockstep.communication.group import Group
+from lockstep.job.loading import load_job
+from lockstep.spec.loading import load_spec
+from lockstep.training.elastic.recovery import can_recover
+from lockstep.training.setup import make_model, make_plan, make_state
+
+PAGE = Path(__file__).parents[3] / "docs" / "attempts.md"
+ROOT = Path(__file__).parents[3]
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PLAIN: Mapping[str, Any] = {"job": {"use": "tests.distributed.small_jobs:Plain"}}
+PHASED: Mapping[str, Any] = {"job": {"use": "tests.distributed.phase_kinds:Gan"}}
+REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
+
+KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
+    "on GPUs": ({}, GPU, AttemptOrigin()),
+    "`optimizer.sharded`": ({"optimizer": {"name": "adamw", "sharded": True}}, CPU, AttemptOrigin()),
+    "`reduction: native`": ({"reduction": "native"}, CPU, AttemptOrigin()),
+    "a job with [phases](writing-a-job.md#several-losses-and-optimizers)": (PHASED, CPU, AttemptOrigin()),
+    "steps that are taken again to be [compared](verify.md)": ({}, CPU, REPLAYED),
+}
+"""What is known as a worker begins to train, by the row of the page: the spec, the device and the origin."""
+
+SHOWN_LATER = {
+    "fewer workers are left than `workers.min`, or none": "tests/unit/training/test_roll_call.py",
+    "a worker ended with an error of its own: the job's, a device's, a disk's": "tests/distributed/test_survivors.py",
+    "a worker is lost before all of them train": "tests/unit/training/test_roll_call.py",
+    "a step fails a second time though no worker is lost": "tests/unit/training/test_roll_call.py",
+    "a trial of a [sweep](sweeps.md), Ray's public `TorchTrainer`": "tests/cluster/test_ray_train.py",
+}
+"""What shows itself when a worker is lost, and the tests that have it."""
+
+
+def recovers(spec: Mapping[str, Any], device: torch.device, origin: AttemptOrigin | None) -> bool:
+    """Whether a worker of such a run comes to a roll call. The state is made as for a run, on the CPU."""
+    loaded = load_spec({**PLAIN, "batch": {"global": 8, "micro": 2}, **spec})
+    job = load_job(loaded.job.use, loaded.job.params)
+    plan = make_plan(loaded, job.train_data())
+    model = make_model(loaded, job, plan, CPU)
+    state = make_state(loaded, job, plan, model, CPU, evaluates=False)
+    return can_recover(loaded, Group(0, 1, device), state, origin)
+
+
+def rows() -> list[str]:
+    """The cases of the page's table."""
+    section = PAGE.read_text().partition("### Where it cannot be done")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    return cells[2:]
+
+
+def test_each_case_of_the_page_is_tried_here_or_elsewhere() -> None:
+    assert sorted(rows()) == sorted([*KNOWN_BEFORE, *SHOWN_LATER])
+    assert all((ROOT / file).is_file() for file in SHOWN_LATER.values())
+
+
+@pytest.mark.parametrize("case", KNOWN_BEFORE)
+def test_where_it_cannot_be_done_no_worker_says_that_it_would_come(case: str) -> None:
+    """A worker that said so would be waited for, and the run would go on with other bits, or hang."""
+    assert not recovers(*KNOWN_BEFORE[case])
+
+
+@pytest.mark.parametrize("origin", [None, AttemptOrigin(), AttemptOrigin("a" * 32, 2)])
+def test_any_other_run_goes_on_in_memory(origin: AttemptOrigin | None) -> None:
+    """The control: on the CPU, with a whole optimizer, the exact reduction and one loss."""
+    assert recovers({}, CPU, origin)

@@ -1,0 +1,101 @@
+"""The rehearsal: one micro-batch from end to end that leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import JobError, NumericsError
+from lockstep.training.determinism import determinism
+from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, rehearse
+from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step.phase_step import LossModule
+from lockstep.training.step.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+class Normed(nn.Module):
+    """Writes to its statistics, and through `data` to a buffer whose version does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout())
+        self.register_buffer("constant", torch.ones(2))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.data += len(x)  # type: ignore[operator]
+        return self.layer(x) * self.constant
+
+
+class Rehearsed(lockstep.Job):
+    def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+        out = model(batch)
+        return lockstep.Loss(
+            out.square().sum(), len(batch), {"mean": lockstep.Mean(out.sum().detach(), out.numel())}
+        )
+
+
+def rehearsed(job: lockstep.Job, model: nn.Module) -> Rehearsal:
+    batch = torch.arange(12.0).view(4, 3)
+    with determinism("strict", threads=1):
+        return rehearse(LossModule(job, model), batch, Precision("fp32", CPU), seed=3, device=CPU)
+
+
+def test_rehearsal_leaves_no_trace() -> None:
+    model = Normed()
+    before = weights_digest(model.state_dict())
+    rehearsed(Rehearsed(None), model)
+    assert weights_digest(model.state_dict()) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_rehearsal_finds_parts_and_written_buffers() -> None:
+    model = Normed()
+    found = rehearsed(Rehearsed(None), model)
+    names = [name for name, _ in model.named_buffers()]
+    assert found.parts == ("mean",)
+    assert {names[i] for i in found.written} == {
+        "seen", "layer.1.running_mean", "layer.1.running_var", "layer.1.num_batches_tracked",
+    }  # fmt: skip
+
+
+def test_rehearsal_repeats_itself() -> None:
+    """Its loss is compared between ranks, dropout and all."""
+    torch.manual_seed(1)
+    model = Normed()
+    losses = {rehearsed(Rehearsed(None), model).loss for _ in range(3)}
+    assert len(losses) == 1
+
+
+def test_memory_that_was_never_written_is_found() -> None:
+    """Its content is chance: a run that reads it cannot be repeated."""
+
+    class Unwritten(Rehearsed):
+        def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+            return lockstep.Loss((model(batch) * torch.empty(2)).sum(), len(batch))
+
+    with pytest.raises(NumericsError, match="very first micro-batch"):
+        rehearsed(Unwritten(None), Normed())
+
+
+def test_a_failed_rehearsal_leaves_no_trace_either() -> None:
+    class Failing(Rehearsed):
+        def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+            model(batch).sum().backward()
+            raise KeyError("late")
+
+    model = Normed()
+    before = weights_digest(model.state_dict())
+    filled: Any = torch.utils.deterministic
+    with pytest.raises(JobError, match=r"first micro-batch, before training"):
+        rehearsed(Failing(None), model)
+    assert weights_digest(model.state_dict()) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert filled.fill_uninitialized_memory is True  # torch's own default

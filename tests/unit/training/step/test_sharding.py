@@ -1,0 +1,165 @@
+"""How parameters are shared out, and what an optimizer may be for it (G1)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.checkpoint.snapshot import snapshot, writers
+from lockstep.checkpoint.tree import Elsewhere, pack
+from lockstep.communication.group import Group
+from lockstep.errors import SpecError
+from lockstep.training.step.sharding import UNIT, ShardedOptimizer, check_shardable, flat, stretches
+
+PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
+
+
+@given(PARAMETERS, st.integers(1, 9))
+@example([(449, 2, True), (1, 2, False), (225, 2, False)], 3)
+def test_every_element_has_one_owner(parameters: list[tuple[int, int, bool]], ranks: int) -> None:
+    """Within a parameter in the order of the ranks; from one to the next it may go back, where rounding has gone too far."""
+    lengths, widths, cut = ([one[i] for one in parameters] for i in range(3))
+    found = stretches(lengths, widths, cut, ranks)
+    for i, length in enumerate(lengths):
+        mine = [one for one in found if one.parameter == i]
+        assert [e for one in mine for e in range(one.start, one.stop)] == list(range(length))
+        assert all(one.start % UNIT == 0 for one in mine)
+        assert cut[i] or len(mine) == 1
+        assert [one.owner for one in mine] == sorted({one.owner for one in mine})
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_each_rank_has_as_many_bytes_as_the_others(ranks: int) -> None:
+    lengths, widths = [50257 * 16, 1, 768, 12288, 65536, 7], [4, 8, 4, 2, 4, 4]
+    found = stretches(lengths, widths, [True] * 6, ranks)
+    held = [
+        sum((s.stop - s.start) * widths[s.parameter] for s in found if s.owner == r) for r in range(ranks)
+    ]
+    whole = sum(n * width for n, width in zip(lengths, widths, strict=True))
+    assert all(abs(own - whole / ranks) <= UNIT * 8 for own in held)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("cut", [1, 7, 64, 1000, 33333])
+def test_a_part_of_a_parameter_is_updated_to_the_bits_of_the_whole(kind: Any, cut: int) -> None:
+    """What sharding stands on: these optimizers have the same bits for each element, wherever its tensor begins and ends."""
+    more = {"momentum": 0.9, "nesterov": True} if kind is torch.optim.SGD else {}
+    generator = torch.Generator().manual_seed(cut)
+    start = torch.randn(40_003, generator=generator)
+    gradients = [torch.randn(40_003, generator=generator) * 10.0**i for i in range(-2, 2)]
+    ends = []
+    for edges in ([0, 40_003], [0, cut, 40_003]):
+        whole = start.clone()
+        parts = [whole[a:b] for a, b in itertools.pairwise(edges)]
+        optimizer = kind(parts, lr=0.01, weight_decay=0.1, **more)
+        for gradient in gradients:
+            for part, a, b in zip(parts, edges, edges[1:], strict=False):
+                part.grad = gradient[a:b]
+            optimizer.step()
+        ends.append(whole)
+    assert torch.equal(*ends)
+
+
+class Normalised(torch.optim.SGD):
+    """Adds up each gradient: not element by element."""
+
+
+def test_what_is_not_element_by_element_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    for optimizer in (Normalised(model.parameters()), torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(
+            SpecError,
+            match=f"the job's optimizer is {type(optimizer).__name__}, wanted one of Adam, AdamW, SGD",
+        ):
+            check_shardable(optimizer)
+    hooked = torch.optim.SGD(model.parameters())
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(SpecError, match="the job's SGD has hooks"):
+        check_shardable(hooked)
+    moved = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    moved.step()
+    with pytest.raises(SpecError, match="comes with state"):
+        check_shardable(moved)
+
+
+STRIDED = [
+    torch.randn(3, 4),
+    torch.randn(3, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+    torch.randn(4, 3).t(),
+    torch.randn(()),
+    torch.randn(0, 3),
+]
+
+
+@pytest.mark.parametrize("tensor", STRIDED, ids=lambda tensor: str(tensor.stride()))
+def test_what_stands_for_a_tensor_leaves_the_same_skeleton(tensor: torch.Tensor) -> None:
+    made = pack({"state": {0: {"exp_avg": torch.zeros_like(tensor)}}}).skeleton
+    assert pack({"state": {0: {"exp_avg": Elsewhere.like(tensor, tensor.dtype)}}}).skeleton == made
+    view = flat(tensor)
+    assert view is not None
+    assert view.numel() == tensor.numel()
+
+
+def test_memory_with_gaps_has_no_flat_view() -> None:
+    assert flat(torch.randn(3, 12)[:, ::2]) is None
+
+
+META = torch.device("meta")
+"""It stands for a GPU: a device that is not the processor."""
+
+STEP = torch.tensor(7.0)
+
+
+def on_a_gpu(**options: bool) -> tuple[ShardedOptimizer, nn.Parameter]:
+    parameter = nn.Parameter(torch.zeros(2, 65, device=META))
+    whole = torch.optim.AdamW([{"params": [parameter], **options}])
+    return ShardedOptimizer(whole, Group(rank=0, size=1, device=META)), parameter
+
+
+@pytest.mark.parametrize("option", [{"fused": True}, {"capturable": True}, {}], ids=str)
+def test_a_step_count_is_loaded_to_where_the_kernels_read_it(option: dict[str, bool]) -> None:
+    """As torch's own `load_state_dict` does: fused and captured kernels read it on the device, all others on the processor."""
+    optimizer, parameter = on_a_gpu(**option)
+    saved = {"step": STEP, "exp_avg": torch.zeros(2, 65), "exp_avg_sq": torch.zeros(2, 65)}
+    groups = optimizer.groups_as_saved()
+    optimizer.load_state_dict({"state": {0: saved}, "param_groups": groups})
+    (own,) = optimizer.own_state().values()
+    torchs = torch.optim.AdamW([parameter])
+    torchs.load_state_dict({"state": {0: saved}, "param_groups": groups})
+    assert {name: value.device for name, value in own.items()} == {
+        name: value.device for name, value in torchs.state[parameter].items()
+    }
+    assert own["step"] is not STEP
+
+
+class OnTheGpu(torch.Tensor):
+    """A number that lies on a GPU, until it is copied to the processor."""
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return STEP.clone()
+
+
+def test_a_step_count_leaves_the_gpu_before_it_goes_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA tensor that is pickled appears on the device of its sender's number."""
+    optimizer, _ = on_a_gpu(fused=True)
+    optimizer._build()
+    (part,) = optimizer._parts.values()
+    optimizer._own.state[part.value] = {"step": torch.zeros(()).as_subclass(OnTheGpu)}
+    gathered: list[Any] = []
+    monkeypatch.setattr(Group, "gather", lambda self, value: gathered.append(value) or [value])
+    assert optimizer.state_dict()["state"] == {0: {"step": STEP}}
+    assert type(gathered[0][0]["step"]) is torch.Tensor
+
+
+def test_a_rank_that_lacks_what_it_writes_is_found_out() -> None:
+    place = Elsewhere.like(torch.zeros(8), torch.float32)
+    assert writers({"optimizer": {"a": place}}, 2) == {id(place): 0}
+    with pytest.raises(RuntimeError, match="rank 0 was not given 1 of the tensors that it writes"):
+        snapshot({"optimizer": {"a": place}}, ranks=2)
