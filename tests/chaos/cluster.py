@@ -48,7 +48,7 @@ class Nodes:
 
     def workers(self, node: Any) -> list[psutil.Process]:
         """The processes of workers on a node: Ray Train's, and those that have joined."""
-        return self.named(node, "RayTrainWorker") + self.named(node, "Newcomer")
+        return self.named(node, "RayTrainWorker") + self.named(node, "JoiningWorker")
 
     def busy(self) -> list[Any]:
         """The nodes with workers."""

@@ -25,7 +25,7 @@ from tests.cluster.test_supervisor import spec
 
 PATIENCE_S = 600.0
 STEPS = 300
-"""Of the run, which trains on while newcomers start. Held at their pace until all has happened."""
+"""Of the run, which trains on while joining workers start. Held at their pace until all has happened."""
 
 
 class Heard:

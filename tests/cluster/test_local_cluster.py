@@ -463,7 +463,10 @@ def test_a_submitted_run_goes_on_by_itself_whatever_is_killed(nodes: Nodes, tmp_
     assert at_work == "SUCCEEDED"
     assert digest(ended.stderr) == alone(tmp_path, held)
     assert told["run_id"] == run_id
-    wait_for(lambda: not processes_of(nodes, "ray::Keeper"), "the keeper did not end with the run")
+    wait_for(
+        lambda: not processes_of(nodes, "ray::DriverRestarter"),
+        "the driver restarter did not end with the run",
+    )
 
 
 @pytest.mark.exact  # a minute

@@ -135,7 +135,7 @@ def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
 def test_lost_workers_are_replaced_while_the_others_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G1 and G4: each of the two first workers is killed, and a newcomer joins; no process is restarted, no checkpoint is there to be read."""
+    """G1 and G4: each of the two first workers is killed, and a joining worker joins; no process is restarted, no checkpoint is there to be read."""
     monkeypatch.setattr("lockstep.attempts.cluster_watch.REFILL_S", 1.0)
     slow = tmp_path / "fast-from-now-on"
     changes = {

@@ -74,15 +74,15 @@ class Fall(NamedTuple):
 
 
 class Change(NamedTuple):
-    """After step `step` so many newcomers are let in, and the workers in `leaving` leave. The step is done once all newcomers are ready."""
+    """After step `step` so many joining workers are let in, and the workers in `leaving` leave. The step is done once all joining workers are ready."""
 
     step: int
     joining: int = 0
     leaving: tuple[int, ...] = ()
 
 
-class Newcomer(NamedTuple):
-    """In what the newcomers are other than the first workers."""
+class JoiningWorker(NamedTuple):
+    """In what the joining workers are other than the first workers."""
 
     path: str = ""
     """Where they import the job from."""
@@ -91,7 +91,7 @@ class Newcomer(NamedTuple):
     """What the numerics probe gives there, as on another processor."""
 
 
-ALIKE = Newcomer()
+ALIKE = JoiningWorker()
 
 
 class Outlived(NamedTuple):
@@ -143,21 +143,21 @@ def outlive(
     run_id: str = "",
     broken: str = "",
     path: str = "",
-    newcomer: Newcomer = ALIKE,
+    joining_worker: JoiningWorker = ALIKE,
 ) -> Outlived:
     """Train on so many workers, of which some fall or leave while others join; these have the numbers from `workers` on.
 
-    All import the job from `path`, if any, but for what `newcomer` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
+    All import the job from `path`, if any, but for what `joining_worker` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
     """
     context = forking()
     calls, told = RollCalls(1, workers), Told()
-    newcomers = sum(change.joining for change in changes)
+    joining_workers = sum(change.joining for change in changes)
     with tempfile.TemporaryDirectory(prefix="lockstep-survivors-") as folder:
         pipes, processes = [], []
-        for worker in range(workers + newcomers):
+        for worker in range(workers + joining_workers):
             here, there = context.Pipe()
             own = [fall for fall in falls if fall.worker == worker]
-            other = newcomer if worker >= workers else Newcomer(path)
+            other = joining_worker if worker >= workers else JoiningWorker(path)
             arguments = (there, digested(document), worker, workers, folder, own, run_id, broken, other)
             process = context.Process(target=_live, args=arguments, daemon=False)
             process.start()
@@ -165,7 +165,7 @@ def outlive(
             pipes.append(here)
             processes.append(process)
         try:
-            answers = _served(_Keeper(calls, told, workers, list(changes)), processes, pipes)
+            answers = _served(_DriverRestarter(calls, told, workers, list(changes)), processes, pipes)
         finally:
             for process in processes:
                 process.kill()
@@ -184,7 +184,7 @@ def outlive(
     )
 
 
-class _Keeper:
+class _DriverRestarter:
     """What outlives the workers: the roll calls, the record, and who is to join and to leave."""
 
     def __init__(self, calls: RollCalls, told: Told, workers: int, changes: list[Change]) -> None:
@@ -216,7 +216,7 @@ class _Keeper:
         return None
 
     def _regroup(self, step: int) -> bool | None:
-        """Whether the workers regroup after this step; None as long as not all newcomers are ready."""
+        """Whether the workers regroup after this step; None as long as not all joining workers are ready."""
         change = next((one for one in self._changes if one.step == step), None)
         if change is None:
             return False
@@ -230,13 +230,13 @@ class _Keeper:
 
 
 def _served(
-    keeper: _Keeper, processes: Sequence[Any], pipes: Sequence[Any]
+    driver_restarter: _DriverRestarter, processes: Sequence[Any], pipes: Sequence[Any]
 ) -> dict[int, tuple[Any, list[int], list[tuple[int, str]]]]:
     """Keep the roll calls and the record until every worker has answered or fallen."""
-    calls = keeper.calls
+    calls = driver_restarter.calls
     answers: dict[int, Any] = {}
     spoken, living = dict(enumerate(pipes)), dict(enumerate(processes))
-    while min(living, default=keeper.let_in) < keeper.let_in:
+    while min(living, default=driver_restarter.let_in) < driver_restarter.let_in:
         ready = wait([*spoken.values(), *(process.sentinel for process in living.values())], timeout=ANSWER_S)
         assert ready, f"workers {sorted(living)} did nothing for {ANSWER_S} s"
         for worker, pipe in list(spoken.items()):
@@ -255,7 +255,7 @@ def _served(
                 del spoken[worker], living[worker]
                 calls.lose(worker)
             try:
-                pipe.send(keeper.answer(worker, what, *rest))
+                pipe.send(driver_restarter.answer(worker, what, *rest))
             except BrokenPipeError:
                 spoken.pop(worker)
         for worker, process in list(living.items()):
@@ -333,7 +333,7 @@ def _live(
     falls: Sequence[Fall],
     run_id: str,
     broken: str,
-    other: Newcomer,
+    other: JoiningWorker,
 ) -> None:
     """A worker's life."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **other.environment}

@@ -14,7 +14,7 @@ from lockstep import Job, Mean
 from lockstep.checks.check import check
 from lockstep.checks.estimate import estimated
 from lockstep.checks.findings import Finding, as_text
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
@@ -116,7 +116,7 @@ def test_with_phases_an_estimate_is_what_training_holds() -> None:
         sums.append(sum(g.nbytes for _, total in self.sums for g in total))
 
     with determinism("strict", 1):
-        found = estimated(Specimen(spec))
+        found = estimated(Fixture(spec))
         run = prepare(
             spec, load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu")), tell_nobody
         )

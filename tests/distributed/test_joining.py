@@ -13,7 +13,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ClusterError
 from tests.distributed.small_jobs import Plain, points
-from tests.distributed.survivors import Change, Newcomer, outlive
+from tests.distributed.survivors import Change, JoiningWorker, outlive
 from tests.distributed.test_survivors import DIGITS, check, undisturbed
 from tests.distributed.training import Document, train, train_attempt
 
@@ -49,22 +49,29 @@ WRITTEN: Document = SMALL | {"job": {"use": "joining_job:Job"}}
 
 
 @pytest.mark.parametrize("differs", ["code", "data", "processor"])
-def test_a_newcomer_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
+def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
     """G1: it has another file of the job, another sample, or another processor. All ranks end before the next step, with what differs."""
     for folder, text in (("first", JOB), ("other", JOB.replace("square", "abs"))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "joining_job.py").write_text(text)
-    document, newcomer, name = {
-        "code": (WRITTEN, Newcomer(str(tmp_path / "other")), r"job\.source"),
-        "data": (PLACED, Newcomer(environment={"WHERE_DATA_IS": "elsewhere"}), r"data\.train\.\w+"),
-        "processor": (PLACED, Newcomer(probe="0123456789abcdef"), "numerics_probe"),
+    document, joining_worker, name = {
+        "code": (WRITTEN, JoiningWorker(str(tmp_path / "other")), r"job\.source"),
+        "data": (PLACED, JoiningWorker(environment={"WHERE_DATA_IS": "elsewhere"}), r"data\.train\.\w+"),
+        "processor": (PLACED, JoiningWorker(probe="0123456789abcdef"), "numerics_probe"),
     }[differs]
     told = rf"^rank 1, which has just joined, has a different {name} than the others, and cannot train with them$"
     with pytest.raises(ClusterError, match=told):
-        outlive(document, 1, [], [Change(2, joining=1)], path=str(tmp_path / "first"), newcomer=newcomer)
+        outlive(
+            document,
+            1,
+            [],
+            [Change(2, joining=1)],
+            path=str(tmp_path / "first"),
+            joining_worker=joining_worker,
+        )
 
 
-def test_a_newcomer_that_computes_the_same_bits_is_let_in() -> None:
+def test_a_joining_worker_that_computes_the_same_bits_is_let_in() -> None:
     """The control: where the data lies is no part of it."""
     check(outlive(PLACED, 1, [], [Change(2, joining=1)]), train(PLACED), [0, 1])
 

@@ -17,7 +17,7 @@ from lockstep.errors import DriftError, LockstepError
 from lockstep.proof.difference import Unwatched
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import replay_here
-from lockstep.proof.spans import Stretch
+from lockstep.proof.spans import Span
 from lockstep.proof.verification import Verified, verify
 from lockstep.spec.loading import load_spec
 from tests.distributed.outside_kinds import HONEST, KINDS, Kind, source, text, undo
@@ -203,7 +203,7 @@ def test_a_verification_tells_what_was_taken_otherwise(
     def again() -> Verified:
         forget(project)
         return verify(
-            run, [Stretch(0, 4)], lambda spec, replay, watch, _: replay_here(spec, replay, watch), aside
+            run, [Span(0, 4)], lambda spec, replay, watch, _: replay_here(spec, replay, watch), aside
         )
 
     same = again()

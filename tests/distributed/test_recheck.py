@@ -148,7 +148,7 @@ def test_of_two_that_both_repeat_themselves_both_are_named(pool: Pool, tmp_path:
     """A worker whose every gradient is wrong in the same way says the same twice."""
     (told,) = pool.run(2, always_wrong, seeded(tmp_path, 3), 1)[0].corrupted
     assert (told.wrong, told.how) == ((), "undecided")
-    assert len(told.suspects) == 2
+    assert len(told.untrusted_workers) == 2
 
 
 def always_wrong(document: Document, rank: int) -> Attempted:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checks.estimate import estimated
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Document, Event, tell_nobody
@@ -63,7 +63,7 @@ def estimate_of(document: SpecDocument, workers: int) -> dict[str, Any]:
         {**document, "length": {"steps": 2}, "record": {"uri": "off"}, "workers": {"max": workers}}
     )
     with determinism("strict", 1):
-        return estimated(Specimen(spec)).as_dict()
+        return estimated(Fixture(spec)).as_dict()
 
 
 def check(pool: Pool, document: SpecDocument, workers: int) -> None:
@@ -100,7 +100,7 @@ def used(document: SpecDocument) -> list[str]:
 
 
 def test_the_record_has_what_a_worker_holds_of_a_sharded_optimizer(pool: Pool) -> None:
-    """Its own optimizer's state is that of its stretches; that of the optimizer it stands for is empty."""
+    """Its own optimizer's state is that of its spans; that of the optimizer it stands for is empty."""
     document = of_model("perceptron")
     found = [json.loads(text) for (text,) in pool.run(2, used, document)]
     assert max(one["optimizer_bytes"] for one in found) == estimate_of(document, 2)["optimizer_bytes"] > 0

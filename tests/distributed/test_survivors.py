@@ -128,7 +128,7 @@ def test_a_worker_that_is_lost_while_much_is_on_its_way_to_it(silent: bool) -> N
 
 
 def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
-    """3 → 2 → 3. The newcomer reads no checkpoint: there is none. Of what is planned no step is taken again."""
+    """3 → 2 → 3. The joining worker reads no checkpoint: there is none. Of what is planned no step is taken again."""
     outlived = outlive(CENTRED, 3, [Fall(0, 2, "send whole")], [Change(3, joining=1)])
     check(outlived, train(CENTRED), [1, 2, 3])
     assert outlived.attempts == 3
@@ -137,7 +137,7 @@ def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
 
 
 def test_a_run_grows_from_one_worker_and_shrinks_without_a_step_taken_again() -> None:
-    """1 → 3 → 2 → 2. The first worker leaves, so that newcomers alone go on: rank 0 then tells of rows that it was handed."""
+    """1 → 3 → 2 → 2. The first worker leaves, so that joining workers alone go on: rank 0 then tells of rows that it was handed."""
     changes = [Change(2, joining=2), Change(4, leaving=(0,)), Change(5, joining=1, leaving=(1,))]
     outlived = outlive(DIGITS, 1, [], changes)
     check(outlived, undisturbed(), [2, 3])
@@ -148,7 +148,7 @@ def test_a_run_grows_from_one_worker_and_shrinks_without_a_step_taken_again() ->
 
 @pytest.mark.parametrize("broken", ["byte", pytest.param("section", marks=pytest.mark.exact)])
 def test_what_is_handed_over_is_compared_and_all_of_it_is_needed(broken: str) -> None:
-    """A byte that changes on the way is found by all. Without the optimizer's state, and the comparison, the newcomer's weights part."""
+    """A byte that changes on the way is found by all. Without the optimizer's state, and the comparison, the joining worker's weights part."""
     document = CENTRED | {"optimizer": {"name": "adamw", "lr": 0.01}}
     change = [Change(2, joining=1)]
     check(outlive(document, 2, [], change), train(document), [0, 1, 2])
@@ -163,7 +163,7 @@ def test_what_is_handed_over_is_compared_and_all_of_it_is_needed(broken: str) ->
 @pytest.mark.exact
 @pytest.mark.parametrize("fall", [Fall(2, 0, "agree"), Fall(0, 3, "agree"), Fall(1, 3, "gather", 3)])
 def test_a_worker_that_is_lost_while_another_joins(fall: Fall) -> None:
-    """The newcomer itself, the one that hands over, and one more in the midst of it: the others meet again."""
+    """The joining worker itself, the one that hands over, and one more in the midst of it: the others meet again."""
     outlived = outlive(CENTRED, 2, [fall], [Change(3, joining=1)])
     check(outlived, train(CENTRED), [n for n in range(3) if n != fall.worker])
 
@@ -257,7 +257,7 @@ def test_an_error_of_the_jobs_own_is_not_outlived() -> None:
     ],
 )
 def test_a_save_under_way_is_whole_or_made_again(tmp_path: Path, worker: int, place: str) -> None:
-    """G5: the lost rank's stretch is never taken for written, and each checkpoint that there is leads to the same bits."""
+    """G5: the lost rank's span is never taken for written, and each checkpoint that there is leads to the same bits."""
     document = CENTRED | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
     whole = train(document)
     outlived = outlive(document, 3, [Fall(worker, 2, place)], run_id="run")

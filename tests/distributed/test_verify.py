@@ -18,7 +18,7 @@ from lockstep.proof.difference import Side, difference
 from lockstep.proof.execution import Execution, Place
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
-from lockstep.proof.spans import Stretch
+from lockstep.proof.spans import Span
 from lockstep.proof.verification import Take, Verified, verify
 from lockstep.record.events.union import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
@@ -93,7 +93,7 @@ def checked(
     *,
     by: int,
     again: int,
-    stretches: list[Stretch],
+    spans: list[Span],
     planted: dict[str, Any] | None = None,
     planted_again: dict[str, Any] | None = None,
 ) -> Verified:
@@ -101,7 +101,7 @@ def checked(
         saving = {"checkpoint": {"storage": f"{folder}/runs", "every": {"steps": 2}, "keep_last": 9}}
         whole = {**spec, **saving, "record": {"uri": "off", "digest_every": 1}}
         run = recorded(pool, whole, by, planted or {})
-        return verify(run, stretches, taken_by(pool, again, planted_again or {}), Path(folder, "aside"))
+        return verify(run, spans, taken_by(pool, again, planted_again or {}), Path(folder, "aside"))
 
 
 FACTORS = {
@@ -110,7 +110,7 @@ FACTORS = {
     "by": (1, 2, 3),
     "again": (1, 2, 3),
 }
-STRETCHES = [Stretch(0, 6), Stretch(2, 5), Stretch(4, 6)]
+SPANS = [Span(0, 6), Span(2, 5), Span(4, 6)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ STRETCHES = [Stretch(0, 6), Stretch(2, 5), Stretch(4, 6)]
 )
 def test_a_run_is_the_same_on_any_workers(pool: Pool, case: tuple[str, str, int, int]) -> None:
     job, precision, by, again = case
-    found = checked(pool, document(job, 6, precision), by=by, again=again, stretches=STRETCHES)
+    found = checked(pool, document(job, 6, precision), by=by, again=again, spans=SPANS)
     assert found.same and found.same_bits
     assert found.steps == 6 + 3 + 2
 
@@ -161,8 +161,8 @@ def test_a_rank_that_flipped_a_bit_of_a_gradient_is_found_where_it_did(
     pool: Pool, place: tuple[int, int], by: int, again: int
 ) -> None:
     """In the run that was recorded, as one lying machine would; it is taken again by honest ones."""
-    whole = [Stretch(0, 6)]
-    found = checked(pool, small(), by=by, again=again, stretches=whole, planted={"gradient": place})
+    whole = [Span(0, 6)]
+    found = checked(pool, small(), by=by, again=again, spans=whole, planted={"gradient": place})
     assert found.first_difference is not None
     assert found.first_difference[:3] == (place[0] + 1, place[1], "gradient_digest")
     assert "no field of the identity differs" in (found.cause or "")
@@ -171,7 +171,7 @@ def test_a_rank_that_flipped_a_bit_of_a_gradient_is_found_where_it_did(
 def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: Pool) -> None:
     """Recorded by two that share the optimizer's state out; a bit that the machine which takes it again flips in a gradient is found."""
     spec = small(ema=0.8, optimizer={"name": "adamw", "sharded": True})
-    again = {"by": 2, "again": 1, "stretches": [Stretch(0, 6), Stretch(2, 4)]}
+    again = {"by": 2, "again": 1, "spans": [Span(0, 6), Span(2, 4)]}
     assert checked(pool, spec, **again).same_bits
     found = checked(pool, spec, **again, planted_again={"gradient": (1, 1)})
     assert found.first_difference is not None
@@ -214,5 +214,5 @@ def honest(i: int) -> Document:
 @pytest.mark.parametrize("i", range(100))
 def test_nothing_is_found_in_a_hundred_honest_runs(pool: Pool, i: int) -> None:
     by, again = i % 3 + 1, i % 2 + 1
-    found = checked(pool, honest(i), by=by, again=again, stretches=[Stretch((0, 2, 4)[i % 3], 6)])
+    found = checked(pool, honest(i), by=by, again=again, spans=[Span((0, 2, 4)[i % 3], 6)])
     assert found.same and found.same_bits

@@ -14,7 +14,7 @@ from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.spare_workers import Standbys
 from lockstep.attempts.worker_group import WorkerGroup
-from lockstep.clusters.run_registry import Noticeboard
+from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import StopSignal
 from lockstep.spec.fields import Spec
 
@@ -28,7 +28,7 @@ class Surroundings(NamedTuple):
     workers: Callable[..., WorkerGroup] = WorkerGroup
     watch: Callable[[Spec, WorkerPlacement, frozenset[str]], ClusterWatch] = ClusterWatch
     standbys: Callable[[Callable[[str], None]], Standbys] = Standbys
-    noticeboard: Callable[[str, str, float], Noticeboard] = Noticeboard
+    run_registry: Callable[[str, str, float], RunRegistry] = RunRegistry
     gauges: Callable[[str], Gauges] = Gauges
 
 

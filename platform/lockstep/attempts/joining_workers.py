@@ -17,44 +17,44 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from lockstep.clusters.background import in_background
 
 
-class NewcomerPlace(NamedTuple):
-    """Where a newcomer runs: on a node, in the `bundle` of Ray Train's placement group that a lost worker left there, or in free resources."""
+class JoiningWorkerPlace(NamedTuple):
+    """Where a joining worker runs: on a node, in the `bundle` of Ray Train's placement group that a lost worker left there, or in free resources."""
 
     node: str
     bundle: int | None = None
 
 
-class Newcomer:
-    """The actor of a newcomer."""
+class JoiningWorker:
+    """The actor of a joining worker."""
 
     def train(self, config: dict[str, Any], number: int, node: str | None) -> None:
-        """Run `worker_main.newcomer_main`."""
-        from lockstep.attempts.worker_main import newcomer_main
+        """Run `worker_main.joining_worker_main`."""
+        from lockstep.attempts.worker_main import joining_worker_main
 
-        newcomer_main(config, number, node)
+        joining_worker_main(config, number, node)
 
 
-class Newcomers:
-    """The newcomers of one attempt. `lost` is called with the number of one whose process is gone, and why, in a thread of its own."""
+class JoiningWorkers:
+    """The joining workers of one attempt. `lost` is called with the number of one whose process is gone, and why, in a thread of its own."""
 
     def __init__(self, config: dict[str, Any], lost: Callable[[int, str], None]) -> None:
         self._config, self._lost = config, lost
         self._actors: dict[int, Any] = {}
         """The actors that are not known to have ended, by number."""
-        self.places: dict[int, NewcomerPlace] = {}
+        self.places: dict[int, JoiningWorkerPlace] = {}
         self.failed: dict[int, str] = {}
         """The errors of those that ended by themselves, by number."""
         self._lock = threading.Lock()
 
     def start(
         self,
-        places: Mapping[int, NewcomerPlace],
+        places: Mapping[int, JoiningWorkerPlace],
         each: Mapping[str, float],
         runtime_env: str,
         group: Any,
         names: Mapping[str, str],
     ) -> None:
-        """Start a newcomer at each of these places, by number. Each gets the resources `each` and the other workers' runtime environment, as Ray writes it.
+        """Start a joining worker at each of these places, by number. Each gets the resources `each` and the other workers' runtime environment, as Ray writes it.
 
         `group` is Ray Train's placement group. `names` names the nodes whose load nobody samples yet.
         """
@@ -63,21 +63,21 @@ class Newcomers:
             where: Any = NodeAffinitySchedulingStrategy(place.node, soft=False)
             if place.bundle is not None:
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
-            remote = ray.remote(num_cpus=each["CPU"], max_restarts=0)(Newcomer)
+            remote = ray.remote(num_cpus=each["CPU"], max_restarts=0)(JoiningWorker)
             environment = RuntimeEnv.deserialize(runtime_env)
             actor = remote.options(scheduling_strategy=where, runtime_env=environment).remote()
             with self._lock:
                 self._actors[number], self.places[number] = actor, place
             work = actor.train.remote(self._config, number, unsampled.pop(place.node, None))
-            in_background(self._await, number, work, name="lockstep-newcomer")
+            in_background(self._await, number, work, name="lockstep-joining_worker")
 
     def living(self) -> frozenset[int]:
-        """The numbers of the newcomers that are not known to have ended."""
+        """The numbers of the joining workers that are not known to have ended."""
         with self._lock:
             return frozenset(self._actors)
 
     def end(self, numbers: Sequence[int] | None = None) -> None:
-        """Kill the newcomers with these numbers, or all."""
+        """Kill the joining workers with these numbers, or all."""
         with self._lock:
             ended = [
                 self._actors.pop(number)

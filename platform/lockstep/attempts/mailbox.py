@@ -86,7 +86,7 @@ class RunStatus(NamedTuple):
     numbers: tuple[int, ...] = ()
     """The workers of the attempt at hand by rank, each by the number that it has at roll calls."""
     waiting: tuple[int, ...] = ()
-    """The newcomers that are ready, and wait to be let in."""
+    """The joining workers that are ready, and wait to be let in."""
     able: bool = False
     """Whether the workers could form another group in their processes."""
     everyone: Mapping[int, Joined] = {}
@@ -119,7 +119,7 @@ class Mailbox:
         self._first = 0
         """The attempt that the driver began last; from it the workers may have gone on to others."""
         self._by_number: dict[int, Joined] = {}
-        """Its workers and newcomers, by the numbers that they have at roll calls."""
+        """Its workers and joining workers, by the numbers that they have at roll calls."""
         self._numbers: tuple[int, ...] = ()
         self._fetches = 0
         self._call: Callable[[], object] = lambda: None
@@ -173,7 +173,7 @@ class Mailbox:
             self._calls.ready(worker)
 
     def enter(self, attempt: int, worker: Joined, arrival: Arrival) -> None:
-        """A newcomer is ready; its rank is the number that the driver gave it for the attempt that has this number there."""
+        """A joining worker is ready; its rank is the number that the driver gave it for the attempt that has this number there."""
         if attempt == self._first:
             self._by_number[worker.rank] = worker
             self._calls.enter(worker.rank, arrival)
@@ -184,7 +184,7 @@ class Mailbox:
         self._follow()
 
     def ask(self, attempt: int | None, worker: int) -> Answer:
-        """What a worker that waits is told; a newcomer knows no attempt."""
+        """What a worker that waits is told; a joining worker knows no attempt."""
         return self._calls.ask(attempt, worker)
 
     def called(self) -> int | None:
@@ -251,7 +251,7 @@ class Mailbox:
         self._asked = self._asked._replace(stop=True)
 
     def ask_regroup(self, leaving: Collection[int]) -> bool:
-        """Ask the workers to form another group after their next step, with the newcomers that wait and without those in `leaving`.
+        """Ask the workers to form another group after their next step, with the joining workers that wait and without those in `leaving`.
 
         Whether they do.
         """
@@ -308,9 +308,9 @@ class Mailbox:
 class MailboxRollCalls:
     """One worker's way to the roll calls of the mailbox (`training.elastic.rendezvous.RollCallClient`)."""
 
-    def __init__(self, mailbox: Any, attempt: int, worker: int, newcomer: Joined | None = None) -> None:
+    def __init__(self, mailbox: Any, attempt: int, worker: int, joining_worker: Joined | None = None) -> None:
         self._mailbox, self._first, self._worker = mailbox, attempt, worker
-        self._newcomer = newcomer
+        self._joining_worker = joining_worker
 
     def ready(self) -> None:
         self._mailbox.ready.remote(self._first, self._worker)
@@ -319,7 +319,7 @@ class MailboxRollCalls:
         self._answer(self._mailbox.arrive.remote(attempt, self._worker, arrival))
 
     def enter(self, arrival: Arrival) -> None:
-        self._answer(self._mailbox.enter.remote(self._first, self._newcomer, arrival))
+        self._answer(self._mailbox.enter.remote(self._first, self._joining_worker, arrival))
 
     def ask(self, attempt: int | None) -> Answer:
         answer: Answer = self._answer(self._mailbox.ask.remote(attempt, self._worker))

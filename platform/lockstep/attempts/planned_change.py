@@ -1,6 +1,6 @@
-"""A planned change of an attempt's workers: newcomers join and others leave while it trains, and no process is restarted.
+"""A planned change of an attempt's workers: joining workers join and others leave while it trains, and no process is restarted.
 
-The newcomers are started first, while the attempt trains on. When all of them are ready, the workers are asked to form another
+The joining workers are started first, while the attempt trains on. When all of them are ready, the workers are asked to form another
 group after their next step. If anything goes wrong before that, the caller decides: the attempt still trains as before.
 """
 
@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 from lockstep.attempts.cluster_watch import rooms_left
-from lockstep.attempts.joining_workers import NewcomerPlace
+from lockstep.attempts.joining_workers import JoiningWorkerPlace
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import most_of
 from lockstep.attempts.recording import Recording
@@ -18,7 +18,7 @@ from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.spec.fields import Spec
 
 READY_S = 300.0
-"""How long newcomers may take to be ready: their processes start, and build data and model."""
+"""How long joining workers may take to be ready: their processes start, and build data and model."""
 
 
 class Members(NamedTuple):
@@ -28,12 +28,12 @@ class Members(NamedTuple):
     leaving: tuple[int, ...]
 
 
-def newcomers_for(
+def joining_workers_for(
     nodes: frozenset[str], spec: Spec, attempt: WorkerGroup, status: RunStatus, without: frozenset[str]
 ) -> Members | None:
-    """Start as many newcomers as there is room for, up to `workers.max`, to replace the workers on `nodes`, which are to leave.
+    """Start as many joining workers as there is room for, up to `workers.max`, to replace the workers on `nodes`, which are to leave.
 
-    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No newcomer runs on a node in `without`.
+    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No joining worker runs on a node in `without`.
     """
     everyone, numbers = status.everyone, status.numbers
     if not set(numbers) <= everyone.keys():
@@ -45,8 +45,8 @@ def newcomers_for(
     rooms = rooms_left(most_of(spec) - stay, attempt.each, attempt.vacant(everyone), without)
     if stay + len(rooms) < spec.workers.min or not (rooms or leaving):
         return None
-    places = [NewcomerPlace(*room) for room in rooms]
-    return Members(attempt.start_newcomers(places, everyone), leaving)
+    places = [JoiningWorkerPlace(*room) for room in rooms]
+    return Members(attempt.start_joining_workers(places, everyone), leaving)
 
 
 class PlannedChange:
@@ -66,7 +66,7 @@ class PlannedChange:
 
     def look(self, status: RunStatus) -> str | None:
         """Do what is due next. Returns why the change cannot be made, in a few words, or None."""
-        failed = self._attempt.newcomers.failed
+        failed = self._attempt.joining_workers.failed
         for number in self.members.joining:
             if number in failed and number not in status.numbers:
                 return f"worker {number} could not join: {failed[number]}"
@@ -81,5 +81,5 @@ class PlannedChange:
         return None
 
     def give_up(self, status: RunStatus) -> None:
-        """End the newcomers that were not let in."""
+        """End the joining workers that were not let in."""
         self._attempt.dismiss([n for n in self.members.joining if n not in status.numbers])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.policy import FailedNodes
 from lockstep.attempts.repeats import Repeats, repeat
-from lockstep.attempts.untrusted_workers import Suspects
+from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.driver.run_view import RunView
 from lockstep.errors import DriftError, LockstepError
 from lockstep.record.events.union import Corrupted, Document, Tell
@@ -18,7 +18,7 @@ class Blame:
 
     def __init__(self, storage: str, warn: Callable[[str], None], tell: Tell) -> None:
         self._storage, self._warn, self._tell = storage, warn, tell
-        self._nodes, self._suspects, self._repeats = FailedNodes(), Suspects(), Repeats()
+        self._nodes, self._untrusted_workers, self._repeats = FailedNodes(), UntrustedWorkers(), Repeats()
         self._judged: Corrupted | None = None
         """The last difference between workers that was judged."""
         self._fault_of_job: DriftError | None = None
@@ -31,7 +31,7 @@ class Blame:
     @property
     def doubts(self) -> tuple[Corrupted, ...]:
         """Differences between workers that are still undecided; the next attempt may settle them."""
-        return self._suspects.doubts
+        return self._untrusted_workers.doubts
 
     def end(
         self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
@@ -49,7 +49,7 @@ class Blame:
         if view.corrupted is None or view.corrupted == self._judged:
             return frozenset()
         self._judged = view.corrupted
-        verdict = self._suspects.judge(
+        verdict = self._untrusted_workers.judge(
             view.corrupted, {rank: member.node for rank, member in view.members.items()}
         )
         left_out = self._nodes.computed_wrong(verdict.nodes)

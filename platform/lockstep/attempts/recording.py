@@ -125,7 +125,7 @@ class Recording:
         self.mailbox.ask_stop.remote()
 
     def ask_regroup(self, leaving: Collection[int]) -> bool:
-        """Ask the workers to form another group after their next step, with the newcomers that wait and without these. Whether they do."""
+        """Ask the workers to form another group after their next step, with the joining workers that wait and without these. Whether they do."""
         ref = self.mailbox.ask_regroup.remote(tuple(leaving))
         does: bool = answer_of(ref, "it", ANSWER_S)
         return does

@@ -1,4 +1,4 @@
-"""How a run on Ray ends: the record and the cluster's noticeboard are told so, once."""
+"""How a run on Ray ends: the record and the cluster's run registry are told so, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.recording import Recording
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.clusters.core_watch import lost_core
-from lockstep.clusters.run_registry import Noticeboard
+from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, RecordError, first_line
 from lockstep.record.events.union import EndStatus, Failed, Finished, TakenOver
@@ -22,9 +22,9 @@ class RunEnd:
     """The end of one run. `verbose` has `say` show the details of an error that no record keeps."""
 
     def __init__(
-        self, recording: Recording, noticeboard: Noticeboard, say: Callable[[str], None], *, verbose: bool
+        self, recording: Recording, run_registry: RunRegistry, say: Callable[[str], None], *, verbose: bool
     ) -> None:
-        self._recording, self._noticeboard = recording, noticeboard
+        self._recording, self._run_registry = recording, run_registry
         self._say, self._verbose = say, verbose
         self._told = False
         """Whether the recorder was told that the run ended early."""
@@ -40,8 +40,8 @@ class RunEnd:
         return self._recording.close()
 
     def show(self, summary: Mapping[str, Any]) -> None:
-        """Have the noticeboard show such an end, once it is recorded."""
-        self._noticeboard.ends(Finished(summary).status, summary["step"])
+        """Have the run registry show such an end, once it is recorded."""
+        self._run_registry.ends(Finished(summary).status, summary["step"])
 
     def give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""
@@ -55,7 +55,7 @@ class RunEnd:
         """The run ends with this error, which the record says too where `give_up` has not had it do so."""
         if lost_core() is not None:
             return  # the guardian has recorded it
-        self._noticeboard.ends(_status_of(error), 0)
+        self._run_registry.ends(_status_of(error), 0)
         if isinstance(error, KeyboardInterrupt):
             self._tell(Failed("ended at once by a second signal", "", "KILLED"))
         elif not isinstance(error, LockstepError):

@@ -20,7 +20,7 @@ from lockstep.attempts.cluster_view import ON_RAY, Surroundings
 from lockstep.attempts.cluster_watch import ClusterWatch
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.planned_change import PlannedChange, newcomers_for
+from lockstep.attempts.planned_change import PlannedChange, joining_workers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.progress_watchdog import end
 from lockstep.attempts.quarantine import Blame
@@ -100,8 +100,8 @@ class Supervisor:
         self._on_run_id = on_run_id
         self._named = False
         self._shown_as, self._gauges = uuid.uuid4().hex, around.gauges(spec.name)
-        self._noticeboard = around.noticeboard(spec.name, spec.record.uri or "", options.began_at)
-        self._end = RunEnd(recording, self._noticeboard, self.progress.say, verbose=options.verbose)
+        self._run_registry = around.run_registry(spec.name, spec.record.uri or "", options.began_at)
+        self._end = RunEnd(recording, self._run_registry, self.progress.say, verbose=options.verbose)
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
@@ -302,7 +302,7 @@ class Supervisor:
         members = None
         in_memory = attempt.can_regroup and status.able
         if in_memory:
-            members = newcomers_for(leaving, self.spec, attempt, status, self._blame.left_out)
+            members = joining_workers_for(leaving, self.spec, attempt, status, self._blame.left_out)
         if members is not None:
             self._change = PlannedChange(why, members, attempt, self._recording)
             joining, gone = map(len, members)
@@ -328,7 +328,7 @@ class Supervisor:
             return
         if not self._named:
             self._named = True
-            self._noticeboard.begins(run_id, self.summaries[-1].workers)
+            self._run_registry.begins(run_id, self.summaries[-1].workers)
             self._on_run_id(run_id)
         self._recording.named()
 
@@ -371,7 +371,7 @@ class Supervisor:
         if attempt is None or row is None or row.attempt != current.attempt:
             return
         if "first_step" not in view.stage_ends:
-            return  # a row that was restored, as of the same attempt: a stretch is taken again
+            return  # a row that was restored, as of the same attempt: a span is taken again
         if len(view.stragglers) > len(current.stragglers):
             if not current.stragglers:  # once an attempt is enough for a person who looks on
                 self._warn(view.stragglers[0])
@@ -383,7 +383,7 @@ class Supervisor:
             if len(self.summaries) > 1:
                 self._goes_on(self.summaries[-2], current, attempt)
         current.last_step, self._last_step_at = row.step, row.wall_clock
-        self._noticeboard.reached(row.step, current.workers)
+        self._run_registry.reached(row.step, current.workers)
         if attempt.run_id is not None:
             self._gauges.show(attempt.run_id, row, current.workers)
         if first:

@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
         return {worker for worker in self.workers if worker[3] in self.found.wrong}
 
 
-class Suspects:
+class UntrustedWorkers:
     """The differences between workers in the attempts of one run."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Suspects:
         )
 
     def _of_job(self, seen: _Seen, before: _Seen) -> Verdict:
-        earlier = " and ".join(map(str, before.found.suspects))
+        earlier = " and ".join(map(str, before.found.untrusted_workers))
         return Verdict(
             seen.found,
             fault_of_job=f"{seen.found}; in attempt {before.found.attempt} it was {earlier}: the same step on other workers, so it is the "

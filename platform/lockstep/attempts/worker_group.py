@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.attempts.joining_workers import NewcomerPlace, Newcomers
+from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.stages import StageEnds
@@ -47,7 +47,7 @@ class WorkerGroup:
         self.error: LockstepError | None = None
         self.stage_ends = StageEnds()
         self.lost: dict[int, str] = {}
-        """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a newcomer's number."""
+        """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a joining worker's number."""
         self.can_regroup = True
         """Whether Ray Train's group allows its workers to go on in another group."""
         self.origin = origin
@@ -67,7 +67,7 @@ class WorkerGroup:
         }
         self._place = place
         self._environment = environment
-        self.newcomers = Newcomers(self._config, self._newcomer_lost)
+        self.joining_workers = JoiningWorkers(self._config, self._joining_worker_lost)
         self._inside: frozenset[int] = frozenset()
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class WorkerGroup:
         """End its workers, and wait until Ray confirms it. ClusterError where Ray does not. Nothing to do if it was not started."""
         if not self._started:
             return
-        self.newcomers.end()
+        self.joining_workers.end()
         if self._trainer is not None:
             self._trainer.end_workers()
         if not self.over.wait(END_S):
@@ -103,48 +103,48 @@ class WorkerGroup:
     def vacant(self, everyone: Mapping[int, Joined]) -> dict[int, str]:
         """The places of lost workers that Ray Train's placement group keeps: the node of each, by the index of its bundle."""
         _, bundles = self._bundles()
-        taken = {self.newcomers.places[number].bundle for number in self.newcomers.living()}
+        taken = {self.joining_workers.places[number].bundle for number in self.joining_workers.living()}
         return {
             bundles[rank]: everyone[rank].node
             for rank in sorted(bundles.keys() & self.lost.keys() & everyone.keys())
             if bundles[rank] not in taken
         }
 
-    def start_newcomers(
-        self, places: Sequence[NewcomerPlace], everyone: Mapping[int, Joined]
+    def start_joining_workers(
+        self, places: Sequence[JoiningWorkerPlace], everyone: Mapping[int, Joined]
     ) -> tuple[int, ...]:
-        """Start a newcomer at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives."""
-        first = 1 + max([*everyone, *self.newcomers.places, self._place.workers - 1])
+        """Start a joining worker at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives."""
+        first = 1 + max([*everyone, *self.joining_workers.places, self._place.workers - 1])
         nodes = list(dict.fromkeys(worker.node for worker in everyone.values()))
         new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]
         names = {node: f"node-{len(nodes) + i}" for i, node in enumerate(new)}
         numbered = dict(enumerate(places, first))
         runtime_env = next(iter(everyone.values())).runtime_env
-        self.newcomers.start(numbered, self._place.each, runtime_env, self._bundles()[0], names)
+        self.joining_workers.start(numbered, self._place.each, runtime_env, self._bundles()[0], names)
         return tuple(numbered)
 
     def _bundles(self) -> tuple[Any, dict[int, int]]:
         return self._trainer.bundles() if self._trainer is not None else (None, {})
 
     def dismiss(self, numbers: Sequence[int]) -> None:
-        """Kill these newcomers. The mailbox hears of it: one that had come to a roll call is not to be waited for."""
-        self.newcomers.end(numbers)
+        """Kill these joining workers. The mailbox hears of it: one that had come to a roll call is not to be waited for."""
+        self.joining_workers.end(numbers)
         for number in numbers:
-            self._newcomer_lost(number, "it was no longer needed")
+            self._joining_worker_lost(number, "it was no longer needed")
 
-    def _newcomer_lost(self, number: int, text: str) -> None:
+    def _joining_worker_lost(self, number: int, text: str) -> None:
         """Called in a thread of its own, or in the driver's."""
         inside = number in self._inside
         if inside:
             self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"
         else:
-            self.newcomers.failed[number] = why_lost(text)
+            self.joining_workers.failed[number] = why_lost(text)
         with suppress(*LOST):  # without the mailbox no worker can go on
             answer_of(self._mailbox.lose.remote(number), "the run's mailbox", ANSWER_S)
 
     def _others(self) -> bool:
-        """Whether newcomers train. Called in the thread of Ray's controller, at each look."""
-        return bool(self._inside & self.newcomers.living()) and not self._given_up
+        """Whether joining workers train. Called in the thread of Ray's controller, at each look."""
+        return bool(self._inside & self.joining_workers.living()) and not self._given_up
 
     def _outlived(self, lost: Mapping[int, str]) -> bool:
         """Whether the other workers go on without these. Called in the thread of Ray's controller, at each look."""
@@ -174,7 +174,7 @@ class WorkerGroup:
         finally:
             if self.error is None and self.lost:
                 self.error = ClusterError("; ".join(self.lost[number] for number in sorted(self.lost)))
-            self.newcomers.end()
+            self.joining_workers.end()
             self.stage_ends.note("teardown")
             self.over.set()
 

@@ -1,4 +1,4 @@
-"""What each worker runs: it joins the group, loads the job and calls `fit`, or `join` if it is a newcomer."""
+"""What each worker runs: it joins the group, loads the job and calls `fit`, or `join` if it is a joining worker."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class RankZeroRequests:
 class WorkerPlace:
     """A worker's place in the run: its attempt, and its number, which is the rank that it began with.
 
-    The driver gives a newcomer its number; it belongs to no attempt before it is let in.
+    The driver gives a joining worker its number; it belongs to no attempt before it is let in.
     """
 
-    def __init__(self, config: dict[str, Any], number: int, *, newcomer: bool = False) -> None:
+    def __init__(self, config: dict[str, Any], number: int, *, joining_worker: bool = False) -> None:
         """`config` is that of `worker_main`."""
         mailbox, attempt = config["mailbox"], config["origin"].attempt
-        self.attempt, self._first, self._number = 0 if newcomer else attempt, attempt, number
-        self._mailbox, self._newcomer, self._secret = mailbox, newcomer, config["secret"]
+        self.attempt, self._first, self._number = 0 if joining_worker else attempt, attempt, number
+        self._mailbox, self._joining_worker, self._secret = mailbox, joining_worker, config["secret"]
         self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
 
     def meeting(self) -> Meeting:
@@ -80,7 +80,7 @@ class WorkerPlace:
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
-        joined = listening(self._number, imported_at()) if self._newcomer else None
+        joined = listening(self._number, imported_at()) if self._joining_worker else None
         client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
         return Meeting(self._first, self._number, host, self._secret, client, seated)
@@ -124,12 +124,12 @@ def worker_main(config: dict[str, Any]) -> None:
             fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
 
 
-def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None:
+def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -> None:
     """Train as a worker that joins a running attempt: `number` is its number, `node` the name of its node if nobody samples that yet.
 
     `config` is that of the other workers.
     """
-    place = WorkerPlace(config, number, newcomer=True)
+    place = WorkerPlace(config, number, joining_worker=True)
     with (
         _errors_reported(place.sender, f"worker {number}", number),
         _worker_setup(config, place, number, node) as (spec, job, meeting),

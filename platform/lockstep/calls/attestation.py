@@ -42,7 +42,7 @@ class Attested:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a statement came to. `verified` are the stretches that were trained again; None where the statement itself was wrong."""
+    """What a statement came to. `verified` are the spans that were trained again; None where the statement itself was wrong."""
 
     run_id: str
     signed_by: str | None
@@ -124,7 +124,7 @@ def check_statement(
 ) -> Checked:
     """Check a statement: its signature by the public `key`, the record against it, and a random `share` of the run by training it again.
 
-    The stretches follow from `seed`, which is drawn where it is not given. `where` are further options of `verify`. Unless `sandboxed` is
+    The spans follow from `seed`, which is drawn where it is not given. `where` are further options of `verify`. Unless `sandboxed` is
     False the run's code is confined. SpecError where the file is no statement, there is no such run, or nothing confines a process here.
     """
     options = options or RunOptions(local=True)
@@ -141,7 +141,7 @@ def check_statement(
     wrong = next(disagreements(stated, recomputed), None) or next(contradictions(run, summary, folder), None)
     if signature == "bad" or wrong is not None:
         return Checked(stated_run, signed_by, signature, wrong, seed, None)
-    options.progress.say(f"the record is as stated; stretches are drawn with seed {seed}")
+    options.progress.say(f"the record is as stated; spans are drawn with seed {seed}")
     again = verify(
         stated_run,
         share=share or SHARE,

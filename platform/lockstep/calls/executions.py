@@ -54,7 +54,7 @@ def execution_of(
 
 
 def taken_again(run: RecordedRun, start: int, until: int) -> str:
-    """What is said of steps before they are taken again; `start` as in a Stretch."""
+    """What is said of steps before they are taken again; `start` as in a Span."""
     fork = run.spec.fork
     beginning = "the beginning" if fork is None else f"where run {fork.run} was forked"
     where = f"the checkpoint of step {start}" if start else beginning

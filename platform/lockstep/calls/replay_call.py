@@ -15,7 +15,7 @@ from lockstep.proof import wire
 from lockstep.proof.execution import Execution, handed
 from lockstep.proof.inspection import FILES, Wanted
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
-from lockstep.proof.spans import stretch
+from lockstep.proof.spans import span
 from lockstep.record.events.union import StepRow
 from lockstep.record.ledger.comparison import step_difference
 from lockstep.spec.locations import tracking_uri
@@ -78,7 +78,7 @@ def replay(
     run.check_step(step, "step")
     wanted = Wanted(step - 1, micro_batch, inspect, profile, debug)
     target = Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute()
-    begin = stretch(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
+    begin = span(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         aside = Path(name)
         origin = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, aside)[0]

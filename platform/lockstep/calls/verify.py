@@ -14,9 +14,9 @@ from lockstep.errors import SpecError
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.spans import Stretch, sample, stretch, whole
+from lockstep.proof.spans import Span, sample, span, whole
 from lockstep.proof.verification import Take, Verified
-from lockstep.proof.verification import verify as verify_stretches
+from lockstep.proof.verification import verify as verify_spans
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import tracking_uri
 
@@ -41,7 +41,7 @@ def verify(
     """Take steps of a recorded run again and compare every deterministic column and digest with its record.
 
     `steps` steps from `from_step` on; without these the last 20 of the run, or `all_steps`, or a random `share` (0 to 1) of them, by
-    the stretches between two checkpoints, drawn with `seed`. They are taken by a process of its own, which knows nothing of what they are compared with: with `local`
+    the spans between two checkpoints, drawn with `seed`. They are taken by a process of its own, which knows nothing of what they are compared with: with `local`
     by itself, on one worker; else `address` names the Ray cluster, and `workers` how many are used. With `sandboxed` that process is
     confined, and sees neither the run's record nor the files `hidden`. Nothing of the run is written to. SpecError where there is no
     such run, or nothing that confines a process; raises LockstepError.
@@ -59,14 +59,14 @@ def verify(
     if workers is not None and workers > run.spec.batch.micro_batches:
         most = run.spec.batch.micro_batches
         raise SpecError(f"workers: got {workers}, wanted at most the {most} micro-batches of a step")
-    stretches = _stretches(run, from_step, steps, all_steps=all_steps, share=share, seed=seed)
+    spans = _spans(run, from_step, steps, all_steps=all_steps, share=share, seed=seed)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         execution = execution_of(run, options, sandboxed=sandboxed, hidden=hidden, workers=workers)
         with execution:
-            return verify_stretches(run, stretches, _take(run, execution, options), Path(name))
+            return verify_spans(run, spans, _take(run, execution, options), Path(name))
 
 
-def _stretches(
+def _spans(
     run: RecordedRun,
     first: int | None,
     steps: int | None,
@@ -74,14 +74,14 @@ def _stretches(
     all_steps: bool,
     share: float | None,
     seed: int | None,
-) -> list[Stretch]:
+) -> list[Span]:
     if all_steps:
         return [whole(run.last_step)]
     if share is not None:
         return sample(run.checkpoints, run.last_step, share, random.Random(seed), forked_at=run.forked_at)
     if first is not None:
         run.check_step(first, "from")
-    return [stretch(run.checkpoints, run.last_step, first, steps, forked_at=run.forked_at)]
+    return [span(run.checkpoints, run.last_step, first, steps, forked_at=run.forked_at)]
 
 
 def _take(run: RecordedRun, execution: Execution, options: RunOptions) -> Take:

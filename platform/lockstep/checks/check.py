@@ -12,7 +12,7 @@ from lockstep.checks import data_checks, model_checks, run_checks
 from lockstep.checks.estimate import estimated, shown
 from lockstep.checks.findings import Finding, Report, failed, failure_of, passed
 from lockstep.checks.first_step import FirstStep, PhaseSeen, labels_of, walk
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.learning import FASTER, Learning, learn
 from lockstep.checks.missing_zero_grad import zero_grad
 from lockstep.errors import LockstepError, SpecError
@@ -22,39 +22,39 @@ from lockstep.training.determinism import determinism
 
 
 class Examination:
-    """A specimen with what several checks look at, computed when the first of them asks."""
+    """A fixture with what several checks look at, computed when the first of them asks."""
 
     def __init__(self, spec: Spec) -> None:
-        self.specimen = Specimen(spec)
+        self.fixture = Fixture(spec)
 
     @cached_property
     def first(self) -> FirstStep:
-        return walk(self.specimen)
+        return walk(self.fixture)
 
     @cached_property
     def learning(self) -> Learning:
-        return learn(self.specimen, self.first)
+        return learn(self.fixture, self.first)
 
     def loss(self) -> list[Finding]:
         """The first step's micro-batches from end to end."""
-        first, plan = self.first, self.specimen.plan
+        first, plan = self.first, self.fixture.plan
         count, means = plan.position(0).micro_batches, _by_phase(first)
         return [
             passed(
                 "loss",
-                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.specimen.workers} "
-                f"{'worker' if self.specimen.workers == 1 else 'workers'}; the mean loss is {means}",
+                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.fixture.workers} "
+                f"{'worker' if self.fixture.workers == 1 else 'workers'}; the mean loss is {means}",
             )
         ]
 
     def labels(self) -> list[Finding]:
-        held_out = labels_of(self.specimen, None)
+        held_out = labels_of(self.fixture, None)
         return self._of_each_phase(
-            lambda name, phase: model_checks.labels(phase, labels_of(self.specimen, name), held_out)
+            lambda name, phase: model_checks.labels(phase, labels_of(self.fixture, name), held_out)
         )
 
     def chance(self) -> list[Finding]:
-        return self._of_each_phase(lambda name, phase: model_checks.chance(self.specimen, phase))
+        return self._of_each_phase(lambda name, phase: model_checks.chance(self.fixture, phase))
 
     def _of_each_phase(self, look: Callable[[str, PhaseSeen], list[Finding]]) -> list[Finding]:
         """What a look finds in each phase, with its name; one pass where it finds nothing in any."""
@@ -66,7 +66,7 @@ class Examination:
 
     def memory(self) -> list[Finding]:
         """What a worker needs beside what it can have."""
-        estimate = estimated(self.specimen)
+        estimate = estimated(self.fixture)
         evidence = (
             f"a worker needs {shown(estimate.total_bytes)} at the peak of a step, {shown(estimate.activations_bytes)} of it activations; there "
             f"are {shown(estimate.available_bytes)} for each of {estimate.workers} on this machine ({estimate.device})"
@@ -85,8 +85,8 @@ class Examination:
         learning = self.learning
         judged = len(learning.phases) == 1 and not learning.broke and not learning.moving
         slow = judged and abs(learning.fall) < model_checks.MOVED
-        faster = learn(self.specimen, self.first, FASTER) if slow else None
-        return model_checks.overfit(self.learning, faster, self.specimen.spec.clip_norm)
+        faster = learn(self.fixture, self.first, FASTER) if slow else None
+        return model_checks.overfit(self.learning, faster, self.fixture.spec.clip_norm)
 
 
 class Check(NamedTuple):
@@ -98,25 +98,25 @@ class Check(NamedTuple):
 
 
 CHECKS: Sequence[Check] = (
-    Check("storage", lambda exam: run_checks.storage(exam.specimen)),
-    Check("record", lambda exam: run_checks.record(exam.specimen)),
-    Check("shards", lambda exam: data_checks.shards(exam.specimen)),
-    Check("data", lambda exam: data_checks.data(exam.specimen), ("shards",)),
-    Check("leakage", lambda exam: data_checks.leakage(exam.specimen), ("data",)),
-    Check("model", lambda exam: model_checks.model(exam.specimen), ("data",)),
-    Check("optimizer", lambda exam: run_checks.optimizer(exam.specimen), ("model",)),
-    Check("schedule", lambda exam: run_checks.schedule(exam.specimen), ("optimizer",)),
+    Check("storage", lambda exam: run_checks.storage(exam.fixture)),
+    Check("record", lambda exam: run_checks.record(exam.fixture)),
+    Check("shards", lambda exam: data_checks.shards(exam.fixture)),
+    Check("data", lambda exam: data_checks.data(exam.fixture), ("shards",)),
+    Check("leakage", lambda exam: data_checks.leakage(exam.fixture), ("data",)),
+    Check("model", lambda exam: model_checks.model(exam.fixture), ("data",)),
+    Check("optimizer", lambda exam: run_checks.optimizer(exam.fixture), ("model",)),
+    Check("schedule", lambda exam: run_checks.schedule(exam.fixture), ("optimizer",)),
     Check("loss", Examination.loss, ("data", "model", "optimizer")),
     Check("modes", lambda exam: model_checks.modes(exam.first), ("loss",)),
     Check("labels", Examination.labels, ("loss",)),
     Check("chance", Examination.chance, ("labels",)),
-    Check("zero_grad", lambda exam: zero_grad(exam.specimen), ("loss",)),
-    Check("same bits", lambda exam: run_checks.same_bits(exam.specimen), ("loss", "modes", "zero_grad")),
-    Check("evaluation", lambda exam: run_checks.evaluation(exam.specimen), ("loss", "modes", "same bits")),
+    Check("zero_grad", lambda exam: zero_grad(exam.fixture), ("loss",)),
+    Check("same bits", lambda exam: run_checks.same_bits(exam.fixture), ("loss", "modes", "zero_grad")),
+    Check("evaluation", lambda exam: run_checks.evaluation(exam.fixture), ("loss", "modes", "same bits")),
     Check("gradients", lambda exam: model_checks.gradients(exam.first, exam.learning), ("loss", "same bits")),
     Check("overfit", Examination.overfit, ("loss", "same bits", "gradients")),
-    Check("resume", lambda exam: run_checks.resume(exam.specimen), ("loss", "same bits", "evaluation")),
-    Check("loader", lambda exam: data_checks.loader(exam.specimen, exam.first.compute_s), ("loss",)),
+    Check("resume", lambda exam: run_checks.resume(exam.fixture), ("loss", "same bits", "evaluation")),
+    Check("loader", lambda exam: data_checks.loader(exam.fixture, exam.first.compute_s), ("loss",)),
     Check("memory", Examination.memory, ("loss", "same bits", "gradients")),
 )
 

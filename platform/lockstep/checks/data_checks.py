@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
-from lockstep.checks.fixture import Specimen, Timed
+from lockstep.checks.fixture import Fixture, Timed
 from lockstep.data.dataset import orders_itself
 from lockstep.data.loader import is_dense
 from lockstep.data.own_order import number_of_ids
@@ -39,14 +39,14 @@ EACH = 8
 FETCHES = 5
 
 
-def data(specimen: Specimen) -> list[Finding]:
+def data(fixture: Fixture) -> list[Finding]:
     """The first and the last micro-batch of an epoch, and of the evaluation: fetched, collated, and finite."""
-    plan = specimen.plan
-    keys = [specimen.step_keys()[0], specimen.step_keys(specimen.epoch_steps - 1)[-1]]
-    last = specimen.evaluation_count - 1
-    held_out = [specimen.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
+    plan = fixture.plan
+    keys = [fixture.step_keys()[0], fixture.step_keys(fixture.epoch_steps - 1)[-1]]
+    last = fixture.evaluation_count - 1
+    held_out = [fixture.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
     for key in [*keys, *held_out]:
-        for tensor in tensors_in(specimen.fetch(key)):
+        for tensor in tensors_in(fixture.fetch(key)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 location = "the evaluation" if key in held_out else f"step {key.step_number}"
                 return [
@@ -57,7 +57,7 @@ def data(specimen: Specimen) -> list[Finding]:
                         "leave these samples out, or fill what is missing before the model sees it",
                     )
                 ]
-    if same_everywhere(specimen.fetch(keys[0])):
+    if same_everywhere(fixture.fetch(keys[0])):
         return [
             failed(
                 "data",
@@ -65,7 +65,7 @@ def data(specimen: Specimen) -> list[Finding]:
                 "make train_data give another sample for each index",
             )
         ]
-    size = 0 if specimen.data[1] is None else dataset_size(specimen.data[1], "eval_data")
+    size = 0 if fixture.data[1] is None else dataset_size(fixture.data[1], "eval_data")
     return [
         passed(
             "data",
@@ -79,17 +79,17 @@ def _first(key: MicroBatch) -> str:
     return ", ".join(map(str, ids)) + (", …" if len(key.ids) > len(ids) else "")
 
 
-def shards(specimen: Specimen) -> list[Finding]:
+def shards(fixture: Fixture) -> list[Finding]:
     """The places of an epoch's samples on the most workers: each sample once, but for the tail that is dropped."""
-    plan, workers = specimen.plan, specimen.workers
+    plan, workers = fixture.plan, fixture.workers
     steps = min(plan.steps_per_epoch, max(1, MOST_SAMPLES // plan.global_batch))
     epoch = replace(plan, total_steps=steps)
     ranges = plan.ranges(workers) if workers <= EACH else [range(plan.micro_batches)]
-    ids = [np.asarray(key.ids) for own in ranges for key in specimen.sampler(own, epoch)]
+    ids = [np.asarray(key.ids) for own in ranges for key in fixture.sampler(own, epoch)]
     every = np.concatenate(ids)
     expected = sum(position.samples for position in epoch.positions())
-    own = orders_itself(specimen.data[0])  # which may repeat samples
-    strays = int(((every < 0) | (every >= number_of_ids(specimen.data[0]))).sum())
+    own = orders_itself(fixture.data[0])  # which may repeat samples
+    strays = int(((every < 0) | (every >= number_of_ids(fixture.data[0]))).sum())
     distinct = expected if own else len(np.unique(every))
     if strays or distinct < expected or len(every) != expected:
         return [
@@ -106,19 +106,19 @@ def shards(specimen: Specimen) -> list[Finding]:
     dropped = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
     if dropped:
         notes.append(f"{dropped} an epoch left out by data.drop_last")
-    if specimen.data[1] is not None:
-        size = dataset_size(specimen.data[1], "eval_data")
+    if fixture.data[1] is not None:
+        size = dataset_size(fixture.data[1], "eval_data")
         shares = evaluation_ranges(size, plan.micro_batch, workers)
         notes.append(f"{sum(map(len, shares))} evaluation micro-batches shared out")
     return [passed("shards", "; ".join(notes))]
 
 
-def leakage(specimen: Specimen) -> list[Finding]:
+def leakage(fixture: Fixture) -> list[Finding]:
     """Evaluation samples that are training samples."""
-    train_data, eval_data = specimen.data
+    train_data, eval_data = fixture.data
     if eval_data is None:
         return [passed("leakage", "no evaluation data")]
-    overlap = leakage_of(train_data, eval_data, specimen.spec.seed, LEAKAGE_S)
+    overlap = leakage_of(train_data, eval_data, fixture.spec.seed, LEAKAGE_S)
     size = dataset_size(eval_data, "eval_data")
     if overlap is None:
         return [passed("leakage", "not compared: what the samples hold cannot be read")]
@@ -140,12 +140,12 @@ def leakage(specimen: Specimen) -> list[Finding]:
     ]
 
 
-def loader(specimen: Specimen, compute_s: float) -> list[Finding]:
+def loader(fixture: Fixture, compute_s: float) -> list[Finding]:
     """What fetching a micro-batch takes beside computing it, in this process and without loader processes."""
-    keys = specimen.step_keys()
-    fetched, processes = Timed(), specimen.spec.data.loader_processes
+    keys = fixture.step_keys()
+    fetched, processes = Timed(), fixture.spec.data.loader_processes
     for i in range(FETCHES):
-        fetched(partial(specimen.fetch, keys[i % len(keys)]))
+        fetched(partial(fixture.fetch, keys[i % len(keys)]))
     fetch_s = fetched.least_s
     waits = max(0.0, fetch_s / processes - compute_s) if processes else fetch_s
     share = waits / (waits + compute_s)

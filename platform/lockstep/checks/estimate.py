@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import peak_of
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, SpecError
@@ -35,7 +35,7 @@ from lockstep.training.observe.worker_memory import (
 )
 from lockstep.training.step.norm import workspace_bytes
 from lockstep.training.step.phases import check_combination, optimizers_of
-from lockstep.training.step.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
+from lockstep.training.step.sharding import SCALARS, Span, flat, gathering_bytes, spans
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -52,13 +52,13 @@ class ParameterState(NamedTuple):
     """Bytes of an element."""
     may_cut: bool
     scalars: int
-    """Bytes of state that every stretch of the parameter has."""
+    """Bytes of state that every span of the parameter has."""
     others: int
     """Bytes of state that has an element for each of the parameter's."""
 
-    def bytes(self, stretch: Stretch) -> int:
-        """Bytes of the state of a stretch."""
-        return self.scalars + self.others * (stretch.stop - stretch.start) // max(1, self.elements)
+    def bytes(self, span: Span) -> int:
+        """Bytes of the state of a span."""
+        return self.scalars + self.others * (span.stop - span.start) // max(1, self.elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +135,15 @@ class Estimate:
 def estimate(spec: Spec) -> Estimate:
     """Measure one micro-batch of the run in this process, in every precision. Leaves nothing behind. Raises LockstepError."""
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
-        specimen = Specimen(spec)
-        base = estimated(specimen)
-        variants = [_variant(specimen.beside(variant)) for variant in _others(specimen)]
+        fixture = Fixture(spec)
+        base = estimated(fixture)
+        variants = [_variant(fixture.beside(variant)) for variant in _others(fixture)]
     return Estimate(**{**asdict(base), "variants": variants})
 
 
-def _others(specimen: Specimen) -> Iterable[Spec]:
-    spec = specimen.spec
-    named = bool(list(specimen.job.activation_checkpoints(specimen.fresh().model)))
+def _others(fixture: Fixture) -> Iterable[Spec]:
+    spec = fixture.spec
+    named = bool(list(fixture.job.activation_checkpoints(fixture.fresh().model)))
     for checkpointing in (False, True) if named else (False,):
         for precision in PRECISIONS:
             settings = {"precision": precision, "activation_checkpointing": checkpointing}
@@ -153,11 +153,11 @@ def _others(specimen: Specimen) -> Iterable[Spec]:
             }:
                 variant = spec.model_copy(update=settings)
                 with suppress(SpecError):  # what the job's phases do not go with is no variant
-                    check_combination(specimen.job, variant)
+                    check_combination(fixture.job, variant)
                     yield variant
 
 
-def _variant(specimen: Specimen) -> dict[str, Any]:
+def _variant(fixture: Fixture) -> dict[str, Any]:
     shown = (
         "precision",
         "activation_checkpointing",
@@ -165,21 +165,21 @@ def _variant(specimen: Specimen) -> dict[str, Any]:
         "total_bytes",
         "largest_micro_batch",
     )
-    values = asdict(estimated(specimen))
+    values = asdict(estimated(fixture))
     return {name: values[name] for name in shown}
 
 
-def estimated(specimen: Specimen) -> Estimate:
-    """The estimate of a specimen's own spec, without variants."""
-    spec, plan, device = specimen.spec, specimen.plan, specimen.device
-    key = specimen.step_keys()[0]
-    full = measured(specimen, key)
+def estimated(fixture: Fixture) -> Estimate:
+    """The estimate of a fixture's own spec, without variants."""
+    spec, plan, device = fixture.spec, fixture.plan, fixture.device
+    key = fixture.step_keys()[0]
+    full = measured(fixture, key)
     half = (
-        measured(specimen, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
+        measured(fixture, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
         if len(key.ids) > 1
         else full
     )
-    workers, available = specimen.workers, available_bytes(device, specimen.workers)
+    workers, available = fixture.workers, available_bytes(device, fixture.workers)
     largest = None
     for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
         count = plan.global_batch // micro
@@ -211,20 +211,20 @@ def estimated(specimen: Specimen) -> Estimate:
 # --- measuring --------------------------------------------------------------------------------------------
 
 
-def measured(specimen: Specimen, key: MicroBatch) -> Measured:
+def measured(fixture: Fixture, key: MicroBatch) -> Measured:
     """Forward, backward and two updates with the micro-batch `key`, phase by phase, on a fresh state. What the first pass makes for good is no part of it."""
-    state, batch = specimen.fresh(), specimen.fetch(key)
-    modules = specimen.modules(state.job, state.model)
+    state, batch = fixture.fresh(), fixture.fetch(key)
+    modules = fixture.modules(state.job, state.model)
     model, optimizers = state.model, list(optimizers_of(state.optimizer).values())
     batch_bytes = nbytes(tensors_in(batch))
     try:
         for module in modules:
-            specimen.backward(module, state, batch, key)
-            batch = specimen.fetch(key) if len(modules) > 1 else batch  # a job may write into it
+            fixture.backward(module, state, batch, key)
+            batch = fixture.fetch(key) if len(modules) > 1 else batch  # a job may write into it
     except JobError:
-        if len(key.ids) == specimen.plan.micro_batch:
+        if len(key.ids) == fixture.plan.micro_batch:
             raise
-        return measured(specimen, specimen.step_keys()[0])  # a job may need whole micro-batches
+        return measured(fixture, fixture.step_keys()[0])  # a job may need whole micro-batches
     for optimizer in optimizers:
         try:
             optimizer.step()  # it makes its state
@@ -239,18 +239,18 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
         for parameter in module.parameters_that_learn:
             parameter.grad = None
         others = gradient_bytes(model)
-        with peak_of(specimen.device) as peak:
-            loss = specimen.forward(module, state, batch, key)
+        with peak_of(fixture.device) as peak:
+            loss = fixture.forward(module, state, batch, key)
         del loss
         forward = max(forward, peak.bytes)
-        batch = specimen.fetch(key) if len(modules) > 1 else batch
-        with peak_of(specimen.device) as peak:
-            specimen.backward(module, state, batch, key)
+        batch = fixture.fetch(key) if len(modules) > 1 else batch
+        with peak_of(fixture.device) as peak:
+            fixture.backward(module, state, batch, key)
         computing = max(computing, others + peak.bytes)
-        with peak_of(specimen.device) as peak:
+        with peak_of(fixture.device) as peak:
             optimizer.step()
         updating = max(updating, peak.bytes)
-        batch = specimen.fetch(key) if len(modules) > 1 else batch
+        batch = fixture.fetch(key) if len(modules) > 1 else batch
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
@@ -261,7 +261,7 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
         ),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
-        workspace=len(modules) * workspace_bytes(specimen.device),
+        workspace=len(modules) * workspace_bytes(fixture.device),
         batch=batch_bytes,
         activations=forward,
         computing=computing,
@@ -308,18 +308,18 @@ def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     if not is_sharded(spec, workers):
         return sum(parameter_state.scalars + parameter_state.others for parameter_state in found.optimizer)
     bytes_by_worker = [0] * workers
-    for stretch in _stretches(found, workers):
-        bytes_by_worker[stretch.owner] += found.optimizer[stretch.parameter].bytes(stretch)
+    for span in _spans(found, workers):
+        bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
     return max(bytes_by_worker)
 
 
 def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
-    """What an update makes and lets go of: of a worker's own stretches, and then the rounds that gather the others'."""
+    """What an update makes and lets go of: of a worker's own spans, and then the rounds that gather the others'."""
     if not is_sharded(spec, workers):
         return found.updating
     owned = [0] * workers
-    for stretch in _stretches(found, workers):
-        owned[stretch.owner] += (stretch.stop - stretch.start) * found.optimizer[stretch.parameter].width
+    for span in _spans(found, workers):
+        owned[span.owner] += (span.stop - span.start) * found.optimizer[span.parameter].width
     most = max(owned)
     return max(round(found.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
 
@@ -329,9 +329,9 @@ def is_sharded(spec: Spec, workers: int) -> bool:
     return spec.optimizer.sharded and workers > 1
 
 
-def _stretches(found: Measured, workers: int) -> list[Stretch]:
+def _spans(found: Measured, workers: int) -> list[Span]:
     lengths, widths, cut, *_ = zip(*found.optimizer, strict=True)
-    return stretches(lengths, widths, cut, workers)
+    return spans(lengths, widths, cut, workers)
 
 
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.checks.active_dropout import DropoutSeen
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.loss_inputs import LossesSeen, Seen
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.evaluate import has_evaluation_loss
@@ -57,23 +57,23 @@ class FirstStep:
     """The fastest micro-batch, forward and backward, in all phases."""
 
 
-def walk(specimen: Specimen) -> FirstStep:
+def walk(fixture: Fixture) -> FirstStep:
     """Compute the first step's micro-batches, and the first of the evaluation. Raises the JobError or NumericsError that a run would."""
-    state = specimen.fresh()
-    modules, first_step = specimen.modules(specimen.job, state.model), FirstStep()
+    state = fixture.fresh()
+    modules, first_step = fixture.modules(fixture.job, state.model), FirstStep()
     first_step.phases = {module.phase.name: PhaseSeen() for module in modules}
     silent = {name for module in modules for name in module.names if name not in module.conditional}
-    for key in specimen.step_keys():
+    for key in fixture.step_keys():
         spent = 0.0
         for module in modules:
             batch, modes, phase = (
-                specimen.fetch(key),
+                fixture.fetch(key),
                 Modes(state.model),
                 first_step.phases[module.phase.name],
             )
             began = time.perf_counter()
             with LossesSeen(phase.seen):
-                loss = specimen.backward(module, state, batch, key)
+                loss = fixture.backward(module, state, batch, key)
             spent += time.perf_counter() - began
             first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
             phase.total += float(loss.total.detach())
@@ -84,50 +84,50 @@ def walk(specimen: Specimen) -> FirstStep:
             state.model.zero_grad(set_to_none=True)
             modes.restore()
         first_step.compute_s = min(first_step.compute_s, spent)
-    first_step.silent, first_step.written = frozenset(silent), specimen.written
-    if specimen.evaluation_count:
+    first_step.silent, first_step.written = frozenset(silent), fixture.written
+    if fixture.evaluation_count:
         with DropoutSeen() as dropout:
-            first_step.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
+            first_step.kept_mode = _evaluated(fixture, state.model, fixture.evaluation_micro_batch(0))
         first_step.drops = dropout.called
     return first_step
 
 
-def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
+def _evaluated(fixture: Fixture, model: nn.Module, key: MicroBatch) -> str:
     """A module that one evaluation micro-batch puts into training mode."""
-    batch, buffers = specimen.fetch(key), KeptBuffers(model)
+    batch, buffers = fixture.fetch(key), KeptBuffers(model)
     try:
-        with evaluating(model), specimen.with_place(key):
+        with evaluating(model), fixture.with_place(key):
             modes = Modes(model)
-            if has_evaluation_loss(specimen.job):
-                loss = specimen.job.loss(model, batch)
-                means_of(loss, specimen.job.metrics(model, batch))
+            if has_evaluation_loss(fixture.job):
+                loss = fixture.job.loss(model, batch)
+                means_of(loss, fixture.job.metrics(model, batch))
             else:
-                means_alone(specimen.job.metrics(model, batch))
+                means_alone(fixture.job.metrics(model, batch))
             return modes.changed()
     finally:
         buffers.restore()
 
 
-def labels_of(specimen: Specimen, phase: str | None) -> Seen:
+def labels_of(fixture: Fixture, phase: str | None) -> Seen:
     """The labels of as many micro-batches as a second allows, by the calls of torch's losses in evaluation mode.
 
     Those of the training data in a phase; for None those that evaluation holds out.
     """
-    state, seen, held_out = specimen.fresh(), Seen(), phase is None
-    if held_out and not (specimen.evaluation_count and has_evaluation_loss(state.job)):
+    state, seen, held_out = fixture.fresh(), Seen(), phase is None
+    if held_out and not (fixture.evaluation_count and has_evaluation_loss(state.job)):
         return seen
-    modules = {module.phase.name: module for module in specimen.modules(state.job, state.model)}
+    modules = {module.phase.name: module for module in fixture.modules(state.job, state.model)}
     loss = state.job.loss if phase is None else modules[phase].phase.loss
     until = time.perf_counter() + LABELS_S
-    evaluation_keys = (specimen.evaluation_micro_batch(i) for i in range(specimen.evaluation_count))
-    keys = evaluation_keys if held_out else specimen.sampler(range(specimen.plan.micro_batches))
+    evaluation_keys = (fixture.evaluation_micro_batch(i) for i in range(fixture.evaluation_count))
+    keys = evaluation_keys if held_out else fixture.sampler(range(fixture.plan.micro_batches))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
-            if time.perf_counter() > until or (key.step > 0 and key.step >= specimen.plan.steps_per_epoch):
+            if time.perf_counter() > until or (key.step > 0 and key.step >= fixture.plan.steps_per_epoch):
                 break
             buffers = KeptBuffers(state.model)
             # A loss of training may take gradients within itself, as a penalty on them does.
-            with specimen.with_place(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
-                loss(state.model, specimen.fetch(key))
+            with fixture.with_place(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
+                loss(state.model, fixture.fetch(key))
             buffers.restore()
     return seen

@@ -1,4 +1,4 @@
-"""A run as a specimen: its job, data, plan and states, built as training builds them, in one process and leaving nothing behind.
+"""A run as a fixture: its job, data, plan and states, built as training builds them, in one process and leaving nothing behind.
 
 Parts are made when a check first asks for them, so an error is told by the check that met it.
 """
@@ -36,7 +36,7 @@ from lockstep.training.step.phase_step import LossModule, missing_gradient
 from lockstep.training.step.phases import phases_of
 
 
-class Specimen:
+class Fixture:
     """What the checks of one spec share. Enter `determinism` and `others_out_of_sight` around all of its use."""
 
     def __init__(self, spec: Spec) -> None:
@@ -46,11 +46,11 @@ class Specimen:
         self.written: frozenset[int] = frozenset()
         """Indices of the buffers that a forward in training has written."""
 
-    def beside(self, spec: Spec) -> Specimen:
-        """The specimen of another spec of the same job on the same data, which are not opened again."""
-        specimen = Specimen(spec)
-        specimen.job, specimen.data = self.job, self.data
-        return specimen
+    def beside(self, spec: Spec) -> Fixture:
+        """The fixture of another spec of the same job on the same data, which are not opened again."""
+        fixture = Fixture(spec)
+        fixture.job, fixture.data = self.job, self.data
+        return fixture
 
     @cached_property
     def job(self) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checks.first_step import FirstStep
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.errors import NumericsError
 from lockstep.training.step.buffers import statistics
 from lockstep.training.step.optimizer_step import Stepper
@@ -62,11 +62,11 @@ class Learning:
         return (self.start - self.end) / (abs(self.start) or 1.0)
 
 
-def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning:
+def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
     """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
-    spec = specimen.spec
+    spec = fixture.spec
     exact = spec.model_copy(update={"reduction": "exact"})
-    state, key = specimen.fresh(), specimen.step_keys()[0]
+    state, key = fixture.fresh(), fixture.step_keys()[0]
     for group in state.optimizer.param_groups:
         group["lr"] *= faster
     full = {
@@ -75,10 +75,10 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
     }
     state.schedule = PhaseSchedules(full) if isinstance(state.optimizer, PhaseOptimizers) else full[""]
     size = len(key.ids)
-    plan = replace(specimen.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
+    plan = replace(fixture.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     parts = {name: phase.parts for name, phase in first.phases.items()}
-    step = Stepper(state.job, exact, plan, specimen.group, state, parts=parts, written_buffers=first.written)
-    batch, outcome = specimen.fetch(key), Learning(state.schedule.base[0])
+    step = Stepper(state.job, exact, plan, fixture.group, state, parts=parts, written_buffers=first.written)
+    batch, outcome = fixture.fetch(key), Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)
     buffers = [name for name, _ in state.model.named_buffers()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checks.findings import Finding, failed, passed, warned
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.randomness import seed_all
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.object_state import HeldTensors
@@ -32,9 +32,9 @@ CLOSE = 1e-4
 """How far, as a share, a tensor may be from a multiple of another one."""
 
 
-def zero_grad(specimen: Specimen) -> list[Finding]:
+def zero_grad(fixture: Fixture) -> list[Finding]:
     """Each update sees its own gradient alone. Nothing is looked at where torch's optimizers do all of it."""
-    state = specimen.fresh()
+    state = fixture.fresh()
     optimizers = [state.optimizer_of(phase.name) for phase in phases_of(state.job, state.model)]
     if not any(map(runs_own_code, optimizers)) and not has_after_step(state.job):
         return [
@@ -43,10 +43,10 @@ def zero_grad(specimen: Specimen) -> list[Finding]:
                 "gradients are forgotten before each step; neither the optimizer nor after_step is the job's own",
             )
         ]
-    key = specimen.step_keys()[0]
-    for module in specimen.modules(state.job, state.model):
-        specimen.backward(module, state, specimen.fetch(key), key)  # an update may read what the loss makes
-    finding = _Updates(specimen, state)()
+    key = fixture.step_keys()[0]
+    for module in fixture.modules(state.job, state.model):
+        fixture.backward(module, state, fixture.fetch(key), key)  # an update may read what the loss makes
+    finding = _Updates(fixture, state)()
     if finding is not None:
         return [finding]
     return [
@@ -60,11 +60,11 @@ def zero_grad(specimen: Specimen) -> list[Finding]:
 class _Updates:
     """Some updates of a state with one gradient, and what they show."""
 
-    def __init__(self, specimen: Specimen, state: TrainState) -> None:
-        self._specimen, self._state = specimen, state
+    def __init__(self, fixture: Fixture, state: TrainState) -> None:
+        self._fixture, self._state = fixture, state
         self._own = dict(state.model.named_parameters())
         self._values = {name: p.detach().clone() for name, p in self._own.items()}
-        generator = torch.Generator().manual_seed(specimen.spec.seed)
+        generator = torch.Generator().manual_seed(fixture.spec.seed)
         self._gradients = {
             name: torch.randn(p.shape, generator=generator).to(p) for name, p in self._own.items()
         }
@@ -80,7 +80,7 @@ class _Updates:
 
     def _update(self, update: int) -> Finding | None:
         """One update of each phase from the initial weights, and what follows it."""
-        state, spec = self._state, self._specimen.spec
+        state, spec = self._state, self._fixture.spec
         with torch.no_grad():
             for name, parameter in self._own.items():
                 parameter.copy_(self._values[name])

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.first_step import FirstStep, PhaseSeen
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.learning import FASTER, Learning
 from lockstep.checks.loss_inputs import ClassLabels, Seen
 from lockstep.training.integrity.rehearsal.names_of_objects import named
@@ -32,9 +32,9 @@ MOVED = 0.02
 """The share by which the loss on one micro-batch has to fall."""
 
 
-def model(specimen: Specimen) -> list[Finding]:
+def model(fixture: Fixture) -> list[Finding]:
     """The model made twice from one seed, and parameters that are equal by chance in no model."""
-    (_, first), (_, second) = specimen.fresh_model(), specimen.fresh_model()
+    (_, first), (_, second) = fixture.fresh_model(), fixture.fresh_model()
     mine, other = tensor_digests(first.state_dict()), tensor_digests(second.state_dict())
     differing = [name for name in mine if other.get(name) != mine[name]]
     if differing:
@@ -272,7 +272,7 @@ def _labels_seen(seen: Seen) -> str:
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def chance(specimen: Specimen, first: PhaseSeen) -> list[Finding]:
+def chance(fixture: Fixture, first: PhaseSeen) -> list[Finding]:
     """The first loss of a phase beside that of one who guesses."""
     seen = first.seen
     guesses: list[tuple[str, float, float, float]] = []
@@ -297,7 +297,7 @@ def chance(specimen: Specimen, first: PhaseSeen) -> list[Finding]:
         if loss > high * guess:
             remedy = "scale the inputs or the targets, or begin with smaller weights in the last layer"
             return [warned("chance", evidence, remedy)]
-        pretrained = specimen.spec.initial_weights or specimen.spec.fork
+        pretrained = fixture.spec.initial_weights or fixture.spec.fork
         if loss < LOW * guess and not pretrained:
             remedy = "look for the label among the inputs; where the model comes with trained weights, this is right"
             return [warned("chance", evidence, remedy)]

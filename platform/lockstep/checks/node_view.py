@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.checks.findings import Finding, failed, passed
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.run_checks import record_answers
 from lockstep.errors import LockstepError
@@ -29,7 +29,7 @@ def look_from_here(spec: Spec) -> Sight:
     """Try in this process what a worker on this node will have to do: write, reach the store, read the data, compute a micro-batch."""
     problems: dict[str, str] = {}
     facts: dict[str, str] = {}
-    specimen = Specimen(spec)
+    fixture = Fixture(spec)
 
     def tried(what: str, action: Callable[[], object]) -> None:
         try:
@@ -38,10 +38,10 @@ def look_from_here(spec: Spec) -> Sight:
             problems[what] = str(error)
 
     def computed() -> None:
-        state, key = specimen.fresh(), specimen.step_keys()[0]
-        facts["training samples"] = str(specimen.plan.samples)
+        state, key = fixture.fresh(), fixture.step_keys()[0]
+        facts["training samples"] = str(fixture.plan.samples)
         facts["initial weights"] = weights_digest(state.model.state_dict())
-        loss = specimen.backward(LossModule(state.job, state.model), state, specimen.fetch(key), key)
+        loss = fixture.backward(LossModule(state.job, state.model), state, fixture.fetch(key), key)
         facts["the first micro-batch's loss"] = float(loss.total.detach()).hex()
 
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
@@ -49,7 +49,7 @@ def look_from_here(spec: Spec) -> Sight:
         tried("record", lambda: record_answers(spec))
         tried("data and model", computed)
         if spec.determinism == "strict":
-            facts["numerics probe"] = f"{numerics_probe(specimen.device)} {numpy_probe()}"
+            facts["numerics probe"] = f"{numerics_probe(fixture.device)} {numpy_probe()}"
     return Sight(problems, facts)
 
 

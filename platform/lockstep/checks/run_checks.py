@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
 from lockstep.errors import DriftError
@@ -49,14 +49,14 @@ _NORMS = (
 )
 
 
-def optimizer(specimen: Specimen) -> list[Finding]:
+def optimizer(fixture: Fixture) -> list[Finding]:
     """What the optimizer holds, and how far weight decay pulls the parameters of norms to zero over the run."""
-    state = specimen.fresh()
+    state = fixture.fresh()
     every = optimizers_of(state.optimizer)
     groups = state.optimizer.param_groups
     trainable = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
     pulled, name = max(
-        _pull_on_norms(specimen, state.model, phase_optimizer) for phase_optimizer in every.values()
+        _pull_on_norms(fixture, state.model, phase_optimizer) for phase_optimizer in every.values()
     )
     if pulled > PULLED:
         return [
@@ -80,9 +80,7 @@ def optimizer(specimen: Specimen) -> list[Finding]:
     ]
 
 
-def _pull_on_norms(
-    specimen: Specimen, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[float, str]:
+def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, str]:
     """The greatest sum over the run of rate times weight decay on a parameter of a norm, and the parameter's name."""
     of_norms = {
         id(p): f"{name}.{parameter_name}".lstrip(".")
@@ -90,10 +88,10 @@ def _pull_on_norms(
         if isinstance(module, _NORMS)
         for parameter_name, p in module.named_parameters(recurse=False)
     }
-    steps = specimen.plan.total_steps
+    steps = fixture.plan.total_steps
     rates: tuple[float, ...] = (1.0,)
-    if specimen.job.schedule(optimizer, steps) is None:
-        rates = tuple(rate_factor(specimen.spec.schedule, steps * i // 100, steps) for i in range(100))
+    if fixture.job.schedule(optimizer, steps) is None:
+        rates = tuple(rate_factor(fixture.spec.schedule, steps * i // 100, steps) for i in range(100))
     greatest = (0.0, "")
     for group in optimizer.param_groups:
         # Adam adds the decay to the gradient, which it then divides by its size: how far that pulls is not known.
@@ -105,11 +103,11 @@ def _pull_on_norms(
     return greatest
 
 
-def schedule(specimen: Specimen) -> list[Finding]:
+def schedule(fixture: Fixture) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
-    rule, steps = specimen.spec.schedule, specimen.plan.total_steps
-    optimizer = next(iter(optimizers_of(specimen.fresh().optimizer).values()))
-    if specimen.job.schedule(optimizer, steps) is not None:
+    rule, steps = fixture.spec.schedule, fixture.plan.total_steps
+    optimizer = next(iter(optimizers_of(fixture.fresh().optimizer).values()))
+    if fixture.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
     if not isinstance(rule, OneCycle) and rule.warmup_steps >= steps:
@@ -137,21 +135,21 @@ def schedule(specimen: Specimen) -> list[Finding]:
     ]
 
 
-def same_bits(specimen: Specimen) -> list[Finding]:
+def same_bits(fixture: Fixture) -> list[Finding]:
     """The rehearsal that begins every run, as far as it can go: a micro-batch gives the same bits whatever ran before it."""
-    spec = specimen.spec
+    spec = fixture.spec
     if spec.determinism != "strict":
         return [passed("same bits", "not compared: determinism is fast, which promises none")]
     warnings: list[str] = []
     thorough = spec.model_copy(update={"rehearsal": "full"})
-    state = specimen.fresh()
+    state = fixture.fresh()
     rehearsal = StepRehearsal(
         state.job,
         thorough,
-        specimen.plan,
+        fixture.plan,
         state,
-        specimen.batches,
-        specimen.device,
+        fixture.batches,
+        fixture.device,
         warnings.append,
     )
     rehearsal.first()
@@ -166,24 +164,24 @@ def same_bits(specimen: Specimen) -> list[Finding]:
     ]
 
 
-def evaluation(specimen: Specimen) -> list[Finding]:
+def evaluation(fixture: Fixture) -> list[Finding]:
     """The first evaluation micro-batch, again after the last one, in the same bits; and the metrics that the spec asks for."""
-    if specimen.data[1] is None:
+    if fixture.data[1] is None:
         return [passed("evaluation", "the job has no evaluation data")]
-    spec, state = specimen.spec, specimen.fresh()
+    spec, state = fixture.spec, fixture.fresh()
     evaluate = Evaluation(
-        specimen.job,
-        specimen.data[1],
-        specimen.group,
+        fixture.job,
+        fixture.data[1],
+        fixture.group,
         state.precision,
-        micro_batch=specimen.plan.micro_batch,
+        micro_batch=fixture.plan.micro_batch,
         seed=spec.seed,
         processes=0,
     )
     strict = spec.determinism == "strict"
     warnings: list[str] = []
     rehearsal = StepRehearsal(
-        specimen.job, spec, specimen.plan, state, specimen.batches, specimen.device, warnings.append
+        fixture.job, spec, fixture.plan, state, fixture.batches, fixture.device, warnings.append
     )
     evaluate.prepare(compares=strict)
     shown = rehearsal.elsewhere(evaluate, steps=False).evaluation
@@ -211,12 +209,12 @@ class _Named(NoRequests):
         return _RUN_ID
 
 
-def resume(specimen: Specimen) -> list[Finding]:
+def resume(fixture: Fixture) -> list[Finding]:
     """Three steps in one go, and two, a checkpoint, and the third of a new process's state: the same weights."""
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        spec = _short(specimen.spec, folder)
-        uninterrupted, rows = _fitted(specimen, spec, AttemptOrigin())
-        resumed, again = _fitted(specimen, spec, claim(folder, _RUN_ID, 2))
+        spec = _short(fixture.spec, folder)
+        uninterrupted, rows = _fitted(fixture, spec, AttemptOrigin())
+        resumed, again = _fitted(fixture, spec, claim(folder, _RUN_ID, 2))
         size = sum(path.stat().st_size for path in Path(folder).rglob("step-*2/*"))
     if resumed["weights_digest"] == uninterrupted["weights_digest"] and rows[-1].loss == again[-1].loss:
         return [
@@ -225,7 +223,7 @@ def resume(specimen: Specimen) -> list[Finding]:
                 f"step 3 after loading step 2's checkpoint ({size:,} bytes) has the same bits as without",
             )
         ]
-    if specimen.spec.determinism != "strict":
+    if fixture.spec.determinism != "strict":
         return [
             passed(
                 "resume",
@@ -255,7 +253,7 @@ def _short(spec: Spec, folder: str) -> Spec:
     )
 
 
-def _fitted(specimen: Specimen, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
+def _fitted(fixture: Fixture, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
     rows: list[StepRow] = []
 
     def tell(event: Event) -> None:
@@ -264,7 +262,7 @@ def _fitted(specimen: Specimen, spec: Spec, origin: AttemptOrigin) -> tuple[dict
 
     job = load_job(spec.job.use, spec.job.params)
     job.eval_data = lambda: None  # type: ignore[method-assign]  # an evaluation of everything would take long
-    summary = fit(spec, job, specimen.group, tell, _Named(), origin)
+    summary = fit(spec, job, fixture.group, tell, _Named(), origin)
     if summary is None or not rows:
         raise DriftError("resume: the short run ended before its last step")
     return summary, rows
@@ -273,20 +271,20 @@ def _fitted(specimen: Specimen, spec: Spec, origin: AttemptOrigin) -> tuple[dict
 # --- where it writes --------------------------------------------------------------------------------------
 
 
-def storage(specimen: Specimen) -> list[Finding]:
+def storage(fixture: Fixture) -> list[Finding]:
     """Write and remove a file where checkpoints and the record go."""
-    check_storage(specimen.spec)
+    check_storage(fixture.spec)
     return [
         passed(
             "storage",
-            f"can be written: {', '.join(dict.fromkeys((specimen.spec.checkpoint.storage, str(specimen.spec.folder))))}",
+            f"can be written: {', '.join(dict.fromkeys((fixture.spec.checkpoint.storage, str(fixture.spec.folder))))}",
         )
     ]
 
 
-def record(specimen: Specimen) -> list[Finding]:
+def record(fixture: Fixture) -> list[Finding]:
     """The tracking store answers, or its database can be made or opened. Nothing is made."""
-    return [passed("record", record_answers(specimen.spec))]
+    return [passed("record", record_answers(fixture.spec))]
 
 
 def record_answers(spec: Spec) -> str:

@@ -295,7 +295,7 @@ def _resume_run_or_sweep(
 
 
 def kept_job() -> bool:
-    """Whether this is a job that a run's keeper has started: of the one before it, parts may still live."""
+    """Whether this is a job that a run's driver restarter has started: of the one before it, parts may still live."""
     from lockstep.clusters.driver_restarter import KEPT
 
     return KEPT in os.environ

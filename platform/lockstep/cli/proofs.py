@@ -64,7 +64,7 @@ def verify(
         typer.Option(metavar="P", help="a random share of the steps, 0 to 1, between checkpoints"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="seed for drawing the stretches of --sample; default: random")
+        int | None, typer.Option(min=0, help="seed for drawing the spans of --sample; default: random")
     ] = None,
     statement: Annotated[
         Path | None,
@@ -391,7 +391,7 @@ _MOST_FACTS = 4
 
 def as_text(found: Verified) -> str:
     """What a verification came to, for a person."""
-    taken = ", ".join(f"{one.start + 1} to {one.until}" for one in found.stretches)
+    taken = ", ".join(f"{one.start + 1} to {one.until}" for one in found.spans)
     within = "" if found.tolerance is None else f" within {found.tolerance:g}"
     lines = []
     if found.first_difference is None:

@@ -1,10 +1,10 @@
-"""The keeper of a submitted run: a small actor that outlives the run's driver, and starts the run again if the driver is lost.
+"""The driver restarter of a submitted run: a small actor that outlives the run's driver, and starts the run again if the driver is lost.
 
 It is detached: it ends when the run does, not with the job that made it. If its node is lost, Ray starts it on another. It
 watches the job by Ray's job API. If the driver was killed, or ended for a reason that may pass, it submits the same command again,
 which finds its run by name. An end that the run decided itself shows in the exit code, and is left as it is.
 
-The keeper stores nothing: how often a run was started again is read from the cluster's list of jobs.
+The driver restarter stores nothing: how often a run was started again is read from the cluster's list of jobs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 
 KEPT = "LOCKSTEP_KEPT"
-"""Environment variable of a driver that a keeper has started: the id of the run's first job."""
+"""Environment variable of a driver that a driver restarter has started: the id of the run's first job."""
 
 EX_TEMPFAIL = 75
-"""The exit code of a run with a keeper that ended for a reason that may pass (sysexits.h)."""
+"""The exit code of a run with a driver restarter that ended for a reason that may pass (sysexits.h)."""
 
 OWN_ENDS = {0, 1, 2, 130, 143}
 """Exit codes of a run that ended by its own decision: finished, failed, refused, stopped by a signal."""
@@ -39,13 +39,13 @@ LOOK_S = 2.0
 LONGEST_PAUSE_S = 60.0
 
 AWAY_S = 600.0
-"""How long the job API may not answer before the keeper gives up."""
+"""How long the job API may not answer before the driver restarter gives up."""
 
 ANSWER_S = 60.0
 """How long one call of the job API may take."""
 
 READY_S = 180.0
-"""How long the keeper may take to start."""
+"""How long the driver restarter may take to start."""
 
 NAMESPACE = "lockstep"
 
@@ -80,7 +80,7 @@ def retries_so_far(first: str, jobs: Collection[str | None]) -> int:
     return number
 
 
-class Keeper:
+class DriverRestarter:
     """Keeps the run whose first job is `first`, for up to `retries` more starts. It begins at once, also when Ray restarts it."""
 
     def __init__(self, first: str, retries: int) -> None:
@@ -90,7 +90,7 @@ class Keeper:
         context = ray.get_runtime_context()
         self._address, self._self = context.gcs_address, context.current_actor
         self._client = self._connected()
-        threading.Thread(target=self._keep, name="lockstep-keeper", daemon=True).start()
+        threading.Thread(target=self._keep, name="lockstep-driver_restarter", daemon=True).start()
 
     def ready(self) -> bool:
         """True once the actor has started and the job API has answered."""
@@ -118,7 +118,7 @@ class Keeper:
         ray.kill(self._self, no_restart=True)
 
     def _is_over(self) -> bool:
-        """Look at the newest job of the run, and start the next one if it was lost. True when the keeper has nothing left to do."""
+        """Look at the newest job of the run, and start the next one if it was lost. True when the driver restarter has nothing left to do."""
         listed = within(ANSWER_S, "the cluster's job API", self._client.list_jobs)
         jobs_by_id = {job.submission_id: job for job in listed}
         number = retries_so_far(self._first, jobs_by_id)
@@ -156,17 +156,17 @@ def first_job() -> str:
     return first
 
 
-def _start_keeper(first: str, retries: int) -> Any:
-    """The keeper of the run: the one that has started this job, or a new one."""
+def _start_driver_restarter(first: str, retries: int) -> Any:
+    """The driver restarter of the run: the one that has started this job, or a new one."""
     import ray
 
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
     return (
-        ray.remote(num_cpus=0, max_restarts=-1)(Keeper)
+        ray.remote(num_cpus=0, max_restarts=-1)(DriverRestarter)
         .options(
-            name=f"keeper-{first}",
+            name=f"driver restarter-{first}",
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -178,15 +178,15 @@ def _start_keeper(first: str, retries: int) -> Any:
 
 @contextmanager
 def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
-    """With `retries`, let a keeper watch the run while the block trains it on a connected cluster.
+    """With `retries`, let a driver restarter watch the run while the block trains it on a connected cluster.
 
     An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL, unless a signal ended the run.
     """
     if not retries:
         yield
         return
-    ready = _start_keeper(first_job(), retries).ready.remote()
-    in_background(_watch_start, ready, say, name="lockstep-keeper")
+    ready = _start_driver_restarter(first_job(), retries).ready.remote()
+    in_background(_watch_start, ready, say, name="lockstep-driver_restarter")
     try:
         yield
     except LockstepError as error:
@@ -196,7 +196,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _watch_start(ready: Any, say: Callable[[str], None]) -> None:
-    """Warn if the keeper does not start: the run goes on without one."""
+    """Warn if the driver restarter does not start: the run goes on without one."""
     from ray.exceptions import RayError
 
     try:
@@ -208,5 +208,5 @@ def _watch_start(ready: Any, say: Callable[[str], None]) -> None:
     except (SilentError, RayError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         say(
-            f"warning: retries: the run has no keeper ({line}); if its driver is lost, nothing starts it again"
+            f"warning: retries: the run has no driver restarter ({line}); if its driver is lost, nothing starts it again"
         )

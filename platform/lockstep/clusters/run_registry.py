@@ -36,7 +36,7 @@ class Notice:
     """Ray's id of the driver's job."""
 
 
-class Noticeboard:
+class RunRegistry:
     """The notice of one run, kept by its driver while it is connected to the cluster."""
 
     def __init__(self, name: str, store: str, began: float) -> None:

@@ -68,7 +68,7 @@ class Submitted:
     lost: bool = False
     """Whether it has ended, but not by its run's own decision."""
     retries: int = 0
-    """How many times its keeper may start the run again."""
+    """How many times its driver restarter may start the run again."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -225,7 +225,7 @@ def submit(
 
 
 def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted:
-    """Show a job's output as it comes, until the job has ended, and that of the jobs that its keeper starts. Returns how the last one ended.
+    """Show a job's output as it comes, until the job has ended, and that of the jobs that its driver restarter starts. Returns how the last one ended.
 
     A broken connection is made again; ClusterError where the cluster does not answer for PATIENCE_S.
     """

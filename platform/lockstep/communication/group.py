@@ -106,7 +106,7 @@ class Group:
         ensure_descriptors(size, groups=1)
         sockets_before, listeners = connected(), listening()
         hidden, dist.group.WORLD = dist.group.WORLD, None
-        # torch names a group by the number of groups its process has made, and members meet under that name: a newcomer has made fewer.
+        # torch names a group by the number of groups its process has made, and members meet under that name: a joining worker has made fewer.
         group_count, _world.group_count = _world.group_count, FIRST_FORMED + number
         try:
             dist.init_process_group(

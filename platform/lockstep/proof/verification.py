@@ -30,7 +30,7 @@ from lockstep.proof.recorded_end import (
 )
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.spans import Stretch
+from lockstep.proof.spans import Span
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.spec.fields import Spec
@@ -82,7 +82,7 @@ class Verified:
     elsewhere: list[str] = field(default_factory=list)
     tolerance: float | None = None
     same_bits: bool = True
-    stretches: list[Stretch] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     weights: bool = False
     """Whether the run's last step was taken again, and led to the weights that its summary and its files have."""
 
@@ -103,7 +103,7 @@ class Verified:
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
             "weights": self.weights,
-            "stretches": [{"from": item.start + 1, "to": item.until} for item in self.stretches],
+            "spans": [{"from": item.start + 1, "to": item.until} for item in self.spans],
         }
 
 
@@ -160,35 +160,35 @@ Take = Callable[[Spec, Replay, Watching, Path | None], Replayed]
 """Takes the steps of a replay again, wherever that is; into the folder, where one is given, go the weights that they lead to."""
 
 
-def verify(run: RecordedRun, stretches: Sequence[Stretch], take: Take, aside: Path) -> Verified:
-    """Take the stretches again with `take`, in order, up to the first that differs.
+def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> Verified:
+    """Take the spans again with `take`, in order, up to the first that differs.
 
     Checkpoints that the storage has no longer are downloaded into `aside`.
     """
     answer = Verified(run.run_id)
-    for stretch in stretches:
-        answer.stretches.append(stretch._replace(start=max(stretch.start, run.forked_at)))
+    for span in spans:
+        answer.spans.append(span._replace(start=max(span.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
-        if stretch.start:
-            storage, mismatch = _checkpoint(run, stretch.start, aside)
+        if span.start:
+            storage, mismatch = _checkpoint(run, span.start, aside)
             if mismatch is not None:
                 answer.first_difference, answer.same_bits = mismatch, False
                 answer.cause = "the checkpoint was changed after it was saved"
                 return answer
-        replay = Replay(run.run_id, storage, stretch.start, stretch.until)
-        led_to = _led_to(run, stretch, aside)
+        replay = Replay(run.run_id, storage, span.start, span.until)
+        led_to = _led_to(run, span, aside)
         replayed = take(run.spec, replay, Watch(run), led_to)
         if led_to is not None:
             replayed = with_own_digests(replayed, run.last_step, led_to)
-        _compare(run, stretch, replayed, aside, answer)
+        _compare(run, span, replayed, aside, answer)
         if answer.first_difference is not None:
             return answer
     return answer
 
 
-def _led_to(run: RecordedRun, stretch: Stretch, aside: Path) -> Path | None:
-    """A new folder for the weights that a stretch leads to; None where they are not those of the run's result."""
-    if not run.ended or stretch.until != run.last_step:
+def _led_to(run: RecordedRun, span: Span, aside: Path) -> Path | None:
+    """A new folder for the weights that a span leads to; None where they are not those of the run's result."""
+    if not run.ended or span.until != run.last_step:
         return None
     folder = aside / "led-to" / "weights"
     folder.mkdir(parents=True)
@@ -217,13 +217,13 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
     return replace(replayed, steps=steps, summary={**summary, "beside": beside_digests})
 
 
-def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path, answer: Verified) -> None:
+def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answer: Verified) -> None:
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
     answer.facts = [Cause(*difference) for difference in changed_facts(run.facts, replayed.facts)]
     answer.elsewhere = judge.elsewhere
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
-    steps = range(max(stretch.start, run.forked_at) + 1, stretch.until + 1)
+    steps = range(max(span.start, run.forked_at) + 1, span.until + 1)
     differences = list(_differences(run, judge, replayed, steps))
     differences += _of_saved(run, replayed, steps, aside)
     differences.sort(key=lambda difference: difference.step)
@@ -347,7 +347,7 @@ def _held(loaded: Loaded) -> dict[str, int]:
 
 
 def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) -> list[FirstDifference]:
-    """The checkpoints of the storage within the stretch, beside the state that was found there."""
+    """The checkpoints of the storage within the span, beside the state that was found there."""
     differ = []
     for step in run.saved:
         row = replayed.steps.get(step)

@@ -23,7 +23,7 @@ from lockstep.record.mirror.metric_sync import Delivery
 from lockstep.record.mirror.projection import Page
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.record.mirror.status import RunState
-from lockstep.record.mirror.sync_queue import Outbox
+from lockstep.record.mirror.sync_queue import SyncQueue
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -62,11 +62,11 @@ class OpenRecord:
     def __init__(
         self,
         request: Request,
-        outbox: Outbox,
+        sync_queue: SyncQueue,
         failure: Callable[[], RecordError | None],
         violated: Callable[[str], None],
     ) -> None:
-        self._request, self._outbox = request, outbox
+        self._request, self._sync_queue = request, sync_queue
         self._failure, self._violated = failure, violated
         self.folder: Path
         self.store: RunStore
@@ -89,7 +89,7 @@ class OpenRecord:
             try:
                 self._begin()
             except Exception:
-                self._outbox.give_up("")
+                self._sync_queue.give_up("")
                 self.journal.close()  # so that another try, also in this process, finds it free
                 raise
         except Exception:
@@ -130,7 +130,7 @@ class OpenRecord:
             self.folder.chmod(0o700)
         if not self._request.replay:
             self._set_running()
-        self._outbox.advice = f"`lockstep record sync {self.folder.name}` sends it again"
+        self._sync_queue.advice = f"`lockstep record sync {self.folder.name}` sends it again"
         last_steps = dict(self.store.last_steps())
         lost = self._has_lost(last_steps)
         previous_events, unsent = list(self.journal.events), lost or not self.journal.delivered
@@ -174,24 +174,24 @@ class OpenRecord:
         try:
             self.store.set_status("RUNNING")
         except UnavailableError:  # from here on it is a call like others
-            self._outbox.send("status", "status RUNNING", self.store.set_status, "RUNNING")
+            self._sync_queue.send("status", "status RUNNING", self.store.set_status, "RUNNING")
 
     def _make_parts(self, last_steps: Mapping[str, int], *, thorough: bool) -> None:
         request, run_id = self._request, self.folder.name
-        self.page = Page(request.spec, self.folder, self.journal, self.store, self._outbox.send)
+        self.page = Page(request.spec, self.folder, self.journal, self.store, self._sync_queue.send)
         self.delivery = Delivery(
             self.journal,
             self.store,
             last_steps,
             scaled=request.spec.precision == "fp16",
             thorough=request.replay or thorough,
-            outbox=self._outbox,
+            sync_queue=self._sync_queue,
         )
         self.state = RunState(
             self.folder,
             self.page,
             self.delivery,
-            self._outbox,
+            self._sync_queue,
             self.store,
             self._failure,
             goes_on=not request.replay,
@@ -207,7 +207,7 @@ class OpenRecord:
     def _first_file(self) -> None:
         """Wait until the store has the spec, but no longer than a store may delay the start of a run."""
         until = time.monotonic() + OPENING_PATIENCE_S
-        lane = self._outbox.lanes["files"]
+        lane = self._sync_queue.lanes["files"]
         while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
             time.sleep(0.002)
 

@@ -2,7 +2,7 @@
 
 * Events arrive in the inbox, in order, and are in the journal before a store gets them. What the disk refuses is
 kept and written again, so that one failed write leaves no hole.
-* The resulting store calls wait in the outbox, whose lanes make them in threads of their own; checkpoints are copied in another
+* The resulting store calls wait in the sync queue, whose lanes make them in threads of their own; checkpoints are copied in another
 thread. Metric points wait in the journal, not in memory.
 * A step that the journal already has is compared with it, not added again: with `determinism: strict` and
 `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is reported.
@@ -40,7 +40,7 @@ from lockstep.record.events.union import (
     TakenOver,
 )
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
-from lockstep.record.mirror.sync_queue import Outbox
+from lockstep.record.mirror.sync_queue import SyncQueue
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
@@ -78,9 +78,9 @@ class Writer:
         """All but the failure. The thread changes it."""
         self._on_aliases = on_aliases
         self._replay = replay
-        self._outbox = Outbox(patience_s, self._set_aside)
+        self._sync_queue = SyncQueue(patience_s, self._set_aside)
         request = Request(spec, make_store, run_id, patience_s, source, replay, fetch)
-        self._record = OpenRecord(request, self._outbox, self._failure, self._violated)
+        self._record = OpenRecord(request, self._sync_queue, self._failure, self._violated)
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
         """Events that are not in the journal yet."""
@@ -114,7 +114,7 @@ class Writer:
         return self._state._replace(failure=self._failure())
 
     def _failure(self) -> RecordError | None:
-        return self._disk_failure or self._outbox.failure()
+        return self._disk_failure or self._sync_queue.failure()
 
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the thread. A silent store is waited for up to `timeout_s`; work is waited for until it is done."""
@@ -125,11 +125,11 @@ class Writer:
         self._wake.set()
         last_delivered, until = -1, 0.0
         while self._thread.is_alive():
-            if self._outbox.delivered != last_delivered or self._working:
-                last_delivered, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
+            if self._sync_queue.delivered != last_delivered or self._working:
+                last_delivered, until = self._sync_queue.delivered, time.monotonic() + timeout_s + 0.5
             # Once the run is open, the thread itself enforces the limit.
             elif not self.opened.is_set() and time.monotonic() > until:
-                self._outbox.refuse(
+                self._sync_queue.refuse(
                     RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
                 )
                 return
@@ -145,7 +145,7 @@ class Writer:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - the driver waits to hear of any failure
-            self._outbox.refuse(error)
+            self._sync_queue.refuse(error)
             return
         finally:
             self.opened.set()
@@ -173,11 +173,11 @@ class Writer:
             if copied and self._failure() is None:
                 self._record.journal.add([Delivered()])
         except RecordError as error:
-            self._outbox.refuse(error)
+            self._sync_queue.refuse(error)
         try:
             self._record.journal.close()
         except RecordError as error:
-            self._outbox.refuse(error)
+            self._sync_queue.refuse(error)
 
     def _open(self) -> None:
         self._record.open()
@@ -233,7 +233,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - one bad event must not prevent the others
             self._diagnosing = self._diagnosing.again()
             if len(events) == 1:
-                self._outbox.refuse(error)
+                self._sync_queue.refuse(error)
                 return []
             return [added for event in events for added in self._add([event])]
         diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
@@ -246,7 +246,7 @@ class Writer:
         if self._out_of_patience:
             lost = len(self._unwritten)
             self._unwritten, self._disk_failure = [], None
-            self._outbox.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
+            self._sync_queue.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
             self._end_badly(error)
 
     @property
@@ -267,7 +267,7 @@ class Writer:
                 )
                 return
             except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
-                self._outbox.refuse(error)
+                self._sync_queue.refuse(error)
                 if isinstance(event, Finished):
                     self._end_badly(error)
             finally:
@@ -280,7 +280,7 @@ class Writer:
         if self._out_of_patience:
             self._unshown.clear()
             self._disk_failure = None
-            self._outbox.refuse(error)
+            self._sync_queue.refuse(error)
             self._end_badly(error)
 
     def _end_badly(self, error: Exception) -> None:
@@ -298,12 +298,12 @@ class Writer:
             self._mend()
         self._record.page.take(event)
         if self._record.page.not_whole:
-            self._outbox.refuse(RecordError(self._record.page.not_whole))
+            self._sync_queue.refuse(RecordError(self._record.page.not_whole))
         if isinstance(event, PeakMemory) and not self._replay:
             # All steps are taken, and rank 0 still exports the final model: by the run's end they are drawn.
             self._record.page.figures.draw()
         if isinstance(event, CheckpointRow):
-            self._outbox.send("files", "aliases of checkpoints", self._tell_aliases)
+            self._sync_queue.send("files", "aliases of checkpoints", self._tell_aliases)
 
     def _mend(self) -> None:
         """Note that the rows of damaged lines are recorded again, once all steps were told again."""
@@ -325,7 +325,7 @@ class Writer:
         try:
             show()
         except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
-            self._outbox.refuse(error)
+            self._sync_queue.refuse(error)
 
     @property
     def _working(self) -> bool:

@@ -111,7 +111,7 @@ def join(
     """
     with surroundings(spec), variables_noted(reads_of(job)):
         alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
-        run = prepare(spec, job, alone.group, tell_nobody, newcomer=True)
+        run = prepare(spec, job, alone.group, tell_nobody, joining_worker=True)
         entered = let_in(run, alone, recovery)
         return None if entered is None else train_on(*entered, recovery)
 

@@ -23,7 +23,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest
-from lockstep.job.inputs.external_facts import suspects, told_of_unknown
+from lockstep.job.inputs.external_facts import told_of_unknown, untrusted_workers
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
 from lockstep.job.interface import Job
@@ -157,17 +157,17 @@ def prepare(
     tell: Tell,
     origin: AttemptOrigin | None = None,
     *,
-    newcomer: bool = False,
+    joining_worker: bool = False,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, check that all ranks built the same, and restore the state.
 
-    A `newcomer` gets the state from another worker: it reads no checkpoint, and keeps the state that a run begins with.
+    A `joining_worker` gets the state from another worker: it reads no checkpoint, and keeps the state that a run begins with.
     """
 
     def warn(text: str) -> None:
         tell(Warned(text))
 
-    start = None if newcomer else find_start(spec, group, origin, warn)
+    start = None if joining_worker else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
     set_apart()
     train_data, eval_data = open_data(job, spec.seed, group.device)
@@ -196,7 +196,7 @@ def prepare(
     facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings)
     told_of_unknown(facts["environment"], warn)
     begins = start is None or start.fork
-    if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
+    if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
     replay = None if origin is None else origin.replay
@@ -205,7 +205,7 @@ def prepare(
         if not start.fork:
             facts = continued(facts, start.facts, spec, warn)
         fields = facts["fields"] if replay is None else None
-        hints = suspects(facts["environment"])
+        hints = untrusted_workers(facts["environment"])
         history = restore_on_every_rank(start, spec, plan, state, group, fields, warn, hints)
         settings.check("after job.load_state_dict")
         start = start.without_state()

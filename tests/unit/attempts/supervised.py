@@ -55,7 +55,7 @@ SUMMARY = {
 
 
 class Told:
-    """The progress, the noticeboard and the gauges: they note what they are told."""
+    """The progress, the run registry and the gauges: they note what they are told."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -142,7 +142,7 @@ class Workers:
         self.can_regroup, self.run_id = False, origin.run_id
         self.attempt = origin.attempt
         """The attempt that its workers tell of: they may have gone on to another."""
-        self.newcomers = SimpleNamespace(failed={}, ended=[])
+        self.joining_workers = SimpleNamespace(failed={}, ended=[])
         self.inside: tuple[int, ...] = ()
         self.ended = self.given_up = False
         self.asked = Asked()
@@ -175,7 +175,7 @@ class Workers:
         self.inside = tuple(numbers)
 
     def dismiss(self, numbers: Sequence[int]) -> None:
-        self.newcomers.ended += numbers
+        self.joining_workers.ended += numbers
 
     # --- for a script -----------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def test_what_workers_call_before_their_attempt_is_begun_waits_for_that() -> Non
     assert mailbox.fetch(2, 2, STATE).events == [Warned("of the next")]
 
 
-def test_a_newcomer_is_seen_once_it_is_let_in() -> None:
+def test_a_joining_worker_is_seen_once_it_is_let_in() -> None:
     """What it tells before is recorded and ends nothing; the workers are asked in the answer to what they tell."""
     mailbox = Mailbox()
     mailbox.begin(1, workers=1)

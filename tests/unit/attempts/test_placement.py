@@ -46,7 +46,7 @@ def test_workers_go_first_where_processes_stand_by() -> None:
     assert standing_by().first(placed(4, "a")).first == ()
 
 
-def test_newcomers_go_first_where_a_lost_worker_has_left_its_place() -> None:
+def test_joining_workers_go_first_where_a_lost_worker_has_left_its_place() -> None:
     """Then where most is free; to no node that goes, and to no place there."""
     free = {"a": {"CPU": 1.0}, "b": {"CPU": 2.0}, "gone": {"CPU": 8.0}}
     vacant = {3: "a", 1: "gone", 0: "b"}

@@ -1,4 +1,4 @@
-"""A change of workers waits until all newcomers are ready, is asked for once an attempt, and is given up where it cannot be done."""
+"""A change of workers waits until all joining workers are ready, is asked for once an attempt, and is given up where it cannot be done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.attempts import planned_change, worker_group
-from lockstep.attempts.joining_workers import Newcomers
+from lockstep.attempts.joining_workers import JoiningWorkers
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.worker_group import WorkerGroup
@@ -22,7 +22,7 @@ def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()
 
 
 class Around:
-    """What a change has around it: the newcomers' failures, and what was asked of the workers."""
+    """What a change has around it: the joining workers' failures, and what was asked of the workers."""
 
     def __init__(self, *, able: bool = True) -> None:
         self.failed: dict[int, str] = {}
@@ -34,12 +34,12 @@ class Around:
         return self.able
 
     def change(self, joining: tuple[int, ...], leaving: tuple[int, ...] = ()) -> PlannedChange:
-        attempt: Any = SimpleNamespace(newcomers=SimpleNamespace(failed=self.failed))
+        attempt: Any = SimpleNamespace(joining_workers=SimpleNamespace(failed=self.failed))
         recording: Any = self
         return PlannedChange("why", Members(joining, leaving), attempt, recording)
 
 
-def test_the_workers_are_asked_once_all_newcomers_are_ready() -> None:
+def test_the_workers_are_asked_once_all_joining_workers_are_ready() -> None:
     around = Around()
     change = around.change((2, 3), leaving=(0,))
     assert change.look(status(1, (0, 1), waiting=(2,))) is None
@@ -52,7 +52,7 @@ def test_the_workers_are_asked_once_all_newcomers_are_ready() -> None:
 
 
 def test_a_loss_meanwhile_has_them_asked_again() -> None:
-    """It was another attempt's: the newcomers were let in by the loss's roll call, and who is to leave has not left."""
+    """It was another attempt's: the joining workers were let in by the loss's roll call, and who is to leave has not left."""
     around = Around()
     change = around.change((2,), leaving=(0,))
     change.look(status(1, (0, 1), waiting=(2,)))
@@ -61,14 +61,14 @@ def test_a_loss_meanwhile_has_them_asked_again() -> None:
     assert not change.is_done(status(2, (0, 2)))
 
 
-def test_a_newcomer_that_fails_ends_the_change() -> None:
+def test_a_joining_worker_that_fails_ends_the_change() -> None:
     around = Around()
     change = around.change((2,))
     around.failed[2] = "no such file"
     assert change.look(status(1, (0, 1))) == "worker 2 could not join: no such file"
 
 
-def test_a_newcomer_that_is_not_ready_in_time_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joining_worker_that_is_not_ready_in_time_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_change, "READY_S", -1.0)
     told = Around().change((2,)).look(status(1, (0, 1)))
     assert told is not None
@@ -80,14 +80,14 @@ def test_workers_that_cannot_regroup_end_the_change() -> None:
     assert change.look(status(1, (0, 1))) == "the workers cannot form another group"
 
 
-def test_a_newcomer_that_is_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joining_worker_that_is_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had come to a roll call; a loss just then would have it in the group of those that go on."""
     calls = RollCalls(1, 2)
     for worker in (0, 1):
         calls.ready(worker)
     calls.enter(2, Arrival(Progress(0, 0), "host", 1))
     attempt: Any = object.__new__(WorkerGroup)
-    attempt.newcomers, attempt._inside = Newcomers({}, lambda *_: None), frozenset({0, 1})
+    attempt.joining_workers, attempt._inside = JoiningWorkers({}, lambda *_: None), frozenset({0, 1})
     attempt._mailbox = SimpleNamespace(lose=SimpleNamespace(remote=calls.lose))
     monkeypatch.setattr(worker_group, "answer_of", lambda answer, *_: answer)
     recording: Any = None

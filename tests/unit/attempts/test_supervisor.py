@@ -337,7 +337,7 @@ def test_what_ends_a_run_beside_its_attempts_is_recorded(
 def test_a_signal_ends_a_run_that_would_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
 ) -> None:
-    """It is KILLED with the signal's exit code, which no keeper starts again, and says neither that a worker is replaced nor how long nobody waited."""
+    """It is KILLED with the signal's exit code, which no driver restarter starts again, and says neither that a worker is replaced nor how long nobody waited."""
 
     def script(workers: Workers) -> Generator[None]:
         yield from trains(2)(workers)
@@ -363,7 +363,9 @@ def test_a_signal_ends_a_run_that_would_go_on(
     monkeypatch.setattr(first_placement, "RoomRequest", NoRequest)
     monkeypatch.setattr(driver_restarter, "first_job", lambda: "first")
     monkeypatch.setattr(
-        driver_restarter, "_start_keeper", lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str))
+        driver_restarter,
+        "_start_driver_restarter",
+        lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str)),
     )
     monkeypatch.setattr(driver_restarter, "in_background", lambda *_, **__: None)
     with pytest.raises(LockstepError) as raised, driver_restarter.kept(3, str):
@@ -449,19 +451,21 @@ def test_workers_that_go_on_without_a_lost_one_are_another_attempt(tmp_path: Pat
     assert "attempt 1 ended: rank 1: first; the others go on from step 2" in run.told.lines
 
 
-def test_newcomers_that_fail_have_the_attempt_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_workers_that_fail_have_the_attempt_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It had gone on with the workers that it has, and the ones that are to come would never."""
-    monkeypatch.setattr(supervisor, "newcomers_for", lambda *_: Members((2,), ()))
+    monkeypatch.setattr(supervisor, "joining_workers_for", lambda *_: Members((2,), ()))
 
     def fails(workers: Workers) -> Generator[None]:
         workers.can_regroup = True
-        workers.newcomers.failed[2] = "its node is gone"
+        workers.joining_workers.failed[2] = "its node is gone"
         yield from until_stopped(workers)
 
     run = Supervised(tmp_path, [fails, trains(300, ends=None)], advice=[Advice(move="there is room for 2")])
     assert run.run().attempts == 2
     (workers, _) = run.workers
-    assert workers.newcomers.ended == [2]
+    assert workers.joining_workers.ended == [2]
     assert run.recording.summaries[0]["why"] == "there is room for 2"
     told = "worker 2 could not join: its node is gone; all workers are restarted from a checkpoint instead"
     assert Warned(told) in run.recording.told

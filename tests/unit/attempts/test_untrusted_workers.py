@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.attempts.untrusted_workers import Suspects
+from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.record.events.union import Corrupted, Witness
 
 NODES = {0: "a", 1: "b", 2: "c"}
@@ -21,49 +21,49 @@ def found(attempt: int, *digests: int, wrong: tuple[int, ...] = (), step: int = 
 
 
 def test_the_node_of_one_that_was_outvoted_is_left_out() -> None:
-    verdict = Suspects().judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    verdict = UntrustedWorkers().judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
     assert verdict.nodes == {"c"}
     assert not verdict.fault_of_job
 
 
 def test_two_that_differ_name_nobody_until_the_step_is_taken_again() -> None:
-    suspects, doubt = Suspects(), found(1, 5, 6)
-    verdict = suspects.judge(doubt, NODES)
+    untrusted_workers, doubt = UntrustedWorkers(), found(1, 5, 6)
+    verdict = untrusted_workers.judge(doubt, NODES)
     assert not verdict.nodes
     assert not verdict.fault_of_job
-    assert suspects.doubts == (doubt,)
+    assert untrusted_workers.doubts == (doubt,)
     # The next attempt runs elsewhere: the nodes are those of the attempt that differed.
-    settled = suspects.judge(replace(doubt, wrong=(1,), how="recomputation"), {0: "x", 1: "y"})
+    settled = untrusted_workers.judge(replace(doubt, wrong=(1,), how="recomputation"), {0: "x", 1: "y"})
     assert settled.nodes == {"b"}
-    assert not suspects.doubts
+    assert not untrusted_workers.doubts
 
 
 def test_of_two_that_differ_again_the_one_that_contradicts_itself_is_wrong() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 6), NODES)
-    verdict = suspects.judge(found(2, 5, 8), NODES)
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 6), NODES)
+    verdict = untrusted_workers.judge(found(2, 5, 8), NODES)
     assert verdict.nodes == {"b"}
     assert (verdict.found.wrong, verdict.found.how) == ((1,), "repetition")
     assert (
         "rank 1 (host host-1, cuda:0, GPU-1, process 201) had other weights than when it was computed again"
         in str(verdict.found)
     )
-    assert not suspects.doubts
+    assert not untrusted_workers.doubts
 
 
 def test_two_that_each_say_the_same_again_are_both_named() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 6), NODES)
-    verdict = suspects.judge(found(2, 5, 6), NODES)
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 6), NODES)
+    verdict = untrusted_workers.judge(found(2, 5, 6), NODES)
     assert verdict.nodes == {"a", "b"}
     assert "which is wrong cannot be told from these alone: rank 0" in str(verdict.found)
 
 
 def test_the_same_step_on_other_workers_is_the_jobs() -> None:
     """One line that names the first tensor, and both attempts."""
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
-    verdict = suspects.judge(found(2, 5, 9, 5, wrong=(1,)), NODES)
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    verdict = untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,)), NODES)
     assert not verdict.nodes
     assert "first in 'fc.weight'" in verdict.fault_of_job
     assert "in attempt 1 it was rank 2 (host host-2" in verdict.fault_of_job
@@ -71,24 +71,24 @@ def test_the_same_step_on_other_workers_is_the_jobs() -> None:
 
 
 def test_the_same_worker_again_is_still_that_worker() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
-    assert suspects.judge(found(2, 5, 5, 7, wrong=(2,)), NODES).nodes == {"c"}
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    assert untrusted_workers.judge(found(2, 5, 5, 7, wrong=(2,)), NODES).nodes == {"c"}
 
 
 def test_another_step_on_other_workers_is_another_fault() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
-    assert not suspects.judge(found(2, 5, 9, 5, wrong=(1,), step=8), NODES).fault_of_job
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    assert not untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,), step=8), NODES).fault_of_job
 
 
 def test_where_all_contradict_themselves_no_machine_is_wrong() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 6), NODES)
-    assert suspects.judge(found(2, 7, 8), NODES).fault_of_job
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 6), NODES)
+    assert untrusted_workers.judge(found(2, 7, 8), NODES).fault_of_job
 
 
 def test_two_other_workers_that_differ_at_the_same_step_are_not_both_wrong() -> None:
-    suspects = Suspects()
-    suspects.judge(found(1, 5, 6), NODES)
-    assert suspects.judge(found(2, 5, 6), {0: "x", 1: "y"}).fault_of_job
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 6), NODES)
+    assert untrusted_workers.judge(found(2, 5, 6), {0: "x", 1: "y"}).fault_of_job

@@ -78,7 +78,7 @@ def test_too_little_memory_is_told() -> None:
 
 
 @given(st.lists(st.integers(0, 3 * SMALLEST_SHARE), max_size=30), st.integers(1, 9))
-def test_shares_are_stretches_of_nearly_the_same_size(sizes: list[int], ranks: int) -> None:
+def test_shares_are_spans_of_nearly_the_same_size(sizes: list[int], ranks: int) -> None:
     shares = share_out(sizes, ranks)
     assert 1 <= len(shares) <= ranks
     assert [i for share in shares for i in share] == list(range(len(sizes))), "each once, in order"

@@ -131,7 +131,7 @@ def test_a_part_that_got_lost_is_not_published(attempt: Attempt) -> None:
 
 @everywhere
 def test_ranks_share_the_bytes_out(attempt: Attempt) -> None:
-    """Every rank writes its own stretch; together they are the state, with no tensor twice."""
+    """Every rank writes its own span; together they are the state, with no tensor twice."""
     sections = {"model": {str(i): bits(torch.float32, BIG // 4, seed=i) for i in range(6)}, "ledger": b"rows"}
     copies = [snapshot(sections, rank=rank, ranks=5) for rank in range(5)]
     assert {copied.writers for copied in copies} == {4}

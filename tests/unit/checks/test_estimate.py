@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, total_bytes
-from lockstep.checks.fixture import Specimen
+from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
@@ -93,7 +93,7 @@ def runs() -> Iterator[Callable[[str], tuple[Estimate, Run]]]:
             spec = spec_of(name)
             job = load_job(spec.job.use, spec.job.params)
             with determinism("strict", 1):
-                made[name] = (estimated(Specimen(spec)), prepare(spec, job, CPU, tell_nobody))
+                made[name] = (estimated(Fixture(spec)), prepare(spec, job, CPU, tell_nobody))
         return made[name]
 
     yield of
@@ -130,13 +130,13 @@ def test_the_peak_of_a_step_is_near_what_torch_allocates(
 ) -> None:
     """Within 5 %, and activations within 1 %: activations, gradients, sums and the update, by the profiler's account of the third step."""
     found, run = runs(name)
-    specimen = Specimen(spec_of(name))
+    fixture = Fixture(spec_of(name))
     with determinism("strict", 1):
         peak = step_of(run, allocated)
-        state, key = specimen.fresh(), specimen.step_keys()[0]
-        module, batch = LossModule(state.job, state.model), specimen.fetch(key)
-        specimen.forward(module, state, batch, key)  # whatever the first call makes for good
-        forward = allocated(lambda: specimen.forward(module, state, batch, key))
+        state, key = fixture.fresh(), fixture.step_keys()[0]
+        module, batch = LossModule(state.job, state.model), fixture.fetch(key)
+        fixture.forward(module, state, batch, key)  # whatever the first call makes for good
+        forward = allocated(lambda: fixture.forward(module, state, batch, key))
     assert found.activations_bytes == pytest.approx(forward, rel=0.01)
     standing = found.parameters_bytes + 2 * found.buffers_bytes + found.optimizer_bytes + (1 << 19)
     assert found.total_bytes - standing == pytest.approx(peak, rel=0.05)
@@ -149,7 +149,7 @@ def test_what_a_run_used_is_in_its_record_by_the_names_of_its_estimate() -> None
     (document,) = [event for event in told if isinstance(event, Document)]
     used = json.loads(document.text)
     with determinism("strict", 1):
-        found = estimated(Specimen(spec)).as_dict()
+        found = estimated(Fixture(spec)).as_dict()
     peaks = used.pop("peak_bytes_by_rank")
     assert document.name == "memory.json"
     assert used == {name: found[name] for name in used}
@@ -195,9 +195,9 @@ def test_the_sums_that_a_worker_holds_are_those_of_its_tree() -> None:
 def test_another_micro_batch_lies_on_the_line_and_the_largest_that_fits_is_proposed() -> None:
     spec = spec_of("convolutions")
     with determinism("strict", 1):
-        found = estimated(Specimen(spec))
+        found = estimated(Fixture(spec))
         larger = estimated(
-            Specimen(spec.model_copy(update={"batch": spec.batch.model_copy(update={"micro": 64})}))
+            Fixture(spec.model_copy(update={"batch": spec.batch.model_copy(update={"micro": 64})}))
         )
     assert found.largest_micro_batch == 128
     # An estimate, not a value of training: what does not grow with the batch is in both.

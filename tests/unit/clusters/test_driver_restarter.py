@@ -1,4 +1,4 @@
-"""What a keeper starts again, and what it leaves as it is; tests/cluster/test_local_cluster.py has it on a real cluster."""
+"""What a driver restarter starts again, and what it leaves as it is; tests/cluster/test_local_cluster.py has it on a real cluster."""
 
 from __future__ import annotations
 

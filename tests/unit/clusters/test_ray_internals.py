@@ -28,7 +28,7 @@ from lockstep.clusters.ray_internals import (
     unavailable,
     warnings_of_ray,
 )
-from lockstep.clusters.run_registry import Notice, Noticeboard
+from lockstep.clusters.run_registry import Notice, RunRegistry
 
 ROOT = Path(__file__).parents[3]
 DOOR = Path(ray_internals.__file__).parent
@@ -311,7 +311,7 @@ def test_an_attribute_that_ray_renames_closes_the_door(
 def test_without_private_parts_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A notice that cannot be put up is left out, and what a job takes along is not weighed."""
     monkeypatch.setenv(PUBLIC_ONLY, "1")
-    board = Noticeboard("name", "off", 0.0)
+    board = RunRegistry("name", "off", 0.0)
     board._put(Notice("id", "name", "RUNNING", 0, 1, 0.0, 0.0, "off", "job"))  # no cluster: a call would fail
     assert pack(tmp_path) is None
 

@@ -110,16 +110,16 @@ def test_an_honest_run_is_as_stated(recorded: Path, tmp_path: Path, keys: Keys, 
     assert checked(recorded, out).signature == ("not checked" if signed else "none")
 
 
-def test_the_stretches_follow_from_the_seed(recorded: Path, tmp_path: Path) -> None:
+def test_the_spans_follow_from_the_seed(recorded: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.intoto.json"
     attested(recorded, out)
     drawn = {}
     for seed in (0, 3, 6):
         found = checked(recorded, out, seed=seed).verified
         assert found is not None
-        drawn[seed] = found.stretches
+        drawn[seed] = found.spans
     again = checked(recorded, out, seed=3).verified
-    assert again is not None and again.stretches == drawn[3]
+    assert again is not None and again.spans == drawn[3]
     assert len({str(one) for one in drawn.values()}) == 3
 
 
@@ -276,7 +276,7 @@ def test_a_summary_that_is_none_is_one_line(run: Path, tmp_path: Path, content: 
 
 
 def test_a_run_that_was_never_trained_so_is_found_by_training(recorded: Path, tmp_path: Path) -> None:
-    """Its record is consistent; in the drawn stretch it has a sample that nobody else has."""
+    """Its record is consistent; in the drawn span it has a sample that nobody else has."""
     PLANTED["label"] = 3
     try:
         lied = Path(train(document(tmp_path, rehearsal="off"), local=True).folder)
@@ -412,7 +412,7 @@ def test_a_record_that_contradicts_itself_is_not_stated(
     assert not out.exists()
 
 
-def test_weights_to_which_no_step_led_are_found_by_training_the_last_stretch(
+def test_weights_to_which_no_step_led_are_found_by_training_the_last_span(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run whose ledger has no digests: nothing of the record contradicts them. The answer says whether it has seen them."""

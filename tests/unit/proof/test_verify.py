@@ -102,7 +102,7 @@ def first(found: Verified) -> tuple[int, int | None, str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "stretches"),
+    ("options", "spans"),
     [
         ({}, [(1, 12)]),
         ({"all_steps": True}, [(1, 12)]),
@@ -112,14 +112,14 @@ def first(found: Verified) -> tuple[int, int | None, str]:
         ({"share": 1.0}, [(1, 4), (5, 8), (9, 12)]),
     ],
 )
-def test_an_honest_run_is_the_same_in_every_stretch_and_nothing_of_it_is_touched(
-    recorded: Path, options: dict[str, Any], stretches: list[tuple[int, int]]
+def test_an_honest_run_is_the_same_in_every_span_and_nothing_of_it_is_touched(
+    recorded: Path, options: dict[str, Any], spans: list[tuple[int, int]]
 ) -> None:
     before = contents(recorded.parent)
     found = verified(recorded, **options)
     assert found.same and found.same_bits and found.cause is None
-    assert [(one.start + 1, one.until) for one in found.stretches] == stretches
-    assert found.steps == sum(last - first + 1 for first, last in stretches)
+    assert [(one.start + 1, one.until) for one in found.spans] == spans
+    assert found.steps == sum(last - first + 1 for first, last in spans)
     assert contents(recorded.parent) == before
 
 
@@ -161,7 +161,7 @@ def vars_of(entry: FileEntry) -> dict[str, Any]:
     ("section", "quantity"), [("model", "weights_digest"), ("optimizer", "optimizer_digest")]
 )
 def test_a_flipped_bit_in_a_checkpoint_is_found(run: Path, section: str, quantity: str) -> None:
-    """With the hashes of its files made to fit: where it is started from, and where a longer stretch passes it."""
+    """With the hashes of its files made to fit: where it is started from, and where a longer span passes it."""
     flip(run, 8, section)
     found = verified(run, from_step=9, steps=1)
     assert first(found) == (8, None, quantity)
@@ -172,7 +172,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(run: Path, section: str, quantit
 
 
 def test_of_several_differences_the_first_step_is_named(run: Path) -> None:
-    """Whichever of the record's parts it is in: the checkpoints of a stretch are looked at after its rows."""
+    """Whichever of the record's parts it is in: the checkpoints of a span are looked at after its rows."""
     change_ledger(run, 11, "loss", lambda value: value * 2)
     flip(run, 4, "model")
     assert first(verified(run, all_steps=True)) == (4, None, "weights_digest of the checkpoint")
@@ -309,7 +309,7 @@ def forge_result(run: Path, **changes: Any) -> None:
 def test_a_result_to_which_the_steps_do_not_lead_is_found(
     run: Path, plain: Path, tmp_path: Path, digest_every: int | None, changes: dict[str, Any], quantity: str
 ) -> None:
-    """Also where the ledger has no digest of it, and whichever stretch reaches the end."""
+    """Also where the ledger has no digest of it, and whichever span reaches the end."""
     forged = run if digest_every else Path(shutil.copytree(plain, tmp_path / plain.name))
     sound = verified(forged)
     assert sound.same and sound.weights
@@ -403,7 +403,7 @@ def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
 def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding in the steps before ends no stretch: a forged value behind them is found, and a sound run is the same."""
+    """Rounding in the steps before ends no span: a forged value behind them is found, and a sound run is the same."""
     monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
     PLANTED["order"] = True
     found = verified(run, from_step=1, steps=9)
@@ -413,7 +413,7 @@ def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     assert (first(found), found.steps) == ((9, None, "loss"), 9)
 
 
-def test_a_stretch_ends_early_only_where_enough_steps_differ_by_more_than_may_be(recorded: Path) -> None:
+def test_a_span_ends_early_only_where_enough_steps_differ_by_more_than_may_be(recorded: Path) -> None:
     PLANTED["shift"] = 0.5
     found = verified(recorded, all_steps=True)
     assert first(found)[0] == 1
@@ -621,7 +621,7 @@ def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     run = Path(train(document(recorded.parent, fork=fork, rehearsal="off", seed=9), local=True).folder)
     found = verified(run, all_steps=True)
     assert found.same and found.steps == 8 and found.fields == []
-    assert [(one.start + 1, one.until) for one in found.stretches] == [(5, 12)]
+    assert [(one.start + 1, one.until) for one in found.spans] == [(5, 12)]
     assert verified(run, share=1.0).steps == 8
     assert verified(run, from_step=6, steps=1).steps == 2
     with pytest.raises(

@@ -296,7 +296,7 @@ class Corrupted:
     micro_batch: int | None = None
 
     @property
-    def suspects(self) -> tuple[Witness, ...]:
+    def untrusted_workers(self) -> tuple[Witness, ...]:
         """The workers that were wrong; all of them if that cannot be decided."""
         return tuple(worker for worker in self.workers if not self.wrong or worker.rank in self.wrong)
 
@@ -305,7 +305,7 @@ class Corrupted:
         if self.micro_batch is not None:
             where = f"in step {self.step}, micro-batch {self.micro_batch},"
         first = f", first in {self.tensor!r}" if self.tensor else ""
-        named = " and ".join(map(str, self.suspects))
+        named = " and ".join(map(str, self.untrusted_workers))
         if not self.wrong:
             return f"{where} the workers have different {self.quantity}{first}; which is wrong cannot be told from these alone: {named}"
         how = {

@@ -15,7 +15,7 @@ from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
-from lockstep.record.mirror.sync_queue import Outbox
+from lockstep.record.mirror.sync_queue import SyncQueue
 
 MOST_ASIDE = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
@@ -32,7 +32,7 @@ class _Cursor(NamedTuple):
 class Delivery:
     """Delivers an open journal. `high_water` is the highest step that the store has of each key; `scaled` is whether a loss scaler runs.
 
-    `thorough` says that the store may lack points below `high_water`. Calls go through the lane for points of `outbox`.
+    `thorough` says that the store may lack points below `high_water`. Calls go through the lane for points of `sync_queue`.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Delivery:
         *,
         scaled: bool,
         thorough: bool,
-        outbox: Outbox,
+        sync_queue: SyncQueue,
     ) -> None:
         self._journal = journal
         self._store = store
         self._high_water = high_water
         self._thorough = thorough
-        self._outbox = outbox
+        self._sync_queue = sync_queue
         self._sending = self._again = False
         self._scaled = scaled
         reached = min(high_water.get(key, 0) for key in EVERY_STEP)
@@ -76,7 +76,7 @@ class Delivery:
         self._again = self._again or again
         if (self._cursor.offset < self._journal.size or self._again) and not self._sending:
             self._sending = True
-            self._outbox.send("points", "points", self._send)
+            self._sync_queue.send("points", "points", self._send)
 
     # --- in the lane ----------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Delivery:
 
     def _send_left(self) -> None:
         """Send the refused points once more."""
-        self._outbox.lanes["points"].set_aside.clear()
+        self._sync_queue.lanes["points"].set_aside.clear()
         points, self._left = self._left, []
         for start in range(0, len(points), POINTS_PER_CALL):
             self._log(points[start : start + POINTS_PER_CALL])
@@ -132,7 +132,7 @@ class Delivery:
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         names = sorted({point.key for point in points})
         shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-        self._outbox.lanes["points"].aside(f"metrics of {where} ({shown})", error)
+        self._sync_queue.lanes["points"].aside(f"metrics of {where} ({shown})", error)
         self._left.extend(points[: MOST_ASIDE - len(self._left)])
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:

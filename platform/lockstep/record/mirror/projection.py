@@ -257,7 +257,7 @@ class Page:
         return True
 
     def close(self, deadline: float) -> bool:
-        """Finish what is sent beside the outbox, up to `deadline`. Returns whether it was finished."""
+        """Finish what is sent beside the sync queue, up to `deadline`. Returns whether it was finished."""
         self.working = True
         try:
             return self._copies.close(deadline)

@@ -11,7 +11,7 @@ from lockstep.errors import RecordError
 from lockstep.record.mirror.metric_sync import Delivery
 from lockstep.record.mirror.projection import Page
 from lockstep.record.mirror.run_store import RunStore, Status
-from lockstep.record.mirror.sync_queue import Kind, Outbox
+from lockstep.record.mirror.sync_queue import Kind, SyncQueue
 from lockstep.record.runs.heartbeat import BEAT_S, process_tags
 
 _CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
@@ -29,7 +29,7 @@ class RunState:
         folder: Path,
         page: Page,
         delivery: Delivery,
-        outbox: Outbox,
+        sync_queue: SyncQueue,
         store: RunStore,
         failure: Callable[[], RecordError | None],
         *,
@@ -37,7 +37,7 @@ class RunState:
     ) -> None:
         self._folder, self._goes_on = folder, goes_on
         self._page, self._delivery = page, delivery
-        self._outbox, self._store = outbox, store
+        self._sync_queue, self._store = sync_queue, store
         self._failure = failure
         self.ended = False
         """Whether the run has ended, which its page shows or will show soon. Set by `end`."""
@@ -62,7 +62,7 @@ class RunState:
         """Report what is due. Called now and then while the run lasts."""
         self.beat()
         self._report()
-        if self._page.came_to is not None and self._outbox.idle(_CONTENT) and self._failure() is None:
+        if self._page.came_to is not None and self._sync_queue.idle(_CONTENT) and self._failure() is None:
             self._tell_end()
 
     def finish(self, closing_at: float, patience_s: float) -> bool:
@@ -79,24 +79,26 @@ class RunState:
             self._settle(kinds, closing_at, patience_s)
 
         settle(*_CONTENT)
-        if self._outbox.retry() or self._delivery.left:
+        if self._sync_queue.retry() or self._delivery.left:
             self._delivery.flush(again=True)
             settle(*_CONTENT)
-        copied = self._page.close(max(closing_at, self._outbox.away_since) + patience_s)
-        self._outbox.give_up(advice, ("points", "files"))
+        copied = self._page.close(max(closing_at, self._sync_queue.away_since) + patience_s)
+        self._sync_queue.give_up(advice, ("points", "files"))
         informed = self._is_informed(settle)
         if self._page.came_to is not None and informed:  # else readers would believe the record complete
             self._tell_end()
         elif self._page.came_to is not None:
-            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
+            self._sync_queue.refuse(
+                RecordError(f"record: the store was not told how the run ended; {advice}")
+            )
         settle("status")
-        self._outbox.give_up(advice)
+        self._sync_queue.give_up(advice)
         return copied
 
     def _settle(self, kinds: Sequence[Kind], closing_at: float, patience_s: float) -> None:
         """Wait until the calls of these kinds are made, or have waited as long as the end of a run may take."""
         began = time.monotonic()
-        while self._page.working or not self._outbox.settled(kinds, closing_at, began, patience_s):
+        while self._page.working or not self._sync_queue.settled(kinds, closing_at, began, patience_s):
             time.sleep(0.01)
             self._delivery.flush()
             self.beat()
@@ -107,7 +109,7 @@ class RunState:
         for _ in range(3):  # the report itself may be refused
             self._report()
             settle("facts")
-            if self._outbox.idle(("facts",)) and self._trouble_sent == str(self._failure() or ""):
+            if self._sync_queue.idle(("facts",)) and self._trouble_sent == str(self._failure() or ""):
                 return True
         return False
 
@@ -122,20 +124,24 @@ class RunState:
     def beat(self) -> None:
         """Report now and then that this process lives. This also clears what a hasty reader may have set, and restores RUNNING."""
         with self._telling:
-            if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
+            if (
+                self._over
+                or not self._sync_queue.idle(("status",))
+                or time.monotonic() - self._beat_at < BEAT_S
+            ):
                 return
             if self._goes_on:
                 self._send_status("RUNNING")
             self._tag_process()
             # Queued with the facts, so that an error of the run itself comes after it.
-            if not self.ended and self._outbox.idle(("facts",)):
-                self._outbox.send(
+            if not self.ended and self._sync_queue.idle(("facts",)):
+                self._sync_queue.send(
                     "facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""}
                 )
 
     def _report(self) -> None:
         """Show on the run's page what is not recorded, when that changes."""
-        away = self._outbox.away
+        away = self._sync_queue.away
         if bool(away) != self._away:
             self._away = bool(away)
             self._page.log(f"the store is away: {away}" if away else "the store is back")
@@ -146,7 +152,7 @@ class RunState:
             self._send_trouble(text)
 
     def _send_trouble(self, text: str) -> None:
-        self._outbox.send("facts", "what is not recorded", self._tag_trouble, text)
+        self._sync_queue.send("facts", "what is not recorded", self._tag_trouble, text)
 
     def _tag_trouble(self, text: str) -> None:
         self._store.set_tags({"lockstep.record_error": text})
@@ -155,7 +161,7 @@ class RunState:
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
         tags = process_tags(time.time()) | {"lockstep.vanished": ""}
-        self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
+        self._sync_queue.send("status", "heartbeat", self._store.set_tags, tags)
 
     def _send_status(self, status: Status, at: float | None = None) -> None:
-        self._outbox.send("status", f"status {status}", self._store.set_status, status, at)
+        self._sync_queue.send("status", f"status {status}", self._store.set_status, status, at)

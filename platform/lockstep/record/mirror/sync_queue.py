@@ -184,14 +184,14 @@ class Lane:
 
 
 class Send(Protocol):
-    """The signature of `Outbox.send`."""
+    """The signature of `SyncQueue.send`."""
 
     def __call__(
         self, kind: Kind, what: str, call: Callable[..., None], /, *arguments: Any, later: bool = False
     ) -> None: ...
 
 
-class Outbox:
+class SyncQueue:
     """The lanes of one run. `patience_s` is how long the store may be silent before `failure` reports it."""
 
     def __init__(self, patience_s: float, note: Note) -> None:

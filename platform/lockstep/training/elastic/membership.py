@@ -1,8 +1,8 @@
 """Who forms the next group of a run, after a loss or because workers join or leave: pure, so that every case can be tested.
 
-A worker keeps one number for life: the rank of its first group or, for a newcomer, the next free number. A roll
+A worker keeps one number for life: the rank of its first group or, for a joining worker, the next free number. A roll
 call ends when each worker of the group has arrived, is known to be lost, or has ended by itself; one that is only late is waited
-for. Those that have arrived and do not leave go on with the waiting newcomers, in the order of their numbers, as the next attempt.
+for. Those that have arrived and do not leave go on with the waiting joining workers, in the order of their numbers, as the next attempt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Progress(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a worker reports when it has left its step, or a newcomer when it is ready."""
+    """What a worker reports when it has left its step, or a joining worker when it is ready."""
 
     progress: Progress | None
     """None for a worker that holds no state of the run yet."""
@@ -68,8 +68,8 @@ class RollCall:
     arrived: dict[int, Arrival] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    newcomers: dict[int, Arrival] = field(default_factory=dict)
-    """Newcomers that wait to be let in, by number."""
+    joining_workers: dict[int, Arrival] = field(default_factory=dict)
+    """Joining workers that wait to be let in, by number."""
     planned: bool = False
     """Whether the workers are asked to come although none is lost."""
     leaving: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class RollCall:
         holding = [arrival.progress for arrival in stay.values() if arrival.progress is not None]
         if not holding:
             return Refused("no worker is left that holds the state of the run")
-        members = tuple(sorted({*stay, *self.newcomers}))
+        members = tuple(sorted({*stay, *self.joining_workers}))
         if len(members) < self.fewest:
             return Refused(
                 f"{len(members)} of {len(self.workers)} workers are left, wanted at least {self.fewest}"
@@ -122,13 +122,13 @@ class RollCalls:
             self._close()
 
     def enter(self, worker: int, arrival: Arrival) -> None:
-        """Note that a newcomer is ready and waits to be let in."""
+        """Note that a joining worker is ready and waits to be let in."""
         if worker not in self._lost:
             self._ready.add(worker)
-            self._now.newcomers[worker] = arrival
+            self._now.joining_workers[worker] = arrival
 
     def plan(self, leaving: Collection[int] = ()) -> int | None:
-        """Plan a roll call after a step, so that newcomers join and those in `leaving` leave. Returns the attempt to be asked.
+        """Plan a roll call after a step, so that joining workers join and those in `leaving` leave. Returns the attempt to be asked.
 
         None where not every worker would come, or nobody would stay.
         """
@@ -152,8 +152,8 @@ class RollCalls:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The numbers of the newcomers that wait to be let in."""
-        return tuple(sorted(self._now.newcomers))
+        """The numbers of the joining workers that wait to be let in."""
+        return tuple(sorted(self._now.joining_workers))
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -162,16 +162,18 @@ class RollCalls:
 
     def lose(self, worker: int) -> bool:
         """Note that a worker's process is gone. Returns whether the others go on without it, as far as is known."""
-        self._now.newcomers.pop(worker, None)
+        self._now.joining_workers.pop(worker, None)
         if worker not in self._lost:
             self._lost.add(worker)
             if worker in self._now.workers:
                 self._now.lost.add(worker)
                 self._close()
-        if worker not in self._now.workers and worker not in self._first:  # a newcomer that was not let in
+        if (
+            worker not in self._now.workers and worker not in self._first
+        ):  # a joining worker that was not let in
             return True
         remaining = set(self._now.workers) - self._lost
-        there = len(remaining) + len(self._now.newcomers)
+        there = len(remaining) + len(self._now.joining_workers)
         able = (
             bool(remaining) and remaining <= self._ready and there >= self._now.fewest and not self._now.ended
         )
@@ -190,7 +192,7 @@ class RollCalls:
             self._close()
 
     def ask(self, attempt: int | None, worker: int) -> Answer:
-        """The answer to a worker that has come to the roll call of `attempt`. A newcomer, which has no attempt, waits for the next one."""
+        """The answer to a worker that has come to the roll call of `attempt`. A joining worker, which has no attempt, waits for the next one."""
         if attempt is None:
             if self.newest is not None and worker in self.newest.workers:
                 return self.newest

@@ -6,7 +6,7 @@ of them has done: a rank that is ahead, by one step or one evaluation, takes the
 compare what they hold, and take new ranges from the plan. Nothing is restarted or read from a disk.
 
 Where workers join or leave, the whole group meets after a step that it has agreed on (`RegroupError`), and breaks nothing off.
-A newcomer has built the run as at its start (`let_in`). It holds no state of the run, and takes it like a rank that is ahead.
+A joining worker has built the run as at its start (`let_in`). It holds no state of the run, and takes it like a rank that is ahead.
 
 Invariants:
 
@@ -66,7 +66,7 @@ class Recovery(Protocol):
         """Report that this worker trains, and will come to `regroup` if another is lost or it is asked to."""
 
     def enter(self, seat: Seat) -> Seat | None:
-        """Report that this newcomer is ready, and wait to be let in. Returns the seat in the new group; None where nobody lets it in.
+        """Report that this joining worker is ready, and wait to be let in. Returns the seat in the new group; None where nobody lets it in.
 
         Raises torch's RuntimeError where another worker is lost meanwhile.
         """
@@ -74,7 +74,7 @@ class Recovery(Protocol):
     def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
         """Wait for the others of the group. Returns the seat in the new one; None where the attempt must end. LeftError where this worker leaves.
 
-        Where a worker is lost, the group of `seat` is already broken off. A newcomer that has no state yet passes no `progress`.
+        Where a worker is lost, the group of `seat` is already broken off. A joining worker that has no state yet passes no `progress`.
         Raises torch's RuntimeError where another worker is lost meanwhile.
         """
 
@@ -131,9 +131,9 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
 
 
 def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
-    """A newcomer's run, with the state that another worker hands over, and its seat; None where nobody lets it in.
+    """A joining worker's run, with the state that another worker hands over, and its seat; None where nobody lets it in.
 
-    It survives a loss meanwhile: the newcomer then comes to the roll call without a state, as before.
+    It survives a loss meanwhile: the joining worker then comes to the roll call without a state, as before.
     """
     alone, come = seat, recovery.enter
     while True:
@@ -154,10 +154,10 @@ def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
 
 
 def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
-    """The run in its new group, from the least that any member has done. A newcomer `holds` no state of it."""
+    """The run in its new group, from the least that any member has done. A joining worker `holds` no state of it."""
     group = seat.group
-    source, newcomers = agree_on_state(group, run.state, holds=holds)
-    if newcomers:
+    source, joining_workers = agree_on_state(group, run.state, holds=holds)
+    if joining_workers:
         run = with_past(run, group, source, holds=holds)
     counters = run.state.counters
     run.history.take_back(counters.step, counters.evaluated)
@@ -191,13 +191,13 @@ def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tu
 
 
 def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
-    """A newcomer's run with the facts and the rows so far that rank `source` has. The other ranks keep their own.
+    """A joining worker's run with the facts and the rows so far that rank `source` has. The other ranks keep their own.
 
-    ClusterError on all ranks where a newcomer would compute other bits: on another machine or from other data.
+    ClusterError on all ranks where a joining worker would compute other bits: on another machine or from other data.
     """
     is_source = group.rank == source
     facts, rows = group.given((run.facts, run.history.handed()) if is_source else None, source)
-    # A fork's origin is known from its checkpoint, which a newcomer does not read.
+    # A fork's origin is known from its checkpoint, which a joining worker does not read.
     mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
     others = [
         difference.name

@@ -1,4 +1,4 @@
-"""How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, then connect as it says.
+"""How workers form the next group of a run, after a loss or with joining workers: they report at a roll call, then connect as it says.
 
 The roll call is kept by a process that is none of the workers. Each worker that reports serves a rendezvous, for those that know the
 attempt's secret; the group is formed at that of its new rank 0.
@@ -25,7 +25,7 @@ ASK_S = 0.02
 """Seconds between the questions of a waiting worker whether all have come."""
 
 WAIT_S = 0.2
-"""Seconds between the questions of a newcomer whether it is let in."""
+"""Seconds between the questions of a joining worker whether it is let in."""
 
 LISTEN_S = 1.0
 """Seconds between the questions of a training worker whether a roll call is on."""
@@ -77,7 +77,7 @@ class Meeting:
         self._begin_to_listen()
 
     def enter(self, seat: Seat) -> Seat | None:
-        """As a newcomer, wait until the workers of a run let this one in. Returns the seat in their new group; None where nobody is let in."""
+        """As a joining worker, wait until the workers of a run let this one in. Returns the seat in their new group; None where nobody is let in."""
         self._client.enter(Arrival(None, self._host, 0))
         while (answer := self._client.ask(None)) is None:
             time.sleep(WAIT_S)

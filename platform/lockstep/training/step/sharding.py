@@ -1,10 +1,10 @@
 """The optimizer's state sharded over the workers, with the bits of an optimizer that is not.
 
 Every worker has the whole finished gradient, so norm and clipping are the same as without sharding. Each worker updates a
-stretch of the concatenated elements of all parameters, and keeps the moments of that stretch; then the updated stretches are
+span of the concatenated elements of all parameters, and keeps the moments of that span; then the updated spans are
 gathered. An optimizer that computes each element from that element's own numbers gives the same bits for any split.
 
-A stretch begins at a multiple of `UNIT` elements of its parameter, in memory order. A parameter with gaps in its memory is not
+A span begins at a multiple of `UNIT` elements of its parameter, in memory order. A parameter with gaps in its memory is not
 split. In a checkpoint each tensor is whole again: its parts go to the rank that writes it, and nowhere else.
 """
 
@@ -31,7 +31,7 @@ GATHER_BYTES = 16 << 20
 """Bytes that one collective gathers; two are in flight at a time."""
 
 SCALARS = frozenset({"step"})
-"""State that is one number per parameter, the same for every stretch of it."""
+"""State that is one number per parameter, the same for every span of it."""
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
@@ -39,7 +39,7 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """Elements `start … stop - 1` of parameter number `parameter`, which rank `owner` updates."""
 
     parameter: int
@@ -49,15 +49,13 @@ class Stretch(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A stretch of this rank as its optimizer sees it: a parameter of its own, which is a view of the model's."""
+    """A span of this rank as its optimizer sees it: a parameter of its own, which is a view of the model's."""
 
-    stretch: Stretch
+    span: Span
     value: Tensor
 
 
-def stretches(
-    lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int
-) -> list[Stretch]:
+def spans(lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int) -> list[Span]:
     """Split parameters, given their numbers of elements and bytes per element, into nearly equal bytes per rank. Pure: every rank finds the same.
 
     Where `cut` is false a parameter stays whole. A parameter without elements belongs to rank 0.
@@ -71,8 +69,8 @@ def stretches(
             unit = UNIT if may_cut else max(1, length)
             ends.append(min(max(ends[-1], round(at / unit) * unit), length))
         ends.append(length)
-        pieces = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
-        result += pieces or [Stretch(parameter, 0, 0, 0)]
+        pieces = [Span(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
+        result += pieces or [Span(parameter, 0, 0, 0)]
         begin += length * width
     return result
 
@@ -151,16 +149,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
         widths = [parameter.element_size() for parameter in self.parameters]
         cut, ranks = [view is not None for view in views], self.group.size
-        self.stretches = stretches(asking, widths, cut, ranks)
+        self.spans = spans(asking, widths, cut, ranks)
         self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
         self._whole = [
             parameter.detach() if view is None else view
             for parameter, view in zip(self.parameters, views, strict=True)
         ]
         self._uncut = [view is None for view in views]
-        self._parts = {
-            s.parameter: _Part(s, self._of(s)) for s in self.stretches if s.owner == self.group.rank
-        }
+        self._parts = {s.parameter: _Part(s, self._of(s)) for s in self.spans if s.owner == self.group.rank}
         self._own = self._made()
         self._gathering = _Gathering(self._bytes(), self.group)
 
@@ -177,44 +173,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         make: Callable[[Any], torch.optim.Optimizer] = self.kind
         return make(groups)
 
-    def _of(self, stretch: Stretch) -> Tensor:
-        """A view of a stretch in its parameter's memory; a parameter with gaps as it is."""
-        parameter = self._whole[stretch.parameter]
-        return parameter if self._uncut[stretch.parameter] else parameter[stretch.start : stretch.stop]
+    def _of(self, span: Span) -> Tensor:
+        """A view of a span in its parameter's memory; a parameter with gaps as it is."""
+        parameter = self._whole[span.parameter]
+        return parameter if self._uncut[span.parameter] else parameter[span.start : span.stop]
 
     def _bytes(self) -> list[list[Tensor]]:
         """The updated tensors that each rank sends, by rank."""
         tensors_by_rank: list[list[Tensor]] = [[] for _ in range(self.group.size)]
-        for stretch in self.stretches:
-            if stretch.stop > stretch.start:
-                tensors_by_rank[stretch.owner].append(self._of(stretch))
+        for span in self.spans:
+            if span.stop > span.start:
+                tensors_by_rank[span.owner].append(self._of(span))
         return tensors_by_rank
 
     # --- the update -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's stretches, and gather those of the other ranks. All ranks call it."""
+        """Update this rank's spans, and gather those of the other ranks. All ranks call it."""
         self._build()
         for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in every.items() if name != "params"})
         for i, part in self._parts.items():
             if (gradient := self.parameters[i].grad) is not None:
-                part.value.grad = self._gradient(part.stretch, gradient)
+                part.value.grad = self._gradient(part.span, gradient)
         self._own.step()
         for part in self._parts.values():
             part.value.grad = None
         self._gathering()
 
-    def _gradient(self, stretch: Stretch, gradient: Tensor) -> Tensor:
-        if self._uncut[stretch.parameter]:
+    def _gradient(self, span: Span, gradient: Tensor) -> Tensor:
+        if self._uncut[span.parameter]:
             return gradient
-        return gradient.permute(self._orders[stretch.parameter]).reshape(-1)[stretch.start : stretch.stop]
+        return gradient.permute(self._orders[span.parameter]).reshape(-1)[span.start : span.stop]
 
     # --- the state ------------------------------------------------------------------------------------------------
 
     def own_state(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """The state of this rank, by its stretches of the parameters."""
+        """The state of this rank, by its spans of the parameters."""
         self._build()
         return self._own.state
 
@@ -270,20 +266,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if rank == writer
             else None
         )
-        for stretch in (candidate for candidate in self.stretches if candidate.parameter == i):
-            source = self._own.state[self._parts[i].value][name] if stretch.owner == rank else None
+        for span in (candidate for candidate in self.spans if candidate.parameter == i):
+            source = self._own.state[self._parts[i].value][name] if span.owner == rank else None
             if assembled is None and source is None:
                 continue
             if assembled is None:
                 assert source is not None
                 calls.append(dist.P2POp(dist.isend, source.contiguous().view(-1), writer, self.group.channel))
                 continue
-            target = assembled if self._uncut[i] else _required(flat(assembled))[stretch.start : stretch.stop]
+            target = assembled if self._uncut[i] else _required(flat(assembled))[span.start : span.stop]
             if source is not None:
                 target.copy_(source)
                 continue
             received = torch.empty_like(target, memory_format=torch.contiguous_format).view(-1)
-            calls.append(dist.P2POp(dist.irecv, received, stretch.owner, self.group.channel))
+            calls.append(dist.P2POp(dist.irecv, received, span.owner, self.group.channel))
             copies.append((target, received))
         calls = [call for call in calls if call.tensor.numel()]
         if calls:
@@ -311,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value
         if name in SCALARS:
             return value.to(part.value.device if counts_on_device(group) else "cpu", copy=True)
-        i, start, stop, _ = part.stretch
+        i, start, stop, _ = part.span
         if value.shape != self.parameters[i].shape:
             raise ValueError(
                 f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
@@ -322,7 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _as_told(name: str, value: Any) -> Any:
-    """One value of a stretch's state as other ranks are told it: numbers themselves, and the dtype of a larger tensor."""
+    """One value of a span's state as other ranks are told it: numbers themselves, and the dtype of a larger tensor."""
     if not isinstance(value, Tensor):
         return value
     # A pickled CUDA tensor would appear on the device that has its number there.

@@ -117,14 +117,14 @@ def test_a_run_that_has_ended_is_not_gone_on_with() -> None:
     assert not calls.lose(0)
 
 
-def newcomer() -> Arrival:
+def joining_worker() -> Arrival:
     return Arrival(None, "elsewhere", 0)
 
 
-def test_a_newcomer_is_let_in_where_the_workers_are_asked_to_come() -> None:
-    """All come, nobody is lost; who holds the state serves the store. The newcomer counts from then on."""
+def test_a_joining_worker_is_let_in_where_the_workers_are_asked_to_come() -> None:
+    """All come, nobody is lost; who holds the state serves the store. The joining worker counts from then on."""
     calls = training(2)
-    calls.enter(2, newcomer())
+    calls.enter(2, joining_worker())
     assert calls.ask(None, 2) is None
     assert calls.called is None
     assert calls.plan() == 1
@@ -151,36 +151,36 @@ def test_workers_leave_as_planned_and_are_told_so() -> None:
     assert calls.able
 
 
-def test_a_newcomer_takes_the_place_of_a_lost_worker_in_the_same_roll_call() -> None:
+def test_a_joining_worker_takes_the_place_of_a_lost_worker_in_the_same_roll_call() -> None:
     """With fewer than the spec wants the others could not go on without it."""
     calls = training(2, fewest=2)
-    calls.enter(2, newcomer())
+    calls.enter(2, joining_worker())
     assert calls.lose(0)
     calls.arrive(1, 1, arrival(7, port=11))
     assert calls.ask(1, 1) == Formation(2, (1, 2), "host", 11, Progress(7, 0))
 
 
-def test_a_newcomer_that_is_lost_while_it_waits_costs_nothing() -> None:
+def test_a_joining_worker_that_is_lost_while_it_waits_costs_nothing() -> None:
     calls = training(2)
-    calls.enter(2, newcomer())
+    calls.enter(2, joining_worker())
     assert calls.lose(2)
     assert (calls.waiting, calls.called, calls.able) == ((), None, True)
 
 
-def test_newcomers_alone_do_not_go_on() -> None:
+def test_joining_workers_alone_do_not_go_on() -> None:
     """They hold nothing of the run: one that was let in, and whose group lost everyone else before it was handed the state."""
     calls = training(1)
-    calls.enter(1, newcomer())
+    calls.enter(1, joining_worker())
     assert calls.plan() == 1
     calls.arrive(1, 0, arrival(7))
     assert calls.lose(0)
-    calls.arrive(2, 1, newcomer())
+    calls.arrive(2, 1, joining_worker())
     assert isinstance(calls.ask(2, 1), Refused)
 
 
 def test_nobody_is_let_in_any_more_once_the_run_has_ended() -> None:
     calls = training(1)
-    calls.enter(1, newcomer())
+    calls.enter(1, joining_worker())
     calls.refuse("the run has ended")
     assert calls.plan() is None
     assert calls.ask(None, 1) == Refused("the run has ended")

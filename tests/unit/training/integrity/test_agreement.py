@@ -23,4 +23,4 @@ def test_a_doubt_is_settled_by_what_is_found_later() -> None:
     doubt = Corrupted(3, 2, 1, "weights", "", workers, (), "undecided")
     assert settled(doubt, (0, 1, 2, 3)).wrong == (1,)
     assert settled(doubt, (9, 1, 2, 3)).wrong == (0, 1)
-    assert settled(doubt, (9, 1, 2, 3)).suspects == workers
+    assert settled(doubt, (9, 1, 2, 3)).untrusted_workers == workers

@@ -15,7 +15,7 @@ from lockstep.checkpoint.snapshot import snapshot, writers
 from lockstep.checkpoint.tree import Elsewhere, pack
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
-from lockstep.training.step.sharding import UNIT, ShardedOptimizer, check_shardable, flat, stretches
+from lockstep.training.step.sharding import UNIT, ShardedOptimizer, check_shardable, flat, spans
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
 
@@ -25,7 +25,7 @@ PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])
 def test_every_element_has_one_owner(parameters: list[tuple[int, int, bool]], ranks: int) -> None:
     """Within a parameter in the order of the ranks; from one to the next it may go back, where rounding has gone too far."""
     lengths, widths, cut = ([one[i] for one in parameters] for i in range(3))
-    found = stretches(lengths, widths, cut, ranks)
+    found = spans(lengths, widths, cut, ranks)
     for i, length in enumerate(lengths):
         mine = [one for one in found if one.parameter == i]
         assert [e for one in mine for e in range(one.start, one.stop)] == list(range(length))
@@ -37,7 +37,7 @@ def test_every_element_has_one_owner(parameters: list[tuple[int, int, bool]], ra
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_each_rank_has_as_many_bytes_as_the_others(ranks: int) -> None:
     lengths, widths = [50257 * 16, 1, 768, 12288, 65536, 7], [4, 8, 4, 2, 4, 4]
-    found = stretches(lengths, widths, [True] * 6, ranks)
+    found = spans(lengths, widths, [True] * 6, ranks)
     held = [
         sum((s.stop - s.start) * widths[s.parameter] for s in found if s.owner == r) for r in range(ranks)
     ]
