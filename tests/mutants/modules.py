@@ -5,14 +5,14 @@ from __future__ import annotations
 COVERED = {
     "attempts/supervisor.py": ["tests/unit/attempts/test_supervisor.py"],
     "record/ledger/journal_file.py": [
-        "tests/unit/record/test_journal_file.py",
-        "tests/unit/record/test_journal.py",
+        "tests/unit/record/ledger/test_journal_file.py",
+        "tests/unit/record/ledger/test_journal.py",
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_power_loss.py",
     ],
     "record/ledger/journal.py": [
-        "tests/unit/record/test_journal_file.py",
-        "tests/unit/record/test_journal.py",
+        "tests/unit/record/ledger/test_journal_file.py",
+        "tests/unit/record/ledger/test_journal.py",
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_going_on.py",
     ],
@@ -21,7 +21,7 @@ COVERED = {
         "tests/unit/record/test_partial_store.py",
     ],
     "training/elastic/recovery.py": [
-        "tests/unit/training/test_recovery.py",
+        "tests/unit/training/elastic/test_recovery.py",
         "tests/distributed/test_joining.py",
         "tests/distributed/test_survivors.py",
     ],

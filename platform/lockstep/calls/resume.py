@@ -49,7 +49,7 @@ def resume(
 
     `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
     new run starts from the state. A finished run is left as it is, and its result is returned. The run is looked
-    up in the MLflow store at `uri`; with `off`, in the folder that `record.folder` or `checkpoint.storage.interface` names.
+    up in the MLflow store at `uri`; with `off`, in the folder that `record.folder` or `checkpoint.storage` names.
     SpecError if another command holds the run; with `takeover` that command is asked to end after its next step, and is
     cut off if it does not answer. `notify` is as for `train`. Raises LockstepError.
     """

@@ -34,10 +34,10 @@ KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | N
 """What is known as a worker begins to train, by the row of the page: the spec, the device and the origin."""
 
 SHOWN_LATER = {
-    "fewer workers are left than `workers.min`, or none": "tests/unit/training/test_roll_call.py",
+    "fewer workers are left than `workers.min`, or none": "tests/unit/training/elastic/test_membership.py",
     "a worker ended with an error of its own: the job's, a device's, a disk's": "tests/distributed/test_survivors.py",
-    "a worker is lost before all of them train": "tests/unit/training/test_roll_call.py",
-    "a step fails a second time though no worker is lost": "tests/unit/training/test_roll_call.py",
+    "a worker is lost before all of them train": "tests/unit/training/elastic/test_membership.py",
+    "a step fails a second time though no worker is lost": "tests/unit/training/elastic/test_membership.py",
     "a trial of a [sweep](sweeps.md), Ray's public `TorchTrainer`": "tests/cluster/test_ray_train.py",
 }
 """What shows itself when a worker is lost, and the tests that have it."""

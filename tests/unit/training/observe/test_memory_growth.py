@@ -56,7 +56,7 @@ def told(act: Any, looks: int = 12) -> list[str]:
 def test_an_attribute_that_losses_are_appended_to_is_named() -> None:
     driver_restarter = DriverRestarter()
     (line,) = told(lambda loss: driver_restarter.history.append(loss))
-    assert "the list 'history' of an object of class 'Driver restarter'" in line
+    assert "the list 'history' of an object of class 'DriverRestarter'" in line
     assert "after step 10 and" in line
 
 
@@ -65,14 +65,14 @@ def test_a_deque_and_a_running_total_are_named() -> None:
     driver_restarter = DriverRestarter()
     driver_restarter.history = deque()
     (line,) = told(lambda loss: driver_restarter.history.append(loss))
-    assert "the deque 'history' of an object of class 'Driver restarter'" in line
+    assert "the deque 'history' of an object of class 'DriverRestarter'" in line
 
     def add(loss: Tensor) -> None:
         driver_restarter.total = driver_restarter.total + loss
 
     driver_restarter.history = None
     (line,) = told(add)
-    assert ": 'total' of an object of class 'Driver restarter' keeps 2 tensors" in line
+    assert ": 'total' of an object of class 'DriverRestarter' keeps 2 tensors" in line
 
 
 @pytest.mark.usefixtures("growing")
