@@ -31,7 +31,10 @@ from tests.forked import Forked
 RUN, STEP = "run", 20
 """The run, and the step of its first checkpoint."""
 
-MOST_STEPS = 1500
+MOST_STEPS = 20_000
+MOST_S = 240.0
+"""A run that has heard of no check by then is asked to stop: on a crowded machine other processes wait for their turn."""
+
 PAUSE_S = 0.01
 """What the trainer rests in each step after the one that is compared: on a busy machine the other process gets its turn."""
 
@@ -85,7 +88,7 @@ class Listening(Kept):
     def __init__(self, most: int, pause_s: float) -> None:
         super().__init__([], None, RUN)
         self.checked: list[int] = []
-        self._most, self._pause_s = most, pause_s
+        self._most, self._pause_s, self._until = most, pause_s, time.monotonic() + MOST_S
 
     def tell(self, event: Event) -> None:
         if isinstance(event, StepRow):
@@ -99,7 +102,9 @@ class Listening(Kept):
 
     def stop(self) -> bool:
         told = any(text.startswith("resume check") for text in self.warnings)
-        return bool(self.checked) or told or len(self.steps) >= self._most - 1
+        return (
+            bool(self.checked) or told or len(self.steps) >= self._most - 1 or time.monotonic() > self._until
+        )
 
 
 def document(job: Document, storage: Path, **more: Any) -> Document:

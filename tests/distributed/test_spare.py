@@ -188,8 +188,9 @@ def test_an_honest_job_is_proven_with_any_settings(
 
 
 def on_two(spec: dict[str, Any]) -> Ended:
-    """In a process of the pool: what its rank came to. The spare process is a real one."""
-    return run(spec, pause_s=0.05)
+    """In a process of the pool: what its rank came to."""
+    with forked():
+        return run(spec, pause_s=0.05)
 
 
 @pytest.mark.exact
