@@ -20,12 +20,13 @@ from functools import cache, update_wrapper
 from types import FrameType
 from typing import Any, Literal, cast
 
+from lockstep import errors
 from lockstep.job.frames import is_of_the_job
 from lockstep.job.inputs.external_reads import Outside
 from lockstep.job.inputs.variables import current_reads, place_of, reads_at
 
 _Role = Literal["job", "python", "package", "end"]
-_LOCKSTEP = os.path.realpath(os.path.dirname(os.path.dirname(__file__))) + os.sep  # noqa: PTH120
+_LOCKSTEP = os.path.realpath(os.path.dirname(errors.__file__)) + os.sep  # noqa: PTH120
 _PYTHON = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _OF_SYSTEM = (
