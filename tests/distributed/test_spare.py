@@ -158,7 +158,9 @@ def test_every_honest_job_is_proven(kind: type[kinds.Kind], tmp_path: Path) -> N
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name", [name for name in SHIPPED if name != "phases in fp16"]
+)  # which is made to overflow: its loss scale does not last for as many steps
 def test_every_shipped_job_is_proven(name: str, tmp_path: Path) -> None:
     check_silent(document(SHIPPED[name](tmp_path), tmp_path / "runs", length={"steps": 100_000}, **SELDOM))
 
