@@ -21,14 +21,14 @@ THIRD_PARTY = (
 )
 
 MLFLOW = {
-    "test_mlflow_store.py",
+    "test_mlflow.py",
     "test_outage.py",
     "test_partial_store.py",
     "test_store_faults.py",
     "test_check.py",
     "test_stores.py",
-    "test_final_model.py",
-    "test_copies.py",
+    "test_final_model_files.py",
+    "test_checkpoint_copies.py",
     "test_strangers.py",
     "test_kept_checkpoints.py",
     "test_ui.py",
@@ -41,7 +41,7 @@ MLFLOW = {
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Warnings are errors, but for those that come out of MLflow in the tests that open it."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name in MLFLOW:
+        if Path(__file__).parent in item.path.parents and item.path.name in MLFLOW:
             for text in THIRD_PARTY:
                 item.add_marker(pytest.mark.filterwarnings(text))
 

@@ -28,7 +28,7 @@ from lockstep.errors import StorageError
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, everywhere, same, state
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @everywhere

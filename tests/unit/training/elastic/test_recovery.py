@@ -16,8 +16,8 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.elastic.recovery import can_recover
 from lockstep.training.setup import make_model, make_plan, make_state
 
-PAGE = Path(__file__).parents[3] / "docs" / "attempts.md"
-ROOT = Path(__file__).parents[3]
+PAGE = Path(__file__).parents[4] / "docs" / "attempts.md"
+ROOT = Path(__file__).parents[4]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN: Mapping[str, Any] = {"job": {"use": "tests.distributed.small_jobs:Plain"}}
