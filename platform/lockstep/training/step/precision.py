@@ -77,9 +77,14 @@ class Precision:
         self.scaler.update()
         self.scale = float(self.scaler.get_scale())
         self.skips_in_a_row = 0 if self.scale >= previous_scale else self.skips_in_a_row + 1
-        if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
+        if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW or not self.scale:
+            overflowed = (
+                f"{self.skips_in_a_row} steps in a row overflowed"
+                if self.scale
+                else "steps overflowed again and again"
+            )
             raise NumericsError(
-                f"precision fp16: {self.skips_in_a_row} steps in a row overflowed and the loss scale fell to {self.scale:g}; "
+                f"precision fp16: {overflowed} and the loss scale fell to {self.scale:g}; "
                 "the loss or its gradients are not finite at any scale: lower optimizer.lr, or use precision bf16 or fp32"
             )
 
