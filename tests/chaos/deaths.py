@@ -58,7 +58,7 @@ PARTS: Mapping[str, Part] = {
     "recorder": Part(("ray::RecorderActor",), True),
     "mailbox": Part(("ray::Mailbox",), True),
     "worker": Part(("RayTrainWorker",), True),
-    "fork server": Part(("server_ahead", "serve_ahead"), True),
+    "fork server": Part(("warm_server", "serve_ahead"), True),
     "guardian": Part(("driver.guardian",), True),
     "local trainer": Part(("lockstep", "train"), False, local=True),
     "local recorder": Part(("writer_process",), False, local=True),

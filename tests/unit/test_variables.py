@@ -209,7 +209,7 @@ def test_a_variable_that_says_where_something_is_is_placement(
 def test_a_read_before_any_run_is_noted_where_lockstep_was_imported(tmp_path: Path) -> None:
     """As in a script that imports its job and trains it in its own process."""
     (tmp_path / "helper.py").write_text("import os\nSCALE = os.environ.get('MY_SCALE')\n")
-    script = "import lockstep, helper, os\nfrom lockstep.job import variables\nprint([reads.values for _, reads in variables._AT_IMPORT.values()])"
+    script = "import lockstep, helper, os\nfrom lockstep.job.inputs import variables\nprint([reads.values for _, reads in variables._AT_IMPORT.values()])"
     paths = os.pathsep.join([*sys.path, str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths, "MY_SCALE": "4"}, capture_output=True, text=True, check=True

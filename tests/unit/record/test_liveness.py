@@ -111,7 +111,7 @@ def test_a_run_that_never_said_anything_is_left_alone() -> None:
 READER = """
 import sys, time
 from pathlib import Path
-from lockstep.record import heartbeat
+from lockstep.record.runs import heartbeat
 from lockstep.record.mirror.stores import reader
 shift, uri, run_id = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 now = time.time

@@ -35,7 +35,7 @@ run()
 
 READER = f"""
 import sys, time
-from lockstep.record import heartbeat
+from lockstep.record.runs import heartbeat
 from lockstep.record.mirror.stores import reader
 now = time.time
 time.time = lambda: now() + {AHEAD_S}

@@ -166,7 +166,7 @@ def test_thousands_of_parameters_are_all_there(tmp_path: Path, database: str, co
 def test_what_a_store_needs_is_imported_ahead() -> None:
     """It takes a second, for which the workers would wait at the start of a run."""
     text = (
-        "import sys; from lockstep.spec.loading import load_spec; from lockstep.record import stores\n"
+        "import sys; from lockstep.spec.loading import load_spec; from lockstep.record.mirror import stores\n"
         "spec = load_spec('jobs/digits/train.yaml', ['record.uri=' + sys.argv[1]])\n"
         "stores.store_for(spec, 0.0)\n"
         "stores.warm_up(spec.record.uri)\n"
