@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+
+from tests.scheduling import Together
 
 # Before the first matrix product of this process, and for the processes that tests start.
 os.environ.setdefault("MKL_CBWR", "AUTO")
@@ -65,18 +66,6 @@ def drawn_figures() -> Iterator[None]:
 
     with with_figures():
         yield
-
-
-class Together(LoadScopeScheduling):
-    """Which tests stay in one process: all that start Ray, those of the one pool, and those of a file.
-
-    One Ray cluster at a time: several on a machine of two cores wait for each other past every limit.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        folder = path.removeprefix("tests/").partition("/")[0]
-        return {"cluster": "ray", "chaos": "ray", "distributed": "pool", "gpu": "pool"}.get(folder, path)
 
 
 @pytest.hookimpl(optionalhook=True)  # several processes or one

@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import site
 import socket
 import sqlite3
@@ -490,6 +491,7 @@ def _customized(project: Path, patch: pytest.MonkeyPatch, value: float) -> None:
     file = project.parent / f"site-{project.name}" / "sitecustomize.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"SCALE = {value}\n")
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)  # of the same second and size
     spec = importlib.util.spec_from_file_location("sitecustomize", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

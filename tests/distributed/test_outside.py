@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,21 @@ from tests.unit.test_source import forget
 RUN = "run"
 
 
+# Jobs here leave files to the garbage collector, as jobs do.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    """They are closed before other tests begin."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in ("project", "elsewhere", "site-packages"):
@@ -36,6 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folders = [str(tmp_path / name) for name in ("project", "elsewhere", "site-packages")]
     monkeypatch.setattr(sys, "path", [*folders, *sys.path])
     yield tmp_path
+    monkeypatch.undo()  # of variables too, before the time zone is set by them
     undo()
     forget(tmp_path)
 

@@ -360,7 +360,7 @@ def test_no_password_is_recorded(shaky: Shaky, spec: Specs) -> None:
 
 
 def test_importing_the_record_imports_neither_mlflow_nor_pyarrow_nor_torch() -> None:
-    modules = ["recorder", "environment", "ledger", "mlflow_store", "folder_store"]
+    modules = ["recorder", "environment", "ledger.tables", "mirror.mlflow", "mirror.folder"]
     script = "".join(f"import lockstep.record.{name}\n" for name in modules)
     script += "import sys; print([m for m in ('mlflow', 'pyarrow', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
