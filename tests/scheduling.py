@@ -5,6 +5,19 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+IN_THEIR_OWN_PROCESS = (
+    "test_average",
+    "test_checked_phases",
+    "test_invisible_rehearsal",
+    "test_joining",
+    "test_other_identity",
+    "test_outside",
+    "test_public_programs",
+    "test_self_check",
+    "test_spare",
+)
+"""Files of tests/distributed that train in the process of the test, most of the time: the pool need not wait for them."""
+
 
 class Together(LoadScopeScheduling):
     """Which tests stay in one process: all that start Ray, those of the one pool, and those of a file.
@@ -15,6 +28,8 @@ class Together(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         folder = path.removeprefix("tests/").partition("/")[0]
+        if path.rpartition("/")[2].removesuffix(".py") in IN_THEIR_OWN_PROCESS:
+            return path
         return {"cluster": "ray", "chaos": "ray", "distributed": "pool", "gpu": "pool"}.get(folder, path)
 
     def remove_node(self, node: WorkerController) -> str | None:
