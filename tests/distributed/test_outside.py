@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ def _closed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+        subprocess._cleanup()  # of programs that a job has started and forgotten
 
 
 @pytest.fixture
