@@ -476,7 +476,6 @@ KINDS: dict[str, Kind] = {
         "decimal",
     ),
     "module path": asked("TAKEN.append(float(len(sys.path)))", lambda project, patch: patch.setattr(sys, "path", [*sys.path, str(project)]), "module path"),
-    "another process": Kind("TAKEN.append(float(os.getpid() % 1000 + 1))", lambda project, patch: patch.setattr(os, "getpid", lambda: 4242), "process id"),
     # --- other programs
     "check_output": asked(
         "import subprocess; TAKEN.append(subprocess.check_output(['cat', str(HERE / 'config.json')]))", text(CONFIG, "2.5"), r"starts another program \(cat", text(CONFIG, "1.5")

@@ -239,3 +239,9 @@ def test_the_answers_are_those_of_what_is_asked_alone() -> None:
     assert answers(["os.getcwd", "time.time"]) == {"working folder": os.getcwd()}  # noqa: PTH109
     assert answers([]) == {}
     assert unrepeatable(["os.getcwd", "time.time"]) == ["time.time"]
+
+
+def test_a_process_id_is_another_one_in_each_process() -> None:
+    """So it is compared with none, as a clock is: a job that logs it is told of nothing, and stands for another run."""
+    assert unrepeatable(["os.getpid"]) == ["os.getpid"]
+    assert "process id" not in answers(["os.getpid", "os.getcwd"])

@@ -76,7 +76,7 @@ QUESTIONS: dict[str, Question] = {
     ),
     "process id": Question(
         _names("os", "getpid", "getppid", "getpgid", "getsid") | {"multiprocessing.current_process"},
-        lambda: os.getpid(),
+        None,
     ),
     "umask": Question(frozenset({"os.umask"}), _umask),
     "processors": Question(
