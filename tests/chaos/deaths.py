@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 """How long after the kill the store may still have another status than the right one."""
 
-STEPS = 30
+STEPS = 60
 
 STAGES = ("starting", "created", "training", "saved", "last step")
 """The command was given; the run exists; steps are recorded; a checkpoint is whole; the last step is recorded, and the end is not."""
@@ -239,10 +239,12 @@ def problems(folder: Path, part: str, stage: str, code: int, *, run_there: bool)
     finished = set(found) == {"FINISHED"}
     of_the_driver = part in ("driver", "local trainer", "sweep's driver", "joined driver")
     if finished:
-        # The end was recorded before the kill; what is lost is the command's own answer, or the rest of the record.
+        # The end was recorded before the kill; what is lost is the command's own answer, or the rest of the record. Where Ray's own process died as the last
+        # step was taken, the recorder may write so after the command, which ends with its cluster and says what died.
         told = (
             "had ended before, as its record says" in log
             or "record: the process that writes it has ended" in log
+            or (part.endswith(("raylet", "gcs_server")) and re.search(r"^lockstep: .+", log, re.MULTILINE))
         )
         if code != 0 and not of_the_driver and not told:
             yield f"FINISHED, and exit code {code}"
