@@ -39,6 +39,7 @@ _LARGEST = 1 << 64
 
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
 _LONG_DIGITS = re.compile(rb"[0-9]{19}")
+_BRACKET_OR_STRING = re.compile(rb'(?P<opening>[\[{])|(?P<closing>[\]}])|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def json_value(text: bytes | bytearray | str, *, most: int = MOST_BYTES) -> Any:
@@ -69,17 +70,30 @@ def _parsed(text: bytes | bytearray | str, most: int, deepest: int, **hooks: Any
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes, and at most {most} are read")
+    has_many = data.count(b"[") + data.count(b"{") > deepest
+    if has_many and _depth(data, deepest) > deepest:
+        raise ValueError(f"it is nested too deep, wanted at most {deepest} levels")
     try:
         value = json.loads(data, **hooks)
     except (RecursionError, MemoryError):
         raise ValueError(f"it is nested too deep, wanted at most {deepest} levels") from None
-    if (
-        data.count(b"[") + data.count(b"{") > deepest
-        or _LONG_DIGITS.search(data)
-        or _LARGE_EXPONENT.search(data)
-    ):
+    if has_many or _LONG_DIGITS.search(data) or _LARGE_EXPONENT.search(data):
         _check(value, deepest, infinite="parse_constant" not in hooks)
     return value
+
+
+def _depth(data: bytes | bytearray, deepest: int) -> int:
+    """The most levels of a text, as far as the first that is below `deepest`. Python's parser recurses in C as deep as the recursion limit of the process
+    lets it, which a job or a library may have raised beyond what the stack holds.
+    """
+    depth = most = 0
+    for match in _BRACKET_OR_STRING.finditer(data):
+        if (opening := match.lastgroup == "opening") or match.lastgroup == "closing":
+            depth += 1 if opening else -1
+            most = max(most, depth)
+            if most > deepest:
+                break
+    return most
 
 
 def _check(value: Any, deepest: int, *, infinite: bool) -> None:

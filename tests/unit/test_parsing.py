@@ -1,0 +1,38 @@
+"""Documents of JSON within bounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.parsing import json_value, strict_json
+
+DEEP = """
+import sys
+from lockstep.parsing import json_value, strict_json
+sys.setrecursionlimit(10**7)
+for read in (json_value, strict_json):
+    for text in (b"[" * 500_000 + b"]" * 500_000, b'{"a":' * 500_000, b"[" * 500_000):
+        try:
+            read(text)
+        except ValueError as error:
+            assert "nested too deep" in str(error)
+        else:
+            raise AssertionError(text[:9])
+"""
+
+
+def test_a_deep_document_is_refused_whatever_the_recursion_limit_is() -> None:
+    """Python's own parser, with a limit that a job has raised, runs out of the stack: the process ends."""
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("read", [json_value, strict_json])
+def test_brackets_in_texts_are_no_levels(read: object) -> None:
+    assert callable(read)
+    document = {"a": ["[[[[{{"] * 300, 'b"[': '\\"[' * 200, "c": [[[]]] * 200}
+    assert read(json.dumps(document).encode()) == document
