@@ -45,7 +45,7 @@ class ForkedSpare:
     def __init__(self, request: Request) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="spare-")
         self._path = Path(self._folder.name, "answer")
-        self._process = Forked(_answer, request, str(self._path), env=request.surroundings.environment)
+        self._process = Forked(_answer, request, str(self._path), env=request.context.environment)
 
     def ended(self) -> bool:
         return self._process.poll() is not None

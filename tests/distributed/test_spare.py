@@ -28,7 +28,7 @@ from lockstep.errors import ResumeError
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.resume_check import launch
 from lockstep.training.integrity.resume_check.check import is_checked
-from lockstep.training.integrity.resume_check.due import Surroundings
+from lockstep.training.integrity.resume_check.due import ProcessContext
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Request, Taken
 from tests.cluster.shipped import SHIPPED
 from tests.distributed import kinds, late_kinds
@@ -316,10 +316,8 @@ class EditedSince(kinds.Kind):
 
 class Edited(ForkedSpare):
     def __init__(self, request: Request) -> None:
-        environment = {**request.surroundings.environment, "POOL_EDITED": "1"}
-        super().__init__(
-            replace(request, surroundings=replace(request.surroundings, environment=environment))
-        )
+        environment = {**request.context.environment, "POOL_EDITED": "1"}
+        super().__init__(replace(request, context=replace(request.context, environment=environment)))
 
 
 def test_a_job_that_cannot_be_made_a_second_time_ends_nothing(tmp_path: Path) -> None:
@@ -377,7 +375,7 @@ def test_a_real_process_answers_and_leaves_no_file(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(launch.tempfile, "tempdir", None)
     before = set(tmp_path.rglob("*"))
-    process = launch.SpareProcess(Request(spec.document(), "run", 20, "cpu", Surroundings.here()))
+    process = launch.SpareProcess(Request(spec.document(), "run", 20, "cpu", ProcessContext.here()))
     until = time.monotonic() + 240
     while not process.ended() and time.monotonic() < until:
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from lockstep.job.inputs.external_reads import (
     NOT_REGULAR,
     TOO_MANY_NAMES,
     WHOLE_BYTES,
-    Outside,
+    ExternalReads,
     content_of,
     names_of,
     taken,
@@ -72,7 +72,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @contextmanager
-def noting() -> Iterator[Outside]:
+def noting() -> Iterator[ExternalReads]:
     """Note what the job does in the block. A test's own code counts as a job's."""
     reads = Reads()
     with variables_noted(reads):
@@ -103,7 +103,7 @@ def test_what_others_open_is_not(module: Any) -> None:
 
 
 def test_nothing_is_noted_where_no_run_is_on(module: Any) -> None:
-    with mock.patch.object(Outside, "read") as read:
+    with mock.patch.object(ExternalReads, "read") as read:
         module.read("a.txt")
     read.assert_not_called()
 

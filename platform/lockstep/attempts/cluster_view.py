@@ -19,7 +19,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.spec.fields import Spec
 
 
-class Surroundings(NamedTuple):
+class ClusterView(NamedTuple):
     """By default, those of the Ray cluster that this process is connected to."""
 
     first_place: Callable[[Spec, StopSignal, Say], WorkerPlacement] = first_place
@@ -32,4 +32,4 @@ class Surroundings(NamedTuple):
     gauges: Callable[[str], Gauges] = Gauges
 
 
-ON_RAY = Surroundings()
+ON_RAY = ClusterView()

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_view import ON_RAY, Surroundings
+from lockstep.attempts.cluster_view import ON_RAY, ClusterView
 from lockstep.attempts.cluster_watch import ClusterWatch
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
@@ -69,7 +69,7 @@ class Supervisor:
         environment: Mapping[str, str],
         warnings: list[str],
         on_run_id: Callable[[str], None],
-        around: Surroundings = ON_RAY,
+        around: ClusterView = ON_RAY,
     ) -> None:
         self.spec = spec
         self._around = around

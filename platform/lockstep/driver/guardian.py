@@ -66,10 +66,12 @@ class Guardian:
         *,
         watched: tuple[float, float] | None = None,
         sweep: Mapping[str, Any] | None = None,
+        recorded_by: str = "lockstep.record.runs.ending",
     ) -> None:
         """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
 
-        A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials.
+        A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials. `recorded_by` is the
+        module whose `main` records the end, in a process of its own.
         """
         self._path = [path for path in sys.path if path]
         self.what = "run" if sweep is None else "sweep"
@@ -78,6 +80,7 @@ class Guardian:
         self._facts = {
             "spec": dict(spec),
             "sweep": None if sweep is None else dict(sweep),
+            "recorded_by": recorded_by,
             "folder": str(folder),
             "path": self._path,
             "watched": watched,
@@ -391,12 +394,9 @@ class _Guard:
         """
         unknown: dict[str, Any] = {"run_id": None, "recorders": [], "documents": {}}
         facts = {**unknown, "driver": self._driver, **self._facts, **end, "new": new}
-        module = (
-            "lockstep.record.runs.ending" if self._facts.get("sweep") is None else "lockstep.sweeps.sweep_end"
-        )
         began = time.monotonic()
         with subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import main; main()"],
+            [sys.executable, "-c", f"from {facts['recorded_by']} import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         ) as recorder:  # fmt: skip
             assert recorder.stdin is not None and recorder.stdout is not None

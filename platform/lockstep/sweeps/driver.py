@@ -34,6 +34,7 @@ from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps import sweep_end
 from lockstep.sweeps.sweep_resume import held_sweep
 from lockstep.sweeps.trial_counts import best_of, tally
 
@@ -162,7 +163,9 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     notifications = Notifications(options.notify, base.folder, say, sweep_id)
     with (
         StopSignal() as stop,
-        Guardian(base.document(), base.folder, sweep=spec.document()) as guardian,
+        Guardian(
+            base.document(), base.folder, sweep=spec.document(), recorded_by=sweep_end.__name__
+        ) as guardian,
     ):
         driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications, guardian)
         try:

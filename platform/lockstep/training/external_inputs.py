@@ -23,7 +23,7 @@ from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
 
 
-class Outside(NamedTuple):
+class ExternalInputs(NamedTuple):
     """What a run takes: fields of the identity, facts to compare, and what cannot be compared."""
 
     fields: dict[str, Any]
@@ -32,7 +32,7 @@ class Outside(NamedTuple):
     """Facts that are not compared: `UNKNOWN` and `UNREPEATABLE`."""
 
 
-def outside_of(spec: Spec, job: Job, group: Group, imported: Imported) -> Outside:
+def external_inputs_of(spec: Spec, job: Job, group: Group, imported: Imported) -> ExternalInputs:
     """What the job has taken on any rank so far. All ranks call it."""
     files = Files(spec, imported.paths)
     found = taken(reads.outside for reads in reads_by(job, imported.paths))
@@ -67,7 +67,7 @@ def outside_of(spec: Spec, job: Job, group: Group, imported: Imported) -> Outsid
         UNKNOWN: _unknown(job, copied, found.programs),
         UNREPEATABLE: [f"{name} ({names[name]})" for name in unrepeatable(names)],
     }
-    return Outside(
+    return ExternalInputs(
         fields, dict(sorted(facts.items())), {name: lines for name, lines in rest.items() if lines}
     )
 

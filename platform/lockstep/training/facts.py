@@ -35,7 +35,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
 from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.external_inputs import outside_of
+from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.inputs import VARIABLE, places_here, variables_read
 from lockstep.training.job_data import dataset_size
@@ -79,7 +79,7 @@ def facts_of(
     imported = imported_by(spec.job.use, job)
     files = imported.files
     variables, places = variables_read(job, group, imported.paths)
-    outside = outside_of(spec, job, group, imported)
+    external = external_inputs_of(spec, job, group, imported)
     fields = identity_fields(
         spec,
         {
@@ -92,7 +92,7 @@ def facts_of(
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **settings.fields(),
             **variables,
-            **outside.fields,
+            **external.fields,
             "numerics_probe": numerics_probe(device) if strict else "not taken",
             "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
@@ -106,8 +106,8 @@ def facts_of(
         "fields": fields,
         "environment": {
             **environment(device),
-            **outside.environment,
-            MOVED: {**places_here(), **places, **outside.facts},
+            **external.environment,
+            MOVED: {**places_here(), **places, **external.facts},
         },
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,

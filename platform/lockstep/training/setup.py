@@ -23,7 +23,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest
-from lockstep.job.inputs.external_facts import told_of_unknown, untrusted_workers
+from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
 from lockstep.job.interface import Job
@@ -205,7 +205,7 @@ def prepare(
         if not start.fork:
             facts = continued(facts, start.facts, spec, warn)
         fields = facts["fields"] if replay is None else None
-        hints = untrusted_workers(facts["environment"])
+        hints = possible_causes(facts["environment"])
         history = restore_on_every_rank(start, spec, plan, state, group, fields, warn, hints)
         settings.check("after job.load_state_dict")
         start = start.without_state()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.attempts.cluster_view import Surroundings
+from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
@@ -331,9 +331,7 @@ class Supervised:
             {},
             [],
             lambda _: None,
-            Surroundings(placed, placed, placed, workers, watch, standbys, told, told)._replace(
-                **self.around
-            ),
+            ClusterView(placed, placed, placed, workers, watch, standbys, told, told)._replace(**self.around),
         )
 
     def run(self) -> Result:

@@ -261,7 +261,7 @@ def _remedy(line: str) -> str:
     return "give what it computes with as a param, or name it in identity()"
 
 
-def untrusted_workers(environment: Mapping[str, Any]) -> str:
+def possible_causes(environment: Mapping[str, Any]) -> str:
     """What may give other bits though no field says so, for the message of a difference that nothing else explains; nothing where there is none."""
     return ", ".join(
         [*environment.get(UNREPEATABLE, ()), *(f"it {line}" for line in environment.get(UNKNOWN, ()))]

@@ -84,7 +84,7 @@ def names_of(path: str, ignored: Container[str] = ()) -> str | None:
 _scandir = os.scandir  # before it is noted
 
 
-class Outside:
+class ExternalReads:
     """What a job has taken so far, by absolute paths, in the order of the first time."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Outside:
 
 
 class Taken(NamedTuple):
-    """What several `Outside` have noted: the content of files by path, folders, and programs with where they were started."""
+    """What several `ExternalReads` have noted: the content of files by path, folders, and programs with where they were started."""
 
     steady: dict[str, str | None]
     """Files that were read early and are none of the job's own making."""
@@ -139,7 +139,7 @@ class Taken(NamedTuple):
     programs: dict[str, str]
 
 
-def taken(every: Iterable[Outside]) -> Taken:
+def taken(every: Iterable[ExternalReads]) -> Taken:
     """All of it together."""
     parts = list(every)
     written = set[str]().union(*(one.written for one in parts))

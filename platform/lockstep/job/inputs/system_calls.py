@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 from lockstep import errors
 from lockstep.job.frames import is_of_the_job
-from lockstep.job.inputs.external_reads import Outside
+from lockstep.job.inputs.external_reads import ExternalReads
 from lockstep.job.inputs.variables import current_reads, place_of, reads_at
 
 _Role = Literal["job", "python", "package", "end"]
@@ -74,7 +74,7 @@ def _taker(frame: FrameType | None) -> tuple[FrameType, bool] | None:
     return None
 
 
-def _noted_in(frame: FrameType) -> Outside | None:
+def _noted_in(frame: FrameType) -> ExternalReads | None:
     reads = reads_at(frame)
     return None if reads is None else reads.outside
 

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from lockstep.job.frames import is_of_the_job
-from lockstep.job.inputs.external_reads import Outside
+from lockstep.job.inputs.external_reads import ExternalReads
 
 RANK = (
     "RANK",
@@ -52,7 +52,7 @@ class Reads:
         self.set_by_job: set[str] = set()
         self.copied_at = ""
         """Where the job first copied the whole environment."""
-        self.outside = Outside()
+        self.outside = ExternalReads()
 
     def read(self, name: str, value: str | None) -> None:
         """Note a read."""

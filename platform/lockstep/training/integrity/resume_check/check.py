@@ -21,7 +21,7 @@ from lockstep.errors import ResumeError
 from lockstep.record.events.union import ResumeChecked, StepRow, Tell, Warned
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.integrity.resume_check.due import Due, Surroundings
+from lockstep.training.integrity.resume_check.due import Due, ProcessContext
 from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of, held_values
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
 from lockstep.training.integrity.resume_check.memory_room import lacking_memory
@@ -81,7 +81,7 @@ class SpareCheck:
         self._run, self._tell, self._checkpoints = run, tell, checkpoints
         self._start = start or start_spare
         self._due: Due = run.check_due
-        self._surroundings = self._due.began_in = self._due.began_in or Surroundings.here()
+        self._context = self._due.began_in = self._due.began_in or ProcessContext.here()
         self._on = run.group.rank == 0 and checkpoints.origin is not None and is_checked(run.spec)
         if self._on and self._due.at is None:
             self._due.at = time.monotonic() + (run.spec.checkpoint.verify_after_s or 0.0)
@@ -148,9 +148,7 @@ class SpareCheck:
             self._leave_out(lacking)
             return
         device = str(run.group.device)
-        request = Request(
-            run.spec.document(), self._checkpoints.run_id, trial.step, device, self._surroundings
-        )
+        request = Request(run.spec.document(), self._checkpoints.run_id, trial.step, device, self._context)
         try:
             trial.process, trial.began = self._start(request), now
         except OSError as error:

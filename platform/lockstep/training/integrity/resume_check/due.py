@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ProcessContext:
     """What a new process of the run is started with: as it was before the first step, for an outage leaves nothing of what a job has changed since."""
 
     environment: Mapping[str, str]
@@ -20,7 +20,7 @@ class Surroundings:
     """The working directory."""
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> ProcessContext:
         return cls(dict(os.environ), list(sys.path), str(Path.cwd()))
 
 
@@ -30,7 +30,7 @@ class Due:
 
     at: float | None = None
     """None before the process has trained."""
-    began_in: Surroundings | None = None
+    began_in: ProcessContext | None = None
     told: bool = False
     """Whether the run's owner has been told of a check that came to nothing."""
     off: bool = False

@@ -53,11 +53,11 @@ class SpareProcess:
             descriptors = (asked.fileno(), self._answer.fileno())
             # python -O, -X and their like are settings of the run.
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            words = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(request.surroundings.path)]
+            words = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(request.context.path)]
             self._process = subprocess.Popen(
                 [*words, *map(str, descriptors), str(os.getpid())],
-                cwd=request.surroundings.folder,
-                env={**request.surroundings.environment, **sent_environment()},
+                cwd=request.context.folder,
+                env={**request.context.environment, **sent_environment()},
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,

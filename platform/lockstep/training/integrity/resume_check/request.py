@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.training.integrity.resume_check.due import Surroundings
+from lockstep.training.integrity.resume_check.due import ProcessContext
 from lockstep.training.integrity.resume_check.evidence import Evidence
 
 
@@ -19,7 +19,7 @@ class Request:
     run_id: str
     step: int
     device: str
-    surroundings: Surroundings
+    context: ProcessContext
 
 
 @dataclass(frozen=True, slots=True)
