@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -159,19 +159,19 @@ def targets(
 
 
 def statuses(folder: Path) -> list[str]:
-    """Those that the store has; none where it is not made yet."""
+    """Those that the store has; none where it is not made yet. Opened to write: who was killed within a transaction left it to the next reader to undo."""
     import sqlite3
 
     database = folder / "mlflow.db"
     if not database.exists():
         return []
-    with suppress(sqlite3.OperationalError):
-        connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)
+    with closing(sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=60)) as connection:
         try:
             return [row[0] for row in connection.execute("select status from runs")]
-        finally:
-            connection.close()
-    return []
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):
+                raise
+            return []
 
 
 def kill(folder: Path, part: str, stage: str, draw: random.Random) -> Death:

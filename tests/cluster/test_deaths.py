@@ -69,14 +69,13 @@ def test_a_run_with_nobody_behind_it_is_ended_by_a_check(tmp_path: Path) -> None
         command(tmp_path, local=True), cwd=ROOT, stderr=subprocess.DEVNULL, env=environment
     )
     until = time.monotonic() + 240
-    while not reached(tmp_path, "training"):
+    while not (reached(tmp_path, "training") and statuses(tmp_path) == ["RUNNING"]):
         assert time.monotonic() < until
         time.sleep(0.05)
     for other in named("driver.guardian", among=psutil.Process(process.pid).children()):
         other.kill()
     process.kill()
     process.wait()
-    time.sleep(3.0)
     assert statuses(tmp_path) == ["RUNNING"]
     (folder,) = (tmp_path / "runs").iterdir()
     uri = ["--uri", f"sqlite:///{tmp_path}/mlflow.db", "--storage", str(tmp_path / "runs")]

@@ -25,7 +25,10 @@ from tests.distributed.pool import Pool
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Links, Links]]:
-    """Ranks 0 and 1 of a group of two; a parameter is how many bytes the system shall keep of what is on its way."""
+    """Ranks 0 and 1 of a group of two; a parameter is how many bytes the system shall keep of what is on its way.
+
+    Less than a segment (64 KiB on loopback) makes TCP wait for its persist timer, minutes in all.
+    """
     kept = getattr(request, "param", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
@@ -45,7 +48,7 @@ def both(*calls: Callable[[], object]) -> list[object]:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
-@pytest.mark.parametrize("pair", [None, 1 << 12], indirect=True)
+@pytest.mark.parametrize("pair", [None, 1 << 16], indirect=True)
 def test_messages_come_whole_and_in_order(pair: tuple[Links, Links]) -> None:
     """Also those of more than a connection takes at once, which both send before they read, and of nothing."""
     sizes = (3, 1 << 20, 0, 7)
