@@ -9,6 +9,7 @@ other must end its command with one line and exit code 1, and be FAILED in MLflo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -126,7 +127,14 @@ def command(folder: Path, *, local: bool = False, sweep: bool = False, address: 
         words = ["train", "jobs/digits/train.yaml", *(f"{name}={value}" for name, value in settings.items())]
         words += ["workers.max=2", "workers.min=1"]
     where = ["--local"] if local else ["--address", address]
+    words += ["--notify", f"cat >> '{folder}/notified'; echo >> '{folder}/notified'"]
     return [sys.executable, "-m", "lockstep", *words, *where, "--uri", f"sqlite:///{folder}/mlflow.db"]
+
+
+def notified(folder: Path) -> list[str]:
+    """The events of which the user's command was told, in order."""
+    path = folder / "notified"
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def reached(folder: Path, stage: str) -> bool:
@@ -265,6 +273,8 @@ def problems(folder: Path, part: str, stage: str, code: int, *, run_there: bool)
     ended = [path.parent for path in folder.glob("runs/*/error.txt")]
     if found and not ended:
         yield "no error.txt"
+    if ended and notified(folder).count("failure") != 1:
+        yield f"the user's command was told {notified(folder)}"
     if PARTS[part].sweep and found and not any((path / "sweep.yaml").exists() for path in ended):
         yield "no error.txt of the sweep"
 

@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters.reachability import check_answers, host_and_port, reached
 from lockstep.driver.guardian import RECORD_S, Guardian, ending_line
-from lockstep.driver.signals import end_command
+from lockstep.driver.signals import end_command, ends_commands
 from lockstep.errors import ClusterError
 
 PARTS: Mapping[str, str] = {
@@ -194,7 +194,7 @@ class CoreWatch:
             self._error = _lost = error
         _end_workers(parts)
         run_id, problem = self._guardian.record(str(error), details)
-        self._guardian.release()
+        self._guardian.release(notifies=ends_commands())
         if run_id is None and not problem and self._guardian.run_id is not None:
             line = (
                 f"{error}; {self._guardian.what} {self._guardian.run_id} had ended before, as its record says"

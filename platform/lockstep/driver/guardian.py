@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -67,11 +67,12 @@ class Guardian:
         watched: tuple[float, float] | None = None,
         sweep: Mapping[str, Any] | None = None,
         recorded_by: str = "lockstep.record.runs.ending",
+        notify: str | Sequence[str] | None = None,
     ) -> None:
         """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
 
         A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials. `recorded_by` is the
-        module whose `main` records the end, in a process of its own.
+        module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it.
         """
         self._path = [path for path in sys.path if path]
         self.what = "run" if sweep is None else "sweep"
@@ -81,6 +82,7 @@ class Guardian:
             "spec": dict(spec),
             "sweep": None if sweep is None else dict(sweep),
             "recorded_by": recorded_by,
+            "notify": notify,
             "folder": str(folder),
             "path": self._path,
             "watched": watched,
@@ -151,9 +153,9 @@ class Guardian:
             with suppress(OSError):  # the pipe is full: it is alive enough
                 os.write(self._signs, b"." * new)
 
-    def release(self) -> None:
-        """The run's end is recorded, or there is nothing to record: the guardian has no more to do."""
-        self.tell(over=True)
+    def release(self, *, notifies: bool = False) -> None:
+        """The run's end is recorded, or there is nothing to record: the guardian has no more to do, but for a notification that this process does not live to send."""
+        self.tell(over=True, notifies=notifies)
 
     def record(self, message: str, details: str, status: str = "FAILED") -> tuple[str | None, str]:
         """Have the guardian record the run's end. Returns the run's id, if it is known, and why it may not be recorded."""
@@ -333,15 +335,17 @@ class _Guard:
                 "what each of its threads was doing is in its stacks.txt"
             )
         self._answer({"hung": why, "stacks": stacks})
+        end = {"message": why, "details": stacks, "status": "FAILED"}
         if self._waits_for("obeys", OBEY_S) and self._waits_for("over", RECORD_S):
+            if self._facts["notifies"]:
+                self._notify(end, {"run_id": None})
             return
         with suppress(ProcessLookupError):
             os.kill(self._driver, signal.SIGKILL)
         while os.getppid() == self._driver:
             time.sleep(0.01)
         self._facts["documents"] = {"stacks.txt": stacks}
-        answer = self._recorded({"message": why, "details": stacks, "status": "FAILED"}, new=True)
-        self._show(why, answer)
+        self._show(end, self._recorded(end, new=True))
 
     def _waits_for(self, fact: str, limit_s: float) -> bool:
         until = time.monotonic() + limit_s
@@ -372,7 +376,9 @@ class _Guard:
         answer = self._recorded(end, new=self._facts.get("new", False), say=end["message"])
         self._answer(answer)
         if not self._waits_for("over", RECORD_S):
-            self._show(end["message"], answer)
+            self._show(end, answer)
+        elif self._facts["notifies"]:
+            self._notify(end, answer)
 
     def _record_alone(self) -> None:
         number = self._facts.get("signal")
@@ -385,7 +391,7 @@ class _Guard:
                 return
         answer = self._recorded(end, new=False)
         if answer["run_id"] is not None:
-            self._show(message, answer)
+            self._show(end, answer)
 
     def _recorded(self, end: Mapping[str, str], *, new: bool, say: str = "") -> dict[str, Any]:
         """Have a process of its own record the end, which needs all that a recorder imports.
@@ -427,11 +433,23 @@ class _Guard:
         recorded = facts.get("new") or facts.get("run_id") or facts.get("recorders")
         _write(f"{why}; the end is being recorded" if recorded else why)
 
-    def _show(self, message: str, answer: Mapping[str, Any]) -> None:
-        if message == self._said and answer["run_id"] is None and not answer["problem"]:
-            return  # there is nothing to add
-        what = "run" if self._facts.get("sweep") is None else "sweep"
-        _write(ending_line(message, answer["run_id"], Path(self._facts["folder"]), answer["problem"], what))
+    def _show(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
+        message = end["message"]
+        if message != self._said or answer["run_id"] is not None or answer["problem"]:  # something to add
+            what = "run" if self._facts.get("sweep") is None else "sweep"
+            folder = Path(self._facts["folder"])
+            _write(ending_line(message, answer["run_id"], folder, answer["problem"], what))
+        self._notify(end, answer)
+
+    def _notify(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
+        """Run the user's command for an end after which the driver does not live to run it."""
+        from lockstep.driver.notification import Notifications
+        from lockstep.record.ledger.journal import newest_step
+
+        folder, run_id = Path(self._facts["folder"]), answer["run_id"] or self._facts.get("run_id")
+        newest = newest_step(folder / run_id) if run_id else None
+        notifications = Notifications(self._facts["notify"], folder, _write, run_id)
+        notifications.lost(end["message"], end["status"], newest.step if newest else 0)
 
 
 def _write(line: str) -> None:

@@ -105,7 +105,7 @@ class LocalRun:
             self.recorder.close()
         except RecordError as error:
             problem = str(error)
-        self._guardian.release()
+        self._guardian.release(notifies=True)
         state = self.recorder.state
         line = ending_line(message, state.run_id, Path(state.folder).parent, problem)
         end_command(line, LockstepError.exit_code)
@@ -178,7 +178,7 @@ def train_here(
         watched = spec.faults.longest_silence_s, spec.faults.longest_start_s
         with (
             stacks_on_signal() as stacks,
-            Guardian(spec.document(), spec.folder, watched=watched) as guardian,
+            Guardian(spec.document(), spec.folder, watched=watched, notify=options.notify) as guardian,
         ):
             guardian.tell(stacks=stacks)
             run = _start(spec, options.progress, stop, origin, on_run_id, guardian)

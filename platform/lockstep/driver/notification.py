@@ -93,6 +93,14 @@ class Notifications:
         self._tell("failure", "FAILED", step, redacted(str(error)))
         self._wait()
 
+    def lost(self, message: str, status: str, step: int) -> None:
+        """The run ended with `message`, and this process tells so for one that could not, likewise."""
+        if status == "KILLED":
+            self.ended(status, step)
+        else:
+            self._tell("failure", status, step, redacted(message))
+            self._wait()
+
     def _tell(
         self, event: Literal["start", "failure", "end"], status: str, step: int, error: str = ""
     ) -> None:

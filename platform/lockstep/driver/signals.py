@@ -52,6 +52,11 @@ def commands_end_by(end: Callable[[str, int], NoReturn]) -> None:
     _end_command = end
 
 
+def ends_commands() -> bool:
+    """Whether `end_command` ends this process, which then runs nothing more."""
+    return _end_command is not None
+
+
 def end_command(message: str, code: int) -> None:
     """End the command with this line from a thread that is not the main one, which cannot go on. Returns where this process is no command."""
     if _end_command is not None:

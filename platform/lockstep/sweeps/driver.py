@@ -164,7 +164,11 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     with (
         StopSignal() as stop,
         Guardian(
-            base.document(), base.folder, sweep=spec.document(), recorded_by=sweep_end.__name__
+            base.document(),
+            base.folder,
+            sweep=spec.document(),
+            recorded_by=sweep_end.__name__,
+            notify=options.notify,
         ) as guardian,
     ):
         driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications, guardian)

@@ -27,7 +27,7 @@ from lockstep.driver.stacks import stacks_on_signal
 from lockstep.spec.loading import load_spec
 
 spec = load_spec({"job": {"use": "any:Job"}, "length": {"steps": 1}, "record": {"uri": "off"}, "checkpoint": {"storage": sys.argv[1]}})
-with stacks_on_signal() as stacks, Guardian(spec.document(), spec.folder, watched=(1.0, 3.0)) as guardian:
+with stacks_on_signal() as stacks, Guardian(spec.document(), spec.folder, watched=(1.0, 3.0), notify="cat > notified") as guardian:
     guardian.tell(stacks=stacks)
     guardian.alive(1)
     print(flush=True)
@@ -69,6 +69,10 @@ def test_a_process_that_makes_no_progress_is_killed_and_recorded(tmp_path: Path,
     assert found["status"] == "FAILED"
     assert found["tags"]["lockstep.error"].startswith("it made no progress for 1 s, so it was ended")
     assert err.startswith("lockstep: it made no progress for 1 s")
+    told = json.loads((tmp_path / "notified").read_text())
+    assert (told["event"], told["status"], told["step"]) == ("failure", "FAILED", 0)
+    assert told["error"].startswith("it made no progress")
+    assert told["run_id"] and tmp_path / told["run_id"] == Path(told["folder"])
     (stacks,) = tmp_path.glob("*/stacks.txt")
     assert "most recent call first" in stacks.read_text()
 
@@ -96,7 +100,7 @@ def test_a_killed_process_leaves_no_run_where_none_had_begun(tmp_path: Path) -> 
     process = run(tmp_path, "time.sleep(600)")
     process.kill()
     process.communicate(timeout=60)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())  # and nobody is notified
 
 
 def test_a_run_goes_on_without_its_guardian(tmp_path: Path) -> None:
