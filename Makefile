@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
+# Tools that have environments of their own.
+SUPPLY := .venv-supply
+SITE := .venv-docs
 
 # One process runs the tests that start Ray, the others all the rest: it waits now and then.
 TEST_PROCESSES ?= 3
@@ -49,8 +52,9 @@ guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit befo
 wheel-check:  ## the built wheel trains a job in an empty environment, away from the checkout
 	$(PYTHON) -m tests.wheel_check .venv-wheel
 
-docs: $(INSTALLED)  ## the pages that are generated
+docs: $(INSTALLED) $(SITE)/.installed  ## the pages that are generated, and build/site: all pages with search, their links checked
 	$(BIN)/python -m tests.reference
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
 
 pictures: $(INSTALLED_TEST)  ## the pictures of the README, made anew of a run and a sweep (needs chromium; minutes)
 	$(BIN)/python -m tests.pictures
@@ -127,22 +131,22 @@ HASHED = $(BIN)/python -m pip install --quiet --require-hashes --no-deps
 
 # --- what it is made of -----------------------------------------------------------------------------------
 
-SUPPLY := .venv-supply
 OF_TORCH := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime \
   nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 \
   nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
 LOCK = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --constraint constraints.txt \
   --default-index https://pypi.org/simple --no-header --no-annotate $(addprefix --no-emit-package ,$(OF_TORCH))
 
-$(SUPPLY)/.installed: requirements/supply.txt
-	$(PYTHON) -m venv $(SUPPLY)
-	$(SUPPLY)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/supply.txt
+$(SUPPLY)/.installed $(SITE)/.installed: .venv-%/.installed: requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --require-hashes --no-deps --requirement $<
 	touch $@
 
 lock: $(SUPPLY)/.installed  ## requirements/*.txt anew: the hashes of all pins, after a change of pyproject.toml or constraints.txt
 	$(LOCK) pyproject.toml requirements/build.in --extra jobs --output-file requirements/train.txt
 	$(LOCK) pyproject.toml requirements/build.in --extra jobs --extra test --output-file requirements/test.txt
 	$(LOCK) requirements/supply.in --output-file requirements/supply.txt
+	$(LOCK) requirements/docs.in --output-file requirements/docs.txt
 
 sbom: $(INSTALLED) $(SUPPLY)/.installed  ## sbom.json: the packages that `make train` installs, in CycloneDX
 	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file sbom.json $(BIN)/python
@@ -155,4 +159,4 @@ audit: $(SUPPLY)/.installed  ## known vulnerabilities of all pins; asks PyPI's s
 	cat $(SUPPLY)/audit.log >&2; exit $$code
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(SUPPLY) sbom.json .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info
+	rm -rf $(VENV) $(NEWEST) $(SUPPLY) $(SITE) sbom.json .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info

@@ -9,7 +9,7 @@ import pytest
 
 from tests.forked import ROOT
 
-LOCKS = ("train", "test", "supply")
+LOCKS = ("train", "test", "supply", "docs")
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -22,7 +22,7 @@ def pins(path: Path) -> dict[str, str]:
 def test_every_package_of_a_lock_has_hashes(name: str) -> None:
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     packages = re.split(r"\n(?=[A-Za-z0-9])", text.strip())
-    assert len(packages) == len(pins(ROOT / "requirements" / f"{name}.txt")) > 30
+    assert len(packages) == len(re.findall(r"^[\w.-]+==", text, re.MULTILINE)) > 15
     for package in packages:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", package), package.split()[0]
 
@@ -33,7 +33,7 @@ def test_a_lock_has_the_versions_of_the_constraints(name: str) -> None:
     constraints = pins(ROOT / "constraints.txt")
     locked = pins(ROOT / "requirements" / f"{name}.txt")
     assert {p: v for p, v in locked.items() if p in constraints and constraints[p] != v} == {}
-    if name != "supply":
+    if name in ("train", "test"):
         assert "torch" not in locked and not any(p.startswith(("nvidia-cu", "triton")) for p in locked)
 
 
