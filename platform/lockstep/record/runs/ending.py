@@ -21,6 +21,7 @@ from lockstep.process import place, started
 from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, TakenOver
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME, LockedError
+from lockstep.record.ledger.replay import PROCESS
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import vanished
 from lockstep.spec.fields import Spec
@@ -61,7 +62,7 @@ def record_end(
         recorder.close()
         return recorder.run_id()
     with closing(_journal(spec.folder / run_id, recorders, release_s)) as journal:
-        if not _abandoned(run_id, journal.events):
+        if not _abandoned(run_id, journal.events, recorders, release_s):
             return None
         ends = not isinstance(journal.events[-1], Finished | Failed | TakenOver)
         if ends:
@@ -72,10 +73,16 @@ def record_end(
     return run_id if ends else None
 
 
-def _abandoned(run_id: str, events: Sequence[Recorded]) -> bool:
-    """Whether the process that opened the journal last is known to be gone."""
+def _abandoned(run_id: str, events: Sequence[Recorded], recorders: Sequence[str], release_s: float) -> bool:
+    """Whether the process that opened the journal last is known to be gone.
+
+    One of the `recorders` is waited for: it has released the journal, which a process that is killed does before it is gone.
+    """
     opened = [event.process for event in events if isinstance(event, Opened)]
-    return bool(opened) and bool(vanished(run_id, opened[-1]))
+    if not opened:
+        return False
+    ended_by_now([process for process in recorders if process == opened[-1].get(PROCESS)], release_s)
+    return bool(vanished(run_id, opened[-1]))
 
 
 def _journal(folder: Path, recorders: Sequence[str], release_s: float) -> Journal:
@@ -93,9 +100,13 @@ def _journal(folder: Path, recorders: Sequence[str], release_s: float) -> Journa
 
 
 def _kill(recorders: Sequence[str]) -> None:
+    """Kill those that are alive, and wait until they are gone; one that waits in the kernel, as for a disk, is not waited for longer than RELEASE_S."""
+    until = time.monotonic() + RELEASE_S
     for pid in _alive(recorders):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    while _alive(recorders) and time.monotonic() < until:
+        time.sleep(LOOK_S)
 
 
 def _alive(recorders: Sequence[str]) -> list[int]:

@@ -115,6 +115,19 @@ def test_a_recorder_that_does_not_end_is_killed_and_no_other_process(run: tuple[
         assert other.wait() == -signal.SIGKILL
 
 
+def test_a_recorder_that_has_released_the_journal_may_take_a_while_to_end(run: tuple[Spec, str]) -> None:
+    """The system lets go of the files of a process that is killed before it is gone. The control: a process that is none of the recorders."""
+    spec, run_id = run
+    for recorders in (lambda pid: [], lambda pid: [tag(pid)]):
+        with child("import time; print(flush=True); time.sleep(0.8)") as process:
+            with closing(Journal(spec.folder / run_id)) as journal:
+                journal.add([Opened(2.0, {**process_tags(2.0), PROCESS: tag(process.pid)})])
+            named = recorders(process.pid)
+            wanted = run_id if named else None
+            assert record_end(spec, run_id, WHY, [], named, new=True, release_s=5.0) == wanted
+    assert status(run) == "FAILED"
+
+
 def test_a_run_whose_id_nobody_was_told_is_known_by_its_recorder(run: tuple[Spec, str]) -> None:
     spec, run_id = run
     assert record_end(spec, None, WHY, [], [f"{place()} 999999999 1"], new=False) == run_id
