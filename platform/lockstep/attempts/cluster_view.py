@@ -5,17 +5,20 @@ They are handed to it, so that it can be driven without a cluster.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
 from lockstep.attempts.first_placement import Say, first_place, next_place
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.planned_change import Members, joining_workers_for
+from lockstep.attempts.progress_watchdog import end_with_stacks
 from lockstep.attempts.spare_workers import Standbys
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import StopSignal
+from lockstep.record.events.union import Joined
 from lockstep.spec.fields import Spec
 
 
@@ -30,6 +33,8 @@ class ClusterView(NamedTuple):
     standbys: Callable[[Callable[[str], None]], Standbys] = Standbys
     run_registry: Callable[[str, str, float], RunRegistry] = RunRegistry
     gauges: Callable[[str], Gauges] = Gauges
+    start_joining: Callable[..., Members | None] = joining_workers_for
+    end_workers: Callable[[Sequence[Joined]], str] = end_with_stacks
 
 
 ON_RAY = ClusterView()

@@ -61,10 +61,10 @@ def train_on_ray(
                 check_job(spec, elsewhere=True)
             for text in (cluster_warnings := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
                 say(f"warning: {text}")
+            chaos = None if options.chaos is None else Chaos(parse(options.chaos), spec.seed, say)
+            every = [*warnings, *cluster_warnings]
             supervisor = Supervisor(
-                spec, options, stop, origin, recording, environment, [*warnings, *cluster_warnings], tell
+                spec, options, stop, origin, recording, environment, every, tell, chaos=chaos
             )
-            if options.chaos is not None:
-                supervisor.chaos = Chaos(parse(options.chaos), spec.seed, say)
             with kept(options.retries, say):
                 return supervisor.run()

@@ -37,7 +37,7 @@ def listening(rank: int, imported_at: float = math.inf) -> Joined:
     )
 
 
-def end(members: Sequence[Joined]) -> str:
+def end_with_stacks(members: Sequence[Joined]) -> str:
     """Kill these workers, each from its own node. Returns what each was doing."""
     by_node: dict[str, list[Joined]] = {}
     for member in members:

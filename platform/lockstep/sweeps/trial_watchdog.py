@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.progress_watchdog import end
+from lockstep.attempts.progress_watchdog import end_with_stacks
 from lockstep.clusters.bounded_calls import unanswered
 from lockstep.driver.run_view import RunView
 from lockstep.driver.silence import Patience
@@ -43,7 +43,7 @@ class SweepWatchdog:
                 self._ended.add(attempt)
                 name = f"stacks-attempt-{view.attempt}.txt"
                 members = [view.members[rank] for rank in sorted(view.members)]
-                self._recorders.document.remote(str(number), name, end(members))
+                self._recorders.document.remote(str(number), name, end_with_stacks(members))
                 what = "no rank made progress for" if patience.begun else "no first step within"
                 reasons[number] = f"{what} {patience.bound_s:.0f} s; what each was doing is in {name}"
         return reasons

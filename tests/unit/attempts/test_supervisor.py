@@ -163,7 +163,7 @@ def test_a_fault_of_the_drivers_own_costs_no_step_and_is_recorded(tmp_path: Path
     failed = run.recording.told[-1]
     assert isinstance(failed, Failed)
     assert failed.message == "the driver failed: ZeroDivisionError: division by zero"
-    assert "in _look" in failed.details
+    assert "in look" in failed.details
 
 
 def until_stopped(workers: Workers) -> Generator[None]:
@@ -451,18 +451,20 @@ def test_workers_that_go_on_without_a_lost_one_are_another_attempt(tmp_path: Pat
     assert "attempt 1 ended: rank 1: first; the others go on from step 2" in run.told.lines
 
 
-def test_joining_workers_that_fail_have_the_attempt_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joining_workers_that_fail_have_the_attempt_move(tmp_path: Path) -> None:
     """It had gone on with the workers that it has, and the ones that are to come would never."""
-    monkeypatch.setattr(supervisor, "joining_workers_for", lambda *_: Members((2,), ()))
 
     def fails(workers: Workers) -> Generator[None]:
         workers.can_regroup = True
         workers.joining_workers.failed[2] = "its node is gone"
         yield from until_stopped(workers)
 
-    run = Supervised(tmp_path, [fails, trains(300, ends=None)], advice=[Advice(move="there is room for 2")])
+    run = Supervised(
+        tmp_path,
+        [fails, trains(300, ends=None)],
+        advice=[Advice(move="there is room for 2")],
+        around={"start_joining": lambda *_: Members((2,), ())},
+    )
     assert run.run().attempts == 2
     (workers, _) = run.workers
     assert workers.joining_workers.ended == [2]
@@ -512,11 +514,8 @@ def test_workers_that_are_lost_before_there_is_a_run_are_replaced(tmp_path: Path
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_attempt_that_is_silent_is_ended_with_its_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
-) -> None:
+def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begun: bool) -> None:
     """No rank goes on without the others, which are being ended; the next attempt takes their steps."""
-    monkeypatch.setattr(supervisor, "end", lambda members: f"stacks of {len(members)}")
 
     def silent(workers: Workers) -> Generator[None]:
         if begun:
@@ -525,7 +524,12 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(
             yield
 
     faults = {"longest_silence_s": 0.4, "longest_start_s": 60.0} if begun else {"longest_start_s": 0.4}
-    run = Supervised(tmp_path, [silent, trains(1, ends=None)], {"faults": faults})
+    run = Supervised(
+        tmp_path,
+        [silent, trains(1, ends=None)],
+        {"faults": faults},
+        around={"end_workers": lambda members: f"stacks of {len(members)}"},
+    )
     assert run.run().attempts == 2
     assert run.workers[0].ended
     assert run.recording.refused == ["it made no progress"]

@@ -1,0 +1,151 @@
+"""The account of a run on Ray: its attempts so far, and what is told of them to the person, the record, the run registry and the cluster's metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from lockstep.attempts.attempt_summary import AttemptSummary
+from lockstep.attempts.cluster_view import ClusterView
+from lockstep.attempts.mailbox import WentOn
+from lockstep.attempts.recording import Recording
+from lockstep.driver.options import RunOptions
+from lockstep.driver.run_view import RunView
+from lockstep.record.events.union import AttemptsSummarised, StepRow, Warned
+from lockstep.record.recorder_state import RecorderState
+from lockstep.spec.fields import Spec
+
+
+class RunAccount:
+    """The attempts of one run, the newest last. `warnings` are those of the whole run, `on_run_id` is called once the run exists."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        options: RunOptions,
+        recording: Recording,
+        around: ClusterView,
+        warnings: list[str],
+        on_run_id: Callable[[str], None],
+    ) -> None:
+        self.say = options.progress.say
+        self.warnings = list(warnings)
+        self.attempts: list[AttemptSummary] = []
+        self.saved = False
+        """Whether the workers have told of a checkpoint."""
+        self.is_named = False
+        """Whether the run's id was told."""
+        self.run_registry = around.run_registry(spec.name, spec.record.uri or "", options.began_at)
+        self._gauges = around.gauges(spec.name)
+        self._progress, self._recording, self._on_run_id = options.progress, recording, on_run_id
+        self._warned = 0
+        """How many of the workers' warnings are told."""
+        self._last_step_at = 0.0
+        """When the newest step was done, Unix time."""
+        self._previous_ends: Mapping[str, float] = {}
+        """When the attempt before came to the end of its stages."""
+
+    @property
+    def current(self) -> AttemptSummary:
+        """The newest attempt."""
+        return self.attempts[-1]
+
+    def begin(self, attempt: int, workers: int) -> None:
+        """An attempt begins, whose workers are started."""
+        self.attempts.append(AttemptSummary(attempt, workers, time.time()))
+
+    def end(self, stage_ends: Mapping[str, float]) -> None:
+        """The newest attempt has ended, and came to the end of its stages at these times."""
+        self.current.ended = time.time()
+        self._previous_ends = stage_ends
+
+    def went_on(self, attempt: int, began: WentOn, why: str, standbys: int) -> None:
+        """The newest attempt has ended, and workers of it go on in their processes as another one. `standbys` of those that joined were idle processes."""
+        previous = self.current
+        previous.why, previous.ended = why, began.at
+        previous.last_step = max(previous.last_step, began.step)
+        self.attempts.append(
+            AttemptSummary(
+                attempt,
+                began.workers,
+                began.at,
+                from_step=began.step,
+                in_memory=True,
+                joined=began.joined,
+                standbys=standbys,
+            )
+        )
+        self._previous_ends = {"detection": began.at}
+        more = f", and {began.joined} join them" if began.joined else ""
+        self.say(f"attempt {previous.attempt} ended: {why}; the others go on from step {began.step}{more}")
+        self.publish()
+
+    def continued(self, stage_ends: Mapping[str, float], standbys: int) -> None:
+        """The newest attempt, which follows another, has done its first step: tell what the loss of that one cost."""
+        self.current.standbys += standbys
+        self.current.follows(self.attempts[-2], self._last_step_at, self._previous_ends, stage_ends)
+        self.say(f"attempt {self.current.attempt} continues {self.current.cost()}")
+
+    def show(self, view: RunView, recorder: RecorderState) -> None:
+        """Tell what is new of the run."""
+        self.saved = self.saved or view.saved
+        for text in view.warnings[self._warned :]:
+            self.warn(text)
+        self._warned = len(view.warnings)
+        self.hear(recorder)
+        self._progress.show(view.step, view.evaluation, view.total_steps)
+
+    def newest_step(self, view: RunView) -> StepRow | None:
+        """The newest step that the newest attempt has done itself: not one whose row it has restored, which is of the same attempt where a span is taken again."""
+        row = view.step
+        of_it = row is not None and row.attempt == self.current.attempt and "first_step" in view.stage_ends
+        return row if of_it else None
+
+    def reached(self, row: StepRow) -> None:
+        """The newest attempt has done this step."""
+        first = not self.current.last_step
+        self.current.last_step, self._last_step_at = row.step, row.wall_clock
+        self.run_registry.reached(row.step, self.current.workers)
+        if self._recording.run_id is not None:
+            self._gauges.show(self._recording.run_id, row, self.current.workers)
+        if first:
+            self.publish()
+
+    def slowed(self, view: RunView) -> None:
+        """Take in which ranks keep the others waiting."""
+        if len(view.stragglers) > len(self.current.stragglers):
+            if not self.current.stragglers:  # once an attempt is enough for a person who looks on
+                self.warn(view.stragglers[0])
+            self.current.stragglers = list(view.stragglers)
+            self.publish()
+
+    def name(self) -> None:
+        """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
+        run_id = self._recording.run_id
+        if run_id is None:
+            return
+        if not self.is_named:
+            self.is_named = True
+            self.run_registry.begins(run_id, self.current.workers)
+            self._on_run_id(run_id)
+        self._recording.named()
+
+    def hear(self, recorder: RecorderState) -> None:
+        """Tell what the run has shown to be wrong with it. A recorder that took another's place has not told it again."""
+        for text in recorder.diagnosed:
+            if text not in self.warnings:
+                self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the person."""
+        self.say(f"warning: {text}")
+        self.warnings.append(text)
+
+    def warn_and_record(self, text: str) -> None:
+        """Warn of what the driver has found: the workers' warnings and the recorder's are recorded already."""
+        self.warn(text)
+        self._recording.tell(Warned(text))
+
+    def publish(self) -> None:
+        """Have the account recorded as it stands."""
+        self._recording.tell(AttemptsSummarised([summary.as_dict() for summary in self.attempts]))
