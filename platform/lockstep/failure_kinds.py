@@ -23,6 +23,8 @@ from lockstep.errors import (
     ClusterError,
     DataError,
     DeviceError,
+    JobError,
+    JobImportError,
     LockstepError,
     StorageError,
     TransientStorageError,
@@ -253,8 +255,20 @@ def infrastructure_error(error: BaseException, where: str) -> LockstepError | No
     return DeviceError(text) if kind == "device" else ClusterError(text)
 
 
+_BY_KIND: dict[Kind, type[LockstepError]] = {
+    "storage": TransientStorageError,
+    "device": DeviceError,
+    "memory": ClusterError,
+    "peer": ClusterError,
+}
+
+
 def may_pass(error: LockstepError) -> LockstepError:
-    """A StorageError or DataError whose cause may pass, as a TransientStorageError; every other error unchanged."""
-    if isinstance(error, StorageError | DataError) and kind_of(error).kind == "storage":
-        return TransientStorageError(str(error)).with_traceback(error.__traceback__)
-    return error
+    """An error of the job, its data or the storage whose cause is the machine's, as the error of that kind; every other error unchanged.
+
+    A ResumeError stays one: each later attempt would resume in the same way.
+    """
+    if type(error) not in (JobError, JobImportError, DataError, StorageError):
+        return error
+    kind = _BY_KIND.get(kind_of(error).kind)
+    return error if kind is None else kind(str(error)).with_traceback(error.__traceback__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
 
 import lockstep
 from tests.distributed.flipped_jobs import flip
@@ -183,6 +185,32 @@ class FullDisk(SlowDigits):
             with Path("/dev/full").open("wb", buffering=0) as full:
                 full.write(b"x")
         return super().loss(model, batch)
+
+
+class TornAtFirst(FullDisk):
+    """A sample that was read once cannot be read again, once: an EIO before the first step."""
+
+    def train_data(self) -> Any:
+        return _Torn(super().train_data(), Path(self.params.file))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        return SlowDigits.loss(self, model, batch)
+
+
+class _Torn(Dataset[Any]):
+    def __init__(self, whole: Any, file: Path) -> None:
+        self.whole, self.file = whole, file
+        self.read = set[int]()
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.read and not self.file.exists():
+            self.file.touch()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.read.add(index)
+        return self.whole[index]
 
 
 class HungAtFirst(SlowDigits):

@@ -81,6 +81,21 @@ def test_a_full_disk_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     assert columns(result) == columns(whole)
 
 
+@pytest.mark.scenario
+@pytest.mark.usefixtures("cluster")
+def test_a_disk_that_fails_before_the_first_step_is_tried_again(tmp_path: Path) -> None:
+    """It is no mistake of the job's, although the job has trained nowhere yet."""
+    job = {
+        "use": "tests.cluster.broken_jobs:TornAtFirst",
+        "params": {"width": 4, "file": str(tmp_path / "torn")},
+    }
+    result = train(spec(tmp_path, job=job, length={"steps": 2}, workers={"max": 1}))
+    first, second = accounts(result)
+    assert first["why"].startswith("data: sample ")
+    assert "Input/output error" in first["why"]
+    assert second["why"] == "finished"
+
+
 def flipped(folder: Path, workers: int, **changes: Any) -> dict[str, Any]:
     """Eight steps, saved after each fourth; a bit of rank 1's weights flips after the fifth."""
     job = {

@@ -24,7 +24,9 @@ from lockstep.errors import (
     DataError,
     DeviceError,
     JobError,
+    JobImportError,
     LockstepError,
+    ResumeError,
     SpecError,
     StorageError,
     TransientStorageError,
@@ -265,6 +267,15 @@ def test_a_known_error_with_a_cause_that_may_pass_is_tried_again() -> None:
     assert type(may_pass(raised(DataError("data: x"), errno.EIO))) is TransientStorageError
     assert type(may_pass(raised(StorageError("checkpoint: x"), errno.EACCES))) is StorageError
     assert type(may_pass(raised(SpecError("spec: x"), errno.EIO))) is SpecError
+    assert type(may_pass(raised(JobError("job: x"), errno.EIO))) is TransientStorageError
+    assert type(may_pass(raised(JobError("job: x"), errno.ENOENT))) is JobError
+    assert type(may_pass(raised(JobImportError("job.use: x"), errno.ESTALE))) is TransientStorageError
+    assert type(may_pass(raised(JobError("job: x"), errno.ENOMEM))) is ClusterError
+    assert type(may_pass(raised(ResumeError("resume: x"), errno.EIO))) is ResumeError
+    broken = JobError("data: sample 3 failed")
+    broken.__cause__ = RuntimeError(SAID[0][1])
+    assert type(may_pass(broken)) is DeviceError
+    assert str(may_pass(broken)) == "data: sample 3 failed"
 
 
 @pytest.mark.parametrize("kind", [DeviceError, TransientStorageError])

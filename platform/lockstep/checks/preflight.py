@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import JobImportError, SpecError, StorageError
+from lockstep.errors import JobError, JobImportError, SpecError, StorageError
+from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 
@@ -98,13 +99,14 @@ def check_sweep(sweep: SweepSpec, *, elsewhere: bool) -> None:
 def check_job(spec: Spec, *, elsewhere: bool) -> None:
     """Load the job, so that a mistake in its class or its params is told before anything is started.
 
-    Raises SpecError. Where the workers run `elsewhere`, they may have modules that this machine lacks: an import that fails
-    is left to them.
+    Raises SpecError or JobError. Where the workers run `elsewhere`, they may have modules that this machine lacks: an import that fails
+    is left to them. So is what a machine failed at, such as a disk: an attempt is tried again, and this is not.
     """
     from lockstep.job.loading import load_job
 
     try:
         load_job(spec.job.use, spec.job.params)
-    except JobImportError as error:
-        if not (elsewhere and isinstance(error.__cause__, ImportError)):
+    except (JobImportError, JobError) as error:
+        missing = elsewhere and isinstance(error, JobImportError) and isinstance(error.__cause__, ImportError)
+        if not missing and kind_of(error).kind == "job":
             raise

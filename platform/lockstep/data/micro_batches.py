@@ -17,6 +17,7 @@ from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ah
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, LockstepError
+from lockstep.failure_kinds import may_pass
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
 from lockstep.randomness import Draws, seed_all
@@ -169,13 +170,14 @@ def _is_gathered(tensor: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _data_error(error: BaseException, batch: MicroBatch, what: str) -> JobError:
-    """What the job's code raised, with the samples and the step."""
-    text = " ".join(str(error).split()) or "no message"
-    text += forked_state.explanation(error)
-    return JobError(
-        f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}"
+def _data_error(error: BaseException, batch: MicroBatch, what: str) -> LockstepError:
+    """What the job's code raised, with the samples and the step; its kind is found here, for an error of a loader process arrives without its cause."""
+    text, forked = " ".join(str(error).split()) or "no message", forked_state.explanation(error)
+    failed = JobError(
+        f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}{forked}"
     )
+    failed.__cause__ = error
+    return failed if forked else may_pass(failed)
 
 
 def _where(batch: MicroBatch) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import lockstep
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError
+from lockstep.errors import JobError, TransientStorageError
 from lockstep.job.interface import Job
 
 ROWS = 12
@@ -195,6 +198,23 @@ def test_what_a_job_puts_in_torchs_place_is_used(monkeypatch: pytest.MonkeyPatch
     subset.__getitems__ = reversed_rows  # type: ignore[method-assign]
     assert torch.equal(batches(subset)[KEY][0], -plain)
     assert batches(whole)._gathered(KEY) is not None
+
+
+def test_a_sample_that_a_disk_could_not_give_is_not_the_jobs_mistake() -> None:
+    """Also when the error has come from a loader process, without its cause."""
+
+    class Torn(TensorDataset):
+        number = errno.EIO
+
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError(self.number, os.strerror(self.number))
+
+    samples = Torn(torch.arange(ROWS), torch.arange(ROWS))
+    error = pickle.loads(pickle.dumps(batches(samples)[KEY]))
+    assert type(error) is TransientStorageError
+    assert str(error).startswith("data: sample ")
+    samples.number = errno.ENOENT
+    assert type(batches(samples)[KEY]) is JobError
 
 
 def test_a_row_that_is_not_there_is_named() -> None:
