@@ -45,9 +45,14 @@ COVERED = {
 }
 """By module below `platform/lockstep`."""
 
+_PACE = "the same is seen, up to a second earlier or later"
 _FALSE = "what is returned is only asked whether it is true"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "attempts/attempt_watch.py": {
+        "AttemptWatch._pace_s: and/or swapped: self._stop.asked or self.moving or self._change or untold -> (self._stop.asked and self.moving and self._change and untold)": _PACE,
+        "AttemptWatch._pace_s: condition negated: not self._account.is_named -> (not (not self._account.is_named))": _PACE,
+    },
     "record/ledger/journal_file.py": {
         "JournalFile._lines: comparison swapped: start < until -> (start <= until)": "no bytes are read then, which ends the loop",
         "JournalFile.append: statement deleted: self.torn = False -> pass": "the next line first cuts off what follows the last whole one: nothing",

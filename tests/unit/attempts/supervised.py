@@ -87,7 +87,7 @@ class Recording:
         self.guardian = SimpleNamespace(tell=lambda **_: None, record=lambda *_: None)
         self.told: list[Event] = []
         self.refused: list[str] = []
-        self.closed = self.asked_to_stop = False
+        self.closed = self.asked_to_stop = self.is_named = False
 
     def begin(self, attempt: int, workers: int, *, wait: bool) -> None:
         self.mailbox.begin(attempt, workers)
@@ -99,7 +99,11 @@ class Recording:
         view = self.status().view
         return [view.members[rank] for rank in sorted(view.members)]
 
+    def reopen(self, lost: Exception) -> ClusterError:
+        return ClusterError(f"the mailbox was lost: {lost}")
+
     def named(self) -> None:
+        self.is_named = True
         self.mailbox.name()
 
     def tell(self, *events: Event) -> None:
@@ -109,6 +113,9 @@ class Recording:
     def ask_stop(self) -> None:
         self.asked_to_stop = True
         self.mailbox.ask_stop()
+
+    def ask_regroup(self, leaving: Sequence[int]) -> bool:
+        return self.mailbox.ask_regroup(leaving)
 
     def refuse(self, why: str) -> None:
         self.refused.append(why)
@@ -212,6 +219,15 @@ class Workers:
                 self.mailbox.arrive(self.attempt, other, Arrival(Progress(step, 0), "host", 1))
         self.attempt += 1
 
+    def join(self, number: int, step: int) -> Generator[None]:
+        """A worker is started beside those that train, which are asked for another group after this step, and it is let in."""
+        joining = Joined(number, f"node-{'abc'[number]}", 1, Path("stacks"), 0.0, "{}")
+        self.mailbox.enter(self.origin.attempt, joining, Arrival(None, "host", 1))
+        yield from self.until(lambda: self.mailbox.tell(self.attempt, []).regroup == self.attempt)
+        for other in self.mailbox.status().numbers:
+            self.mailbox.arrive(self.attempt, other, Arrival(Progress(step, 0), "host", 1))
+        self.attempt += 1
+
     def break_with(self, error: LockstepError) -> None:
         self.tell(Broke(error, "its traceback"))
 
@@ -229,12 +245,16 @@ class Watch:
         self.each, self.without, self._advice = place.each, without, advice
         self.asks_for_room = True
         self.left: list[int] = []
+        self.grown: list[int] = []
 
     def advice(self, _members: Sequence[Joined]) -> Advice:
         return next(self._advice, Advice())
 
     def outlived(self, workers: int) -> None:
         self.left.append(workers)
+
+    def changed(self, workers: int) -> None:
+        self.grown.append(workers)
 
     def close(self) -> None:
         self.asks_for_room = False
@@ -288,6 +308,8 @@ class Supervised:
     def __post_init__(self) -> None:
         self.recording, self.told, self.stop = Recording(self.run_id), Told(), Unhurried()
         self.standbys = Standbys()
+        self.run_ids: list[str] = []
+        """What the caller is told of the run's id."""
         self.workers: list[Workers] = []
         self.watches: list[Watch] = []
         self.spec = load_spec(
@@ -330,7 +352,7 @@ class Supervised:
             recording,
             {},
             [],
-            lambda _: None,
+            self.run_ids.append,
             ClusterView(placed, placed, placed, workers, watch, standbys, told, told)._replace(**self.around),
         )
 

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.cluster_watch import Advice
+from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
@@ -473,6 +475,71 @@ def test_joining_workers_that_fail_have_the_attempt_move(tmp_path: Path) -> None
     assert Warned(told) in run.recording.told
 
 
+def test_a_worker_that_joins_while_it_trains_makes_another_attempt(tmp_path: Path) -> None:
+    def grows(workers: Workers) -> Generator[None]:
+        workers.can_regroup = True
+        workers.step(1)
+        yield
+        yield from workers.join(1, 1)
+        yield from workers.until(lambda: workers.inside == (0, 1))
+        workers.step(2)
+        workers.finish(2)
+
+    run = Supervised(
+        tmp_path,
+        [grows],
+        advice=[Advice(move="there is room for 2")],
+        around={"start_joining": lambda *_: Members((1,), ())},
+    )
+    assert run.run().attempts == 2
+    first, second = run.recording.summaries
+    assert (first["why"], first["last_step"]) == ("there is room for 2", 1)
+    assert (second["workers"], second["joined"], second["in_memory"], second["from_step"]) == (2, 1, True, 1)
+    assert [(watch.grown, watch.left) for watch in run.watches] == [([2], [])]
+    assert "there is room for 2: 1 workers are to join, 0 to leave, while it trains" in run.told.lines
+    assert any(line.endswith("the others go on from step 1, and 1 join them") for line in run.told.lines)
+
+
+def test_a_run_is_named_once_and_what_is_wrong_with_it_is_told_once(tmp_path: Path) -> None:
+    """Whatever warns: the workers, the recorder's diagnosis, and what the record contradicts at the end."""
+
+    def warned(workers: Workers) -> Generator[None]:
+        workers.tell(Warned("first"), Warned("second"))
+        run.recording.state = run.recording.state._replace(
+            diagnosed=("it diverges",), violation="a row differs"
+        )
+        workers.step(1)
+        yield from workers.until(lambda: "warning: it diverges" in run.told.lines)
+        workers.lose()
+
+    run = Supervised(tmp_path, [warned, trains(2, ends=None)])
+    assert run.run().warnings == ["first", "second", "it diverges", "a row differs"]
+    assert run.run_ids == [RUN_ID]
+    assert run.recording.is_named
+    assert [workers.run_id for workers in run.workers] == [RUN_ID] * 2
+
+
+def test_workers_whose_mailbox_is_lost_are_ended_and_replaced(tmp_path: Path) -> None:
+    """They could tell nobody of a step."""
+
+    def cut_off(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        yield
+
+        def lost() -> RunStatus:
+            del run.recording.status  # type: ignore[method-assign]
+            raise ray.exceptions.ActorUnavailableError("it is gone", None)
+
+        run.recording.status = lost  # type: ignore[method-assign]
+        while True:
+            yield
+
+    run = Supervised(tmp_path, [cut_off, trains(1, ends=None)])
+    assert run.run().attempts == 2
+    assert [workers.ended for workers in run.workers] == [True, False]
+    assert run.recording.summaries[0]["why"].startswith("the mailbox was lost: ")
+
+
 def test_stragglers_are_in_the_account_and_a_person_hears_of_them_once(tmp_path: Path) -> None:
     def in_account() -> int:
         return sum(len(one["stragglers"]) for one in run.recording.summaries)
@@ -510,6 +577,7 @@ def test_workers_that_are_lost_before_there_is_a_run_are_replaced(tmp_path: Path
     run = Supervised(tmp_path, [trains(), named], run_id=None)
     assert run.run().attempts == 2
     assert [one.origin for one in run.workers] == [AttemptOrigin(), AttemptOrigin(attempt=2)]
+    assert [one["from_step"] for one in run.recording.summaries] == [0, 0]
     assert run.told.shown == [("RUNNING", RUN_ID, 1), ("FINISHED", 1)]
 
 
