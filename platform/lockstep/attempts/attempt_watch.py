@@ -44,12 +44,16 @@ class AttemptWatch:
         blame: Blame,
         standbys: Standbys,
         chaos: Chaos | None,
+        *,
+        saves_at_once: bool,
     ) -> None:
+        """`saves_at_once`: attempts before this one came to no checkpoint, so one is saved as soon as a step is done."""
         self.moving: str | None = None
         """Why the attempt is asked to end, so that the next one runs elsewhere or on more workers."""
         self._spec, self._workers, self._around = spec, workers, around
         self._account, self._recording, self._stop = account, recording, stop
         self._blame, self._standbys, self._chaos = blame, standbys, chaos
+        self._saves_at_once = saves_at_once
         self._stopping = False
         """Whether a signal was handed on to the workers."""
         self._change: PlannedChange | None = None
@@ -195,6 +199,9 @@ class AttemptWatch:
         """The newest attempt has done its first step."""
         ends = self._workers.stage_ends.at
         ends |= view.stage_ends
+        if self._saves_at_once:
+            self._saves_at_once = False
+            self._recording.ask_save()
         if len(self._account.attempts) == 1:
             return
         if self._account.current.in_memory:

@@ -101,7 +101,7 @@ class Supervisor:
         """
         budget, account, stop = RetryBudget(self._spec.faults), self._account, self._stop
         while True:
-            ended, moving = self._attempt(place)
+            ended, moving = self._attempt(place, saves_at_once=budget.lost > 1)
             current, error = account.current, ended.error
             if ended.summary is not None:
                 stopped = ended.summary["stopped"]
@@ -144,7 +144,7 @@ class Supervisor:
         trained = any(attempt.last_step for attempt in earlier)
         return trained and not newest.last_step and isinstance(error, JobError | DeterminismError)
 
-    def _attempt(self, place: WorkerPlacement) -> tuple[RunView, str | None]:
+    def _attempt(self, place: WorkerPlacement, *, saves_at_once: bool) -> tuple[RunView, str | None]:
         """One attempt, from its start to what it came to: a summary or an error; and why it was asked to move, if it was."""
         account, origin = self._account, self._origin
         again = bool(account.attempts)
@@ -156,7 +156,7 @@ class Supervisor:
         )
         watch = AttemptWatch(
             self._spec, workers, self._around, account, self._recording, self._stop,
-            self._blame, self._standbys, self._chaos,
+            self._blame, self._standbys, self._chaos, saves_at_once=saves_at_once,
         )  # fmt: skip
         view = RunView(origin.attempt)
         try:

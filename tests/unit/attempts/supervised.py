@@ -114,6 +114,9 @@ class Recording:
         self.asked_to_stop = True
         self.mailbox.ask_stop()
 
+    def ask_save(self) -> None:
+        self.mailbox.ask_save()
+
     def ask_regroup(self, leaving: Sequence[int]) -> bool:
         return self.mailbox.ask_regroup(leaving)
 

@@ -519,6 +519,29 @@ def test_a_run_is_named_once_and_what_is_wrong_with_it_is_told_once(tmp_path: Pa
     assert [workers.run_id for workers in run.workers] == [RUN_ID] * 2
 
 
+def test_a_run_that_loses_workers_before_each_checkpoint_saves_at_once(tmp_path: Path) -> None:
+    """From the third such attempt on: it would be given up though it moves. The first ones save when the spec has them save."""
+    asked: list[int] = []
+
+    def dies(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        yield
+        workers.step(2)
+        asked.append(workers.asked.saves)
+        workers.lose()
+
+    def saves(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        yield from workers.until(lambda: workers.mailbox.tell(workers.attempt, []).saves)
+        workers.save(1)
+        workers.lose()
+
+    run = Supervised(tmp_path, [dies, dies, saves, dies, trains(3, ends=None)])
+    assert run.run().attempts == 5
+    assert asked == [0, 0, 0]
+    assert [one["from_step"] for one in run.recording.summaries] == [0, 0, 0, 1, 1]
+
+
 def test_workers_whose_mailbox_is_lost_are_ended_and_replaced(tmp_path: Path) -> None:
     """They could tell nobody of a step."""
 
