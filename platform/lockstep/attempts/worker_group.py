@@ -238,7 +238,12 @@ def ended_by(error: BaseException, workers: int) -> str:
     """Why Ray ended an attempt, in one line: which ranks were lost and why, if Ray says so."""
     failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
     if not failures:
-        return f"the attempt on {workers} workers ended: {first_line(error)}"
+        failed: BaseException = getattr(
+            error, "controller_failure", error
+        )  # Ray's own words for it say no more
+        if _ACTOR_LOST.search(text := f"{failed}\n{failed.__cause__}"):
+            return f"one of {workers} workers was lost as it was started: {why_lost(text)}"
+        return f"the attempt on {workers} workers ended: {first_line(failed)}"
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
@@ -247,6 +252,9 @@ def ended_by(error: BaseException, workers: int) -> str:
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+
+
+_ACTOR_LOST = re.compile(r"The actor (?:died|is dead)|Worker exit detail: ")
 
 
 def of_memory(text: str) -> bool:

@@ -101,8 +101,11 @@ def connected(
     else:
         check_answers(address, (stop or StopSignal()).check)
     show_token(address)  # before Ray is imported: it reads the environment once
-    if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
+    if not verbose:
+        # In a notebook, that a package is missing for widgets that nobody sees.
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
+        # The traceback of a worker that is lost as it is started: the attempt's end says so in one line.
+        logging.getLogger("ray.train.v2._internal.execution.controller.controller").setLevel(logging.CRITICAL)
 
     in_background(importlib.import_module, "torch", name="lockstep-import")
     settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ray.train.v2.api.exceptions import ControllerError
+
 from lockstep.attempts.worker_group import ended_by, why_lost
 
 DIED = (
@@ -31,6 +33,17 @@ def test_the_ranks_and_the_cause_are_named() -> None:
     )
     assert told.startswith("rank 0 of 4 was killed: its node ran out of memory; lower batch.micro")
     assert ended_by(ValueError("first\nsecond"), 3) == "the attempt on 3 workers ended: ValueError: first"
+
+
+def test_a_worker_that_is_lost_before_it_trains_is_told_as_such() -> None:
+    """Ray tells it as a failure of its controller, whose first line ends with a colon."""
+    starting = RuntimeError("One of the worker actors failed to initialize due to error:\nTraceback …")
+    starting.__cause__ = RuntimeError(DIED)
+    assert ended_by(ControllerError(starting), 2) == (
+        f"one of 2 workers was lost as it was started: {WITHOUT_A_WORD}"
+    )
+    told = ended_by(ControllerError(ValueError("no such thing")), 2)
+    assert told == "the attempt on 2 workers ended: ValueError: no such thing"
 
 
 def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
