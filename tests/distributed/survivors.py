@@ -455,12 +455,17 @@ def _without(mechanism: str) -> Iterator[None]:
     def without_optimizer(self: TrainState, sections: Mapping[str, Any], *, fork: bool = False) -> None:
         restore(self, {**sections, "optimizer": self.optimizer.state_dict()}, fork=fork)
 
+    def without_start(self: Stepper) -> None:
+        self._start.forget()
+        own(self)
+
     own, restore = Stepper.abandon, TrainState.restore
     patches = {
         "": (),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),
+        "start of the step": (Stepper, "abandon", without_start),
         "listening": (Meeting, "_listen", lambda self: None),
         "byte": (lockstep.training.elastic.recovery, "unpack", changed),
         "section": (TrainState, "restore", without_optimizer),

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,10 +32,8 @@ from lockstep.randomness import seed_all
 from lockstep.record.events.union import Document as Told
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.elastic.recovery import can_recover
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.observe.not_finite import NAME
-from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.phases import PhaseOptimizers
 from tests.distributed.by_hand import clip_in_float64
 from tests.distributed.kinds import RUN, document, numbers, taken_up
@@ -488,15 +485,6 @@ def test_a_value_that_is_not_finite_is_looked_for_in_its_phase(tmp_path: Path) -
     (found,) = [json.loads(one.text) for one in told if isinstance(one, Told) and one.name == NAME]
     assert (found["step"], found["micro_batch"]) == (1, 0)
     assert found["evidence"].startswith("in phase 'maker'; ")
-
-
-def test_the_loss_of_a_worker_ends_the_attempt() -> None:
-    """A step changes the state before it is done, so the others have none to go on from."""
-    group: Any = SimpleNamespace(can_abort=True)
-    for kind, outlives in ((Gan, False), (UnfrozenLayerByLayer, True)):
-        spec, model = load_spec(document(kind)), kind(None).model()
-        held: Any = SimpleNamespace(optimizer=make_optimizer(kind(None), model, spec.optimizer))
-        assert can_recover(spec, group, held, None) is outlives
 
 
 # --- what does not go together --------------------------------------------------------------------------------

@@ -127,6 +127,53 @@ def test_a_worker_that_is_lost_while_much_is_on_its_way_to_it(silent: bool) -> N
     assert repeated(outlived) == [3]
 
 
+PHASED: Document = {
+    "job": {"use": "tests.distributed.phase_kinds:Gan"},
+    "batch": {"global": 12, "micro": 2},
+    "length": {"steps": 4},
+    "schedule": {"name": "cosine"},
+}
+IN_SECOND_PHASE = Fall(1, 3, "forward", 3)
+"""All others have updated the first phase's parameters, and their optimizer's state."""
+
+
+@pytest.mark.parametrize(
+    ("fall", "precision"),
+    [
+        (IN_SECOND_PHASE, "fp32"),
+        (Fall(0, 2, "forward", 3), "fp16"),  # two micro-batches a phase
+        *[
+            pytest.param(Fall(worker, step, place, count), precision, marks=pytest.mark.exact)
+            for worker in (0, 2)
+            for step in (1, 3)
+            for place in ("forward", "send whole", "send buffers", "update", "note")
+            for count in ((1,) if place == "note" else (1, 2, 3))
+            for precision in ("fp32", "fp16")
+            if not (place == "update" and count == 3)
+        ],
+    ],
+)
+def test_a_step_of_several_phases_is_taken_again_as_a_whole(fall: Fall, precision: str) -> None:
+    document = PHASED | {"precision": precision}
+    outlived = outlive(document, 3, [fall])
+    passed = (
+        fall.worker not in outlived.summaries
+    )  # it may have no such place: the other checks hold all the same
+    left = [n for n in range(3) if n != fall.worker] if passed else [0, 1, 2]
+    check(outlived, train(document), left)
+
+
+def test_a_worker_joins_and_leaves_a_run_with_phases() -> None:
+    changes = [Change(2, joining=1), Change(3, leaving=(0,))]
+    check(outlive(PHASED, 2, [Fall(1, 1, "update", 2)], changes), train(PHASED), [2])
+
+
+def test_without_the_start_of_the_step_phases_are_updated_twice() -> None:
+    outlived = outlive(PHASED, 3, [IN_SECOND_PHASE], broken="start of the step")
+    assert repeated(outlived) == [3]
+    assert outlived.summaries[0]["weights_digest"] != train(PHASED).weights_digest
+
+
 def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
     """3 → 2 → 3. The joining worker reads no checkpoint: there is none. Of what is planned no step is taken again."""
     outlived = outlive(CENTRED, 3, [Fall(0, 2, "send whole")], [Change(3, joining=1)])

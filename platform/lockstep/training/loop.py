@@ -96,7 +96,7 @@ def fit(
         tell(run.history.past())
         tell_compiled(run, tell)
         seat = Seat(group, tell, requests, origin)
-        outlives = recovery is not None and can_recover(spec, group, run.state, origin)
+        outlives = recovery is not None and can_recover(spec, group, origin)
         if recovery is not None and outlives:
             recovery.ready(seat)
         return train_on(run, seat, recovery if outlives else None)
@@ -156,6 +156,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
     Raises RegroupError after the step that the ranks have agreed on as the last one of this group.
     """
     clock = Clock(seat.origin)
+    run.step.keeps_start = hasty
     with (
         looked_into(run, seat.tell, seat.origin),
         run.checkpoints(seat.tell, seat.requests, seat.origin) as checkpoints,

@@ -10,7 +10,8 @@ A joining worker has built the run as at its start (`let_in`). It holds no state
 
 Invariants:
 
-- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun.
+- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun. In a step of several
+  phases the state at its start is kept until it is done, and goes back there.
 - A state that went on or was handed over is compared, bit for bit, before the next step.
 - Each meeting begins a new attempt: the previous one can publish no checkpoint once this one has saved.
 """
@@ -39,7 +40,6 @@ from lockstep.training.requests import Requests
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
-from lockstep.training.step.phases import PhaseOptimizers
 
 
 class Seat(NamedTuple):
@@ -84,17 +84,15 @@ def is_lost_peer(error: BaseException) -> bool:
     return kind_of(error).kind == "peer"
 
 
-def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrigin | None) -> bool:
+def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     """Whether this group survives the loss of a member, and can let others in.
 
     It cannot if the others lack a part of the state (a sharded optimizer, which is whole on a single worker and would stay so), if fewer workers would be another run
-    (`reduction: native`), if a step changes the state before it is done (phases), if the backend cannot abort, or in a
-    replay of another run's steps.
+    (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
     """
     sharded = spec.optimizer.sharded
-    phased = isinstance(state.optimizer, PhaseOptimizers)
     replays = origin is not None and origin.replay is not None
-    return group.can_abort and spec.reduction == "exact" and not sharded and not phased and not replays
+    return group.can_abort and spec.reduction == "exact" and not sharded and not replays
 
 
 def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tuple[Run, Seat]:

@@ -49,6 +49,7 @@ from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.step_start import StepStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,9 @@ class Stepper:
         self.watch = Stopwatch(group.device)
         self.times = StepTimes(group.device)
         self._abandoned = False
+        self.keeps_start = False
+        """Whether the state at the start of a step of several phases is kept until it is done: if a rank is lost, the others take the whole step again."""
+        self._start = StepStart()
 
     def _learning(self, step: int) -> list[PhaseStep]:
         """The phases with something to learn in step number `step`, made ready for it. All ranks call it."""
@@ -174,7 +178,10 @@ class Stepper:
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
+            if self.keeps_start and phase is phases[0] and not last:
+                self._start.keep(self.state)
             taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
+        self._start.forget()
         return self._finished(position, phases, taken)
 
     def _take(
@@ -259,9 +266,9 @@ class Stepper:
         return 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
 
     def abandon(self) -> None:
-        """Give up the step under way for good: the state is that after the last update, and another Stepper may take the parameters.
+        """Give up the step under way for good: the state is that after the last step, and another Stepper may take the parameters.
 
-        An update itself is never interrupted: no rank waits for another in it.
+        An update itself is never interrupted: no rank waits for another in it. What earlier phases of this step have updated is taken back.
         """
         if self._abandoned:
             return
@@ -269,6 +276,7 @@ class Stepper:
         self._leave_no_trace()
         for phase in self.each_phase:
             phase.abandon()
+        self._start.take_back(self.state)
 
     # --- forward and backward -----------------------------------------------------------------------------
 

@@ -27,13 +27,18 @@ class Precision:
     def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         self.name = name
         self.device = device
-        self.scaler = GradScaler(device.type, enabled=name == "fp16")
+        self.scaler = self._new_scaler()
         self.skips_in_a_row = 0
-        # The scaler creates its scale at the first loss. A worker whose first step is a ragged one that leaves it without a
-        # micro-batch would have none.
-        self.scaled(torch.zeros((), device=device))
         self.scale = float(self.scaler.get_scale())
         """The factor that the loss is multiplied by; 1 unless fp16. Read once a step: on a CUDA device each look waits."""
+
+    def _new_scaler(self) -> GradScaler:
+        scaler = GradScaler(self.device.type, enabled=self.name == "fp16")
+        # It creates its scale at the first loss. A worker whose first step is a ragged one that leaves it without a
+        # micro-batch would have none.
+        if scaler.is_enabled():
+            scaler.scale(torch.zeros((), device=self.device))
+        return scaler
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of one forward pass, a new one each time: weights cast in it are forgotten with it."""
@@ -51,6 +56,9 @@ class Precision:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; ignored unless both are fp16."""
         if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler = (
+                self._new_scaler()
+            )  # one that was left in a step has noted optimizers that it has stepped
             self.scaler.load_state_dict(dict(state["scaler"]))
             self.skips_in_a_row = int(state["skips_in_a_row"])
             self.scale = float(self.scaler.get_scale())

@@ -11,24 +11,20 @@ import torch
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
-from lockstep.job.loading import load_job
 from lockstep.spec.loading import load_spec
 from lockstep.training.elastic.recovery import can_recover
-from lockstep.training.setup import make_model, make_plan, make_state
 
 PAGE = Path(__file__).parents[4] / "docs" / "attempts.md"
 ROOT = Path(__file__).parents[4]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN: Mapping[str, Any] = {"job": {"use": "tests.distributed.small_jobs:Plain"}}
-PHASED: Mapping[str, Any] = {"job": {"use": "tests.distributed.phase_kinds:Gan"}}
 REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
     "on GPUs": ({}, GPU, AttemptOrigin()),
     "`optimizer.sharded`": ({"optimizer": {"name": "adamw", "sharded": True}}, CPU, AttemptOrigin()),
     "`reduction: native`": ({"reduction": "native"}, CPU, AttemptOrigin()),
-    "a job with [phases](writing-a-job.md#several-losses-and-optimizers)": (PHASED, CPU, AttemptOrigin()),
     "steps that are taken again to be [compared](verify.md)": ({}, CPU, REPLAYED),
 }
 """What is known as a worker begins to train, by the row of the page: the spec, the device and the origin."""
@@ -44,13 +40,9 @@ SHOWN_LATER = {
 
 
 def recovers(spec: Mapping[str, Any], device: torch.device, origin: AttemptOrigin | None) -> bool:
-    """Whether a worker of such a run comes to a roll call. The state is made as for a run, on the CPU."""
+    """Whether a worker of such a run comes to a roll call."""
     loaded = load_spec({**PLAIN, "batch": {"global": 8, "micro": 2}, **spec})
-    job = load_job(loaded.job.use, loaded.job.params)
-    plan = make_plan(loaded, job.train_data())
-    model = make_model(loaded, job, plan, CPU)
-    state = make_state(loaded, job, plan, model, CPU, evaluates=False)
-    return can_recover(loaded, Group(0, 1, device), state, origin)
+    return can_recover(loaded, Group(0, 1, device), origin)
 
 
 def rows() -> list[str]:
