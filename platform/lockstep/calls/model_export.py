@@ -16,7 +16,7 @@ from lockstep.export.example import example_of
 from lockstep.export.exporting import Model, Weights, export_model, export_pretrained
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import load_beside, put_beside
 from lockstep.training.determinism import determinism
@@ -61,7 +61,7 @@ def export_here(
 
 def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any]) -> nn.Module:
     """The job's model in eval mode, as the run left it: with the weights, and what it computed with besides."""
-    seed_all(seed, "model")
+    seed_all(model_key(seed))
     try:
         model = job.model()
     except (Exception, SystemExit) as error:  # the job's own code

@@ -25,6 +25,7 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
@@ -151,6 +152,6 @@ def _run_attempt(
             notifications.failed(error, shown.step)
             raise
         if result is None:
-            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+            raise SystemExit(ExitCode.DONE)  # a rank of torchrun that has nothing to tell
         notifications.ended(result.status, result.step)
     return replace(result, warnings=[*result.warnings, *notifications.warnings])

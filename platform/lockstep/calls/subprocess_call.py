@@ -27,6 +27,7 @@ from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
 from lockstep.errors import ClusterError, LockstepError, SilentError, first_line
+from lockstep.exit_codes import code_of_signal
 from lockstep.process import under_torchrun
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
@@ -157,7 +158,7 @@ def _outcome(
 
 def _lost(code: int) -> LockstepError:
     for number in (signal.SIGINT, signal.SIGTERM):
-        if code in (128 + number, -number):
+        if code in (code_of_signal(number), -number):
             raise Interrupted(number)
     by = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return ClusterError(
@@ -241,7 +242,7 @@ def main() -> None:
     except LockstepError as error:
         progress.send(Over(error))
     except KeyboardInterrupt as error:  # whatever still runs here is not waited for
-        os._exit(128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT))
+        os._exit(code_of_signal(error.number if isinstance(error, Interrupted) else signal.SIGINT))
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         progress.send(Over(LockstepError(f"the run broke: {first_line(error)}")))

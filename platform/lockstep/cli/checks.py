@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
+from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lockstep.checks.findings import Finding
@@ -42,7 +43,7 @@ def check(
         report = check_spec(spec, overrides or [], local=local, address=address, uri=uri, say=hear)
         answer(report.as_dict(), lambda: as_text(report))
     if not report.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _heard(finding: Finding) -> None:
@@ -93,7 +94,7 @@ def bench(
         result = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=hear)
         answer(result.as_dict(), lambda: as_text(result))
     if result.same_bits is False:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,8 +1,7 @@
 """The `lockstep` command.
 
 With `--json` a command prints exactly one JSON object, on one line, on standard output; everything else goes
-to standard error. Exit codes: 0 done, 1 the run failed, 2 the spec or the usage is wrong, 130 and 143 stopped
-by a signal.
+to standard error. Its exit codes are those of `lockstep.exit_codes`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from lockstep.cli.output import (
 )
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
 
@@ -104,7 +104,7 @@ def run() -> None:
         _unwritten(error)
     except Exception:  # noqa: BLE001 - a defect of Lockstep's: its traceback has texts from data in it
         say(traceback.format_exc())
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
     except SystemExit:
         try:
             sys.stdout.flush()
@@ -118,7 +118,7 @@ def _unwritten(error: OSError) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
     if not isinstance(error, BrokenPipeError):
         say(f"lockstep: standard output: cannot be written: {error.strerror}")
-    sys.exit(1)
+    sys.exit(ExitCode.FAILED)
 
 
 @app.callback()

@@ -21,6 +21,7 @@ from lockstep import printing
 from lockstep.cli.interruption import answering, end
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
+from lockstep.exit_codes import ExitCode, code_of_signal
 
 if TYPE_CHECKING:
     from lockstep.driver.options import RunOptions
@@ -110,17 +111,17 @@ def open_standard_streams() -> None:
 class Answer(Protocol):
     """How a command answers: with `value` as JSON, or with the text.
 
-    `code` is the command's exit code. If the answer cannot be written, a 0 becomes the code of a failure: whoever asked has not heard.
+    `code` is the command's exit code. If the answer cannot be written, DONE becomes the code of a failure: whoever asked has not heard.
     """
 
     def __call__(self, value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None: ...
 
 
 @contextmanager
-def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answer]:
+def answered(as_json: bool, verbose: bool, unanswered: int = ExitCode.FAILED) -> Iterator[Answer]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
 
-    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
+    `unanswered` is the code of a failure: another one than FAILED where that is an answer of the command's. Meanwhile
     standard output leads to standard error, for libraries and child processes as well.
     """
     sys.stdout.flush()
@@ -142,7 +143,7 @@ def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answ
             except KeyboardInterrupt as error:
                 end(error.number if isinstance(error, Interrupted) else signal.SIGINT)
     except (LockstepError, OSError) as error:
-        message, code = f"{error}; --verbose shows where", 1
+        message, code = f"{error}; --verbose shows where", int(ExitCode.FAILED)
         if isinstance(error, LockstepError):
             message, code = str(error), error.exit_code
         code = max(code, unanswered)
@@ -217,4 +218,4 @@ def running(
 
 def exit_code(result: Result | SweepResult) -> int:
     """That of a run or a sweep which has ended."""
-    return 0 if result.signal_number is None else 128 + result.signal_number
+    return ExitCode.DONE if result.signal_number is None else code_of_signal(result.signal_number)

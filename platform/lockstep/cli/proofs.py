@@ -21,6 +21,7 @@ from lockstep.cli.output import (
     began,
     running,
 )
+from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lockstep.calls.attestation import Attested, Checked
@@ -92,7 +93,7 @@ def verify(
 ) -> None:
     """Repeat steps of a recorded run, and compare every bit with its record."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.verify import verify as verify_run
         from lockstep.errors import SpecError
 
@@ -120,7 +121,7 @@ def verify(
                 )
             answer(checked.as_dict(), lambda: checked_as_text(checked))
             if not checked.same:
-                raise typer.Exit(1)
+                raise typer.Exit(ExitCode.FAILED)
             return
         if run is None or key is not None:
             raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
@@ -141,7 +142,7 @@ def verify(
             )
         answer(result.as_dict(), lambda: as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def diff(
@@ -159,7 +160,7 @@ def diff(
 ) -> None:
     """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator that differ."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.diff import diff as diff_runs
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
@@ -168,7 +169,7 @@ def diff(
             )
         answer(result.as_dict(), lambda: difference_as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def guard(
@@ -189,7 +190,7 @@ def guard(
 ) -> None:
     """Check whether the working tree trains the same bits as a commit."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.guarding import guard as guard_bits
         from lockstep.errors import SpecError
 
@@ -208,7 +209,7 @@ def guard(
             )
         answer(result.as_dict(), lambda: guarded_as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def replay(
@@ -239,7 +240,7 @@ def replay(
 ) -> None:
     """Repeat one step of a recorded run, and inspect it."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.replay_call import replay as replay_step
 
         with running(json_ or pdb, began_at=began_at, local=True, verbose=verbose) as options:
@@ -258,7 +259,7 @@ def replay(
             )
         answer(result.as_dict(), lambda: inspected_as_text(result))
     if result.difference:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def attest(
@@ -275,7 +276,7 @@ def attest(
     verbose: Verbose = False,
 ) -> None:
     """Write a statement of what a finished run is, in in-toto's format, signed if a key is given."""
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.attestation import attest as attest_run
 
         result = attest_run(run, key=key, out=out, uri=uri, storage=storage)

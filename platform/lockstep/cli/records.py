@@ -11,6 +11,7 @@ import typer
 
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.printing import on_one_line, table
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def check(
             lambda: "\n".join([*lines, f"run {run}: {verdict}"]),
         )
         if remaining:
-            raise typer.Exit(1)
+            raise typer.Exit(ExitCode.FAILED)
 
 
 @record.command()
