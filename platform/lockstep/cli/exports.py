@@ -26,7 +26,10 @@ def export(
     run: RunId,
     format_: Annotated[
         str,
-        typer.Option("--format", help="pt2, onnx, torchscript, safetensors (weights alone) or pretrained"),
+        typer.Option(
+            "--format",
+            help="form of the model: pt2, onnx, safetensors (weights alone) or another of docs/export.md",
+        ),
     ] = "pt2",
     best: Best = False,
     fixed_batch: Annotated[
@@ -73,7 +76,7 @@ def predict(
         Path, typer.Argument(metavar="FILE", help="inputs, a row each: .npy, .npz or .safetensors")
     ],
     format_: Annotated[
-        str, typer.Option("--format", help="the artifact that is run: pt2, onnx or torchscript")
+        str, typer.Option("--format", help="the artifact that is run, such as pt2 or onnx")
     ] = "pt2",
     best: Best = False,
     output: Annotated[

@@ -374,7 +374,7 @@ class _Driver:
         from lockstep.attempts.cluster_watch import most_resources, node_resources
         from lockstep.attempts.placement import place, room_on
 
-        pbt = self.spec.scheduler.name == "pbt"
+        pbt = self.spec.scheduler.has_population
         # A trial more than there is room for is what asks for a node. A population begins all at once.
         nodes = node_resources() if pbt else most_resources()
         _, each = place(self.spec.base, nodes)
@@ -394,7 +394,7 @@ class _Driver:
         decisions: Decisions,
         bundles: list[dict[str, float]],
     ) -> None:
-        begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
+        begin = self.spec.total if self.spec.scheduler.has_population else 1
         os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
 
