@@ -362,7 +362,8 @@ class Supervisor:
             self._warn(text)
         self._warned = len(view.warnings)
         self._hear(status.recorder)
-        self.progress.show(view.step, view.evaluation, view.total_steps)
+        if (line := view.progress_line()) is not None:
+            self.progress.show(line)
         if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
             self._went_on(attempt, status, status.went_on)
         current, row = self.summaries[-1], view.step

@@ -23,13 +23,12 @@ from typing import Any, BinaryIO, NoReturn, assert_never
 
 from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Silent
+from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
 from lockstep.errors import ClusterError, LockstepError, SilentError, first_line
 from lockstep.exit_codes import code_of_signal
 from lockstep.process import under_torchrun
-from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
 
 LOOK_S = 0.1
@@ -44,12 +43,10 @@ class LineSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsShown:
-    """The progress shows the newest rows."""
+class LineShown:
+    """The progress shows how far the run is."""
 
-    step: StepRow | None
-    evaluation: EvaluationRow | None
-    total_steps: int | None
+    line: ProgressLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Over:
     outcome: Result | LockstepError
 
 
-Message = LineSaid | RowsShown | TrialsShown | Begun | Over
+Message = LineSaid | LineShown | TrialsShown | Begun | Over
 """What the process writes into its pipe."""
 
 
@@ -141,8 +138,8 @@ def _outcome(
         match message:
             case LineSaid(text):
                 options.progress.say(text)
-            case RowsShown(step, evaluation, total_steps):
-                options.progress.show(step, evaluation, total_steps)
+            case LineShown(line):
+                options.progress.show(line)
             case TrialsShown(headline, trials):
                 options.progress.table(headline, trials)
             case Begun(run_id):
@@ -209,8 +206,8 @@ class PipeProgress:
     def say(self, text: str) -> None:
         self.send(LineSaid(text))
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        self.send(RowsShown(step, evaluation, total_steps))
+    def show(self, line: ProgressLine) -> None:
+        self.send(LineShown(line))
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         self.send(TrialsShown(headline, trials))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.commands import command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.proofs import Sandbox
 
@@ -18,8 +19,8 @@ Best = Annotated[bool, typer.Option("--best", help="the weights of the best eval
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(export)
-    app.command()(predict)
+    command(app, "serve", "lockstep export RUN", "lockstep export RUN --format onnx --best")(export)
+    command(app, "serve", "lockstep predict RUN inputs.npy")(predict)
 
 
 def export(
@@ -49,7 +50,7 @@ def export(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Export a run's model, and compare what was written with the model itself."""
+    """Export a run's model. What was written is compared with the model itself."""
     began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.exporting import export as export_run

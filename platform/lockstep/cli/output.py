@@ -19,12 +19,12 @@ import typer
 
 from lockstep import printing
 from lockstep.cli.interruption import answering, end
+from lockstep.driver.options import RunOptions, declared
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
 from lockstep.exit_codes import ExitCode, code_of_signal
 
 if TYPE_CHECKING:
-    from lockstep.driver.options import RunOptions
     from lockstep.driver.result import Result
     from lockstep.sweeps.driver import SweepResult
 
@@ -35,25 +35,9 @@ Uri = Annotated[
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides, such as optimizer.lr=1e-3"),
+    typer.Argument(metavar="KEY=VALUE", help="dotted overrides, such as optimizer.lr=1e-3"),
 ]
-Address = Annotated[str | None, typer.Option(help="Ray cluster: an address, auto or local")]
-Retries = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
-    ),
-]
-Notify = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COMMAND",
-        envvar="LOCKSTEP_NOTIFY",
-        show_envvar=False,
-        help="shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
-    ),
-]
+Address = Annotated[str | None, typer.Option(help=declared("address").help)]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 RUNS = Path("runs")
@@ -183,37 +167,17 @@ def began() -> float:
 
 
 @contextmanager
-def running(
-    as_json: bool,
-    *,
-    began_at: float,
-    verbose: bool,
-    local: bool = False,
-    address: str | None = None,
-    chaos: str | None = None,
-    retries: int = 0,
-    notify: str | None = None,
-) -> Iterator[RunOptions]:
-    """The options of a command that trains, as one value. The live line is shown meanwhile; nothing with `--json`."""
-    if retries:
+def running(as_json: bool, *, began_at: float, verbose: bool, **given: Any) -> Iterator[RunOptions]:
+    """The options of a command that trains, as one value; `given` are fields of RunOptions. The live line is shown meanwhile; nothing with `--json`."""
+    if given.get("retries"):
         from lockstep.clusters.driver_restarter import first_job
 
         first_job()  # before anything is begun
-    from lockstep.driver.options import RunOptions
     from lockstep.driver.progress import Line, Silent
 
     line = None if as_json else Line()
     with nullcontext() if line is None else line.running():
-        yield RunOptions(
-            progress=line or Silent(),
-            local=local,
-            address=address,
-            verbose=verbose,
-            chaos=chaos,
-            retries=retries,
-            notify=notify,
-            began_at=began_at,
-        )
+        yield RunOptions(progress=line or Silent(), verbose=verbose, began_at=began_at, **given)
 
 
 def exit_code(result: Result | SweepResult) -> int:
