@@ -1,20 +1,30 @@
-"""docs/job-reference.md, made of the docstrings of what a job is written with: `make docs`, or `python -m tests.reference`."""
+"""The pages that are made of the code, and the parts of pages: `make docs`, or `python -m tests.reference`.
+
+docs/job-reference.md is made of the docstrings of what a job is written with. In other pages a comment begins a table that is
+made of one in the code; it ends with the first blank line.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import lockstep
+from lockstep import exit_codes
 from lockstep.job import interface
 
-PAGE = Path(__file__).parents[1] / "docs" / "job-reference.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "job-reference.md"
+
+TABLES: dict[str, Callable[[], str]] = {"exit_codes.py": exit_codes.table}
+"""What the tables are made of, by the end of the path of the module that the comment names."""
 
 HEAD = """# Every part of a job
 
@@ -78,5 +88,18 @@ def _below(name: str) -> str:
     raise LookupError(name)
 
 
+_MADE = re.compile(r"(<!-- made by `make docs` of platform/lockstep/(\S+) -->\n)\n.*?\n(?=\n|\Z)", re.DOTALL)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each page that is made, or has a table that is, with the text that it should have."""
+    yield PAGE, reference()
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if _MADE.search(text):
+            yield page, _MADE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n", text)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(reference(), encoding="utf-8")
+    for page, text in pages():
+        page.write_text(text, encoding="utf-8")

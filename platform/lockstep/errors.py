@@ -29,6 +29,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from lockstep.exit_codes import ExitCode
+
 
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
@@ -42,7 +44,7 @@ class FailedAt(NamedTuple):
 class LockstepError(Exception):
     """A failure that Lockstep understands. `str(error)` is the one line that a person is shown."""
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
     place: FailedAt | None = None
     """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
 
@@ -62,7 +64,7 @@ class LockstepError(Exception):
 class SpecError(LockstepError):
     """The spec, an override or the command line is wrong. Example: `batch.micro: got 48, which does not divide batch.global = 256; …`."""
 
-    exit_code = 2
+    exit_code = ExitCode.REFUSED
 
 
 class JobImportError(SpecError):

@@ -12,27 +12,112 @@ import itertools
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, NewType, TypeVar
 
 import numpy as np
 import torch
 
 T = TypeVar("T")
 
-Key = tuple[int | str, ...]
+Key = NewType("Key", tuple[int | str, ...])
+"""What a draw is for. Only the functions of this module make one, so that a draw that is made again has the same key."""
+
+Phase = tuple[str, ...]
+"""What a phase of a step adds to a key: nothing where the step has one phase."""
+
+# --- the keys ---------------------------------------------------------------------------------------------------
+# Steps and updates are counted from 0. A key is part of every recorded run: another one trains another run.
+
+
+def model_key(seed: int) -> Key:
+    """The initial weights."""
+    return Key((seed, "model"))
+
+
+def datasets_key(seed: int) -> Key:
+    """The opening of a dataset: the same for both, so that a split that both draw is one split."""
+    return Key((seed, "train data"))
+
+
+def fetch_key(seed: int, purpose: Literal["data", "eval data"], step: int, micro_batch: int) -> Key:
+    """The fetch of a micro-batch; an evaluation is a step of its own."""
+    return Key((seed, purpose, step, micro_batch))
+
+
+def step_key(seed: int, step: int, micro_batch: int, phase: Phase = ()) -> Key:
+    """Forward and backward of a micro-batch, whoever computes it, and however often."""
+    return Key((seed, "step", step, micro_batch, *phase))
+
+
+def update_key(seed: int, step: int, phase: Phase = ()) -> Key:
+    """The update of an optimizer with code of the job's own."""
+    return Key((seed, "update", step, *phase))
+
+
+def after_step_key(seed: int, step: int) -> Key:
+    """The job's `after_step`."""
+    return Key((seed, "after step", step))
+
+
+def frozen_key(seed: int, step: int) -> Key:
+    """The job's `frozen_parameters`."""
+    return Key((seed, "frozen", step))
+
+
+def evaluation_key(seed: int, micro_batch: int) -> Key:
+    """A micro-batch of an evaluation: the same in each evaluation."""
+    return Key((seed, "eval", micro_batch))
+
+
+def whole_set_key(seed: int) -> Key:
+    """The metrics and figures of a whole evaluation set."""
+    return Key((seed, "eval set"))
+
+
+def rehearsal_key(seed: int, *computation: int | str) -> Key:
+    """A micro-batch before the first step; `computation` tells those apart that must not draw the same."""
+    return Key((seed, "rehearsal", *computation))
+
+
+def recheck_key(seed: int, step: int, *what: int | str) -> Key:
+    """Which micro-batches the SDC check computes again."""
+    return Key((seed, "recheck", step, *what))
+
+
+def epoch_order_key(seed: int, epoch: int) -> Key:
+    """A dataset's own order of an epoch."""
+    return Key((seed, "epoch order", epoch))
+
+
+def sample_key(seed: int, purpose: Literal["fingerprint", "leakage"], *sample: int) -> Key:
+    """Samples that are read only to be described."""
+    return Key((seed, purpose, *sample))
+
+
+def code_key(what: Literal["import", "job"], name: str) -> Key:
+    """Code of the job that runs before the seed is known: the import of a module, `__init__` of the job."""
+    return Key((what, name))
+
+
+def final_model_key() -> Key:
+    """What the job writes of its trained model."""
+    return Key(("final model",))
+
+
+# --- what is drawn by them --------------------------------------------------------------------------------------
 
 _current: ContextVar[Key | None] = ContextVar("lockstep_key", default=None)
 _streams = itertools.count()
 """Counts the generators that `rng` has given."""
 
 
-def digest64(key: Key) -> int:
+def digest64(key: tuple[int | str, ...]) -> int:
     """A key hashed to 64 bits (BLAKE2b over its parts)."""
     text = "\x1f".join(map(str, key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def seed_all(*key: int | str, device: torch.device | None = None) -> None:
+def seed_all(key: Key, device: torch.device | None = None) -> None:
     """Seed the default generators of torch, numpy and python, and that of `device` where it is a CUDA device, from one key.
 
     It calls the generators' own `manual_seed`: `torch.manual_seed` seeds every device and costs twenty times as much.
@@ -52,18 +137,29 @@ def seeds(seed: int, *, phases: bool = False, frozen: bool = False) -> dict[str,
 
     `phases` is whether its steps have phases, and `frozen` whether the job has a rule for parameters that rest.
     """
-    phase = ", phase" if phases else ""
+    t: Any = _Variable("t")
+    m: Any = _Variable("m")
+    phase = (_Variable("phase"),) if phases else ()
     return {
-        "model": str(digest64((seed, "model"))),
-        "train_data and eval_data, each opened": str(digest64((seed, "train data"))),
-        "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m{phase}))",
-        "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
-        "update t of an optimizer with code of the job's own": f"digest64(({seed}, 'update', t{phase}))",
-        "after_step of step t": f"digest64(({seed}, 'after step', t))",
-        **({"frozen_parameters of step t": f"digest64(({seed}, 'frozen', t))"} if frozen else {}),
+        "model": str(digest64(model_key(seed))),
+        "train_data and eval_data, each opened": str(digest64(datasets_key(seed))),
+        "micro-batch m of step t, computed": f"digest64({step_key(seed, t, m, phase)})",
+        "micro-batch m of step t, fetched": f"digest64({fetch_key(seed, 'data', t, m)})",
+        "update t of an optimizer with code of the job's own": f"digest64({update_key(seed, t, phase)})",
+        "after_step of step t": f"digest64({after_step_key(seed, t)})",
+        **({"frozen_parameters of step t": f"digest64({frozen_key(seed, t)})"} if frozen else {}),
         "order of epoch e": f"torch.Generator seeded with {seed} + e",
         "generators": "torch: those 64 bits; numpy: their lower 32; python: all of them",
     }
+
+
+class _Variable(str):
+    """A part of a key that differs from draw to draw, for a person: its name without quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def rng(stream: str = "") -> np.random.Generator:

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.job.interface import Job
-from lockstep.spec.fields import AdamW, Spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.optimizers import AdamW
 
 MeanLoss = Callable[[nn.Module, Any], Tensor]
 

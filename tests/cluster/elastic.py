@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep import train
 from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.driver.progress import ProgressLine
 from lockstep.driver.result import Result
 from tests.cluster.test_supervisor import spec
 
@@ -41,9 +42,8 @@ class Heard:
     def say(self, text: str) -> None:
         self.lines.append(text)
 
-    def show(self, step: Any, evaluation: Any, total_steps: int | None) -> None:
-        if step is not None:
-            self.step, self.attempt = step.step, step.attempt
+    def show(self, line: ProgressLine) -> None:
+        self.step, self.attempt = line.step, line.attempt
 
     def wait_for(self, attempt: int) -> None:
         """Until this attempt has done two steps or more."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
@@ -33,7 +33,7 @@ def train_by_hand(document: Document, new_order_each_epoch: bool = True) -> list
     assert spec.length.epochs is not None
     digests = []
     with determinism("strict", threads=1):
-        seed_all(spec.seed, "model")
+        seed_all(model_key(spec.seed))
         model = DistributedDataParallel(job.model())
         data = job.train_data()
         sampler = DistributedSampler(data, shuffle=True, seed=spec.seed, drop_last=True)

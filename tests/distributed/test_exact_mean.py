@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, train
 
@@ -45,7 +45,7 @@ def document(job: dict[str, Any]) -> Document:
 def in_float64(use: dict[str, Any]) -> dict[str, torch.Tensor]:
     """One backward of the weighted mean loss over all samples at once, in double precision."""
     job = load_job(use["use"], use.get("params", {}))
-    seed_all(5, "model")
+    seed_all(model_key(5))
     model = job.model().double()
     data: Any = job.train_data()
     batch = job.collate([data[i] for i in range(13)])
@@ -87,7 +87,7 @@ def test_recorded_loss_and_weight_are_those_of_the_whole_batch(pool: Pool, job: 
     (row,) = pool.run(3, train, document(JOBS[job]))[0].steps
     use = JOBS[job]
     plain = load_job(use["use"], use.get("params", {}))
-    seed_all(5, "model")
+    seed_all(model_key(5))
     data: Any = plain.train_data()
     loss = plain.loss(plain.model(), plain.collate([data[i] for i in range(13)]))
     assert row.weight == float(loss.weight)

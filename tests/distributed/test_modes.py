@@ -17,7 +17,7 @@ from lockstep import Loss, Mean
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.check import check
 from lockstep.job.interface import overrides
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all, step_key
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
@@ -50,7 +50,7 @@ def by_hand(
     job = kind(None)
     given = load_spec(document(kind)).optimizer
     with determinism("strict", threads=1):
-        seed_all(0, "model")
+        seed_all(model_key(0))
         model = job.model()
         prepare(model)
         own = job.optimizer(model)
@@ -63,7 +63,7 @@ def by_hand(
             first, parts = step * SAMPLES, []
             for m in range(SAMPLES // micro):
                 ids = range(first + m, first + SAMPLES, SAMPLES // micro)
-                seed_all(0, "step", step, m)
+                seed_all(step_key(0, step, m))
                 optimizer.zero_grad()
                 loss = job.loss(model, job.collate([data[i] for i in ids]))
                 (loss.total / SAMPLES).backward()  # type: ignore[no-untyped-call]

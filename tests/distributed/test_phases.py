@@ -28,7 +28,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.lr_finder import lr_find
 from lockstep.errors import NumericsError, SpecError, StorageError
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all, step_key
 from lockstep.record.events.union import Document as Told
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
@@ -143,7 +143,7 @@ def dcgan_by_hand(noise_of: str = "judge") -> list[str]:
     """The loop of dcgan/main.py; the digest of both networks after every step."""
     digests, job = [], Dcgan(None)
     with determinism("strict", threads=1):
-        seed_all(11, "model")
+        seed_all(model_key(11))
         model = job.model()
         maker, judge = model["maker"], model["judge"]  # type: ignore[index]
         criterion = nn.BCELoss()
@@ -153,7 +153,7 @@ def dcgan_by_hand(noise_of: str = "judge") -> list[str]:
             judge.zero_grad()
             label = torch.full((16,), 1.0)
             criterion(judge(real).view(-1), label).backward()
-            seed_all(11, "step", step, 0, noise_of)
+            seed_all(step_key(11, step, 0, (noise_of,)))
             fake = maker(torch.randn(16, NOISE, 1, 1))
             label.fill_(0.0)
             criterion(judge(fake.detach()).view(-1), label).backward()
@@ -183,13 +183,13 @@ def wasserstein_by_hand() -> list[str]:
     """A critic with a gradient penalty, and a generator after each third of its steps."""
     digests, job = [], WassersteinWithPenalty(None)
     with determinism("strict", threads=1):
-        seed_all(11, "model")
+        seed_all(model_key(11))
         model = job.model()
         maker, critic = model["maker"], model["critic"]  # type: ignore[index]
         criticising = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
         making = torch.optim.Adam(maker.parameters(), lr=2e-3, betas=(0.5, 0.999))
         for step, (x, _) in batches_by_hand(job.train_data(), 8):
-            seed_all(11, "step", step, 0, "critic")
+            seed_all(step_key(11, step, 0, ("critic",)))
             made, share = maker(torch.randn(8, 2)).detach(), torch.rand(8, 1)
             between = (share * x + (1 - share) * made).requires_grad_()
             (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
@@ -198,7 +198,7 @@ def wasserstein_by_hand() -> list[str]:
             ((critic(made) - critic(x)).mean() + 10 * penalty).backward()
             criticising.step()
             if step % 3 == 2:
-                seed_all(11, "step", step, 0, "maker")
+                seed_all(step_key(11, step, 0, ("maker",)))
                 making.zero_grad()
                 (-critic(maker(torch.randn(8, 2))).mean()).backward()
                 making.step()
@@ -216,7 +216,7 @@ def unfrozen_by_hand(*, by_rate: bool = False) -> list[str]:
     """Layers that do not learn yet have no gradient; `by_rate`: they have a rate of 0 instead."""
     digests, job = [], UnfrozenLayerByLayer(None)
     with determinism("strict", threads=1):
-        seed_all(11, "model")
+        seed_all(model_key(11))
         model = job.model()
         own = [{"params": [parameter]} for parameter in model.parameters()]
         optimizer = torch.optim.AdamW(own, lr=1e-2, weight_decay=0.05)
@@ -295,14 +295,14 @@ def halves_by_hand(bomb: int | None = None, *, together: bool = False) -> tuple[
     """
     digests, scales, job = [], [], GanInHalves(GanInHalves.Params(bomb=bomb))
     with determinism("strict", threads=1):
-        seed_all(11, "model")
+        seed_all(model_key(11))
         model = job.model()
         maker, judge = model["maker"], model["judge"]  # type: ignore[index]
         judging = torch.optim.Adam(judge.parameters(), lr=2e-3, betas=(0.5, 0.999))
         making = torch.optim.Adam(maker.parameters(), lr=2e-3, betas=(0.5, 0.999))
         scaler = GradScaler("cpu")
         for step, (x,) in batches_by_hand(job.train_data(), 8):
-            seed_all(11, "step", step, 0, "judge")
+            seed_all(step_key(11, step, 0, ("judge",)))
             scales.append(scaler.get_scale())
             with torch.autocast("cpu", torch.float16):
                 fake = maker(torch.randn(8, 2)).detach()
@@ -313,7 +313,7 @@ def halves_by_hand(bomb: int | None = None, *, together: bool = False) -> tuple[
             scaler.step(judging)
             overflowed = not all(p.grad.isfinite().all() for p in judge.parameters())
 
-            seed_all(11, "step", step, 0, "judge")
+            seed_all(step_key(11, step, 0, ("judge",)))
             with torch.autocast("cpu", torch.float16):
                 loss = F.softplus(-judge(maker(torch.randn(8, 2))).float()).mean()
             making.zero_grad()

@@ -290,7 +290,7 @@ def train_rank_seeds(document: Document) -> Trained:
     """The usual recipe of one seed a rank."""
     seed_all, rank = lockstep.training.step.optimizer_step.seed_all, dist.get_rank()
     with mock.patch.object(
-        lockstep.training.step.optimizer_step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
+        lockstep.training.step.optimizer_step, "seed_all", lambda key, device: seed_all((rank, *key), device)
     ):
         return train(document)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.driver.options import RunOptions
+from lockstep.driver.progress import ProgressLine
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import JobError, LockstepError, SpecError
-from lockstep.record.events.union import EvaluationRow, StepRow
 
 
 def result(status: str, step: int, number: int | None = None) -> Result:
@@ -32,10 +32,9 @@ def environment(options: RunOptions, names: list[str]) -> Result:
     return result("FINISHED", 3)
 
 
-def showing(options: RunOptions, rows: tuple[StepRow, EvaluationRow], trials: list[dict[str, Any]]) -> Result:
-    """Show the rows of a step and an evaluation, and then the trials of a sweep."""
-    options.progress.show(*rows, 12)
-    options.progress.show(None, None, None)
+def showing(options: RunOptions, line: ProgressLine, trials: list[dict[str, Any]]) -> Result:
+    """Show how far a run is, and then the trials of a sweep."""
+    options.progress.show(line)
     options.progress.table("1 of 2 trials", trials)
     return result("FINISHED", 3)
 

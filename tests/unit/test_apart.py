@@ -18,7 +18,8 @@ import pytest
 
 from lockstep.calls.subprocess_call import apart
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Silent
+from lockstep.driver.progress import ProgressLine, Silent
+from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import Interrupted
 from lockstep.record.events.union import EvaluationRow
 from tests.unit import called_apart
@@ -72,16 +73,18 @@ def test_rows_and_trials_are_shown_here_as_there() -> None:
     shown: list[object] = []
 
     class Shown(Silent):
-        def show(self, *rows: object) -> None:
-            shown.append(rows)
+        def show(self, line: ProgressLine) -> None:
+            shown.append(line)
 
         def table(self, *table: object) -> None:
             shown.append(table)
 
-    rows = (step_row(7), EvaluationRow(7, 0, {"eval/loss": 0.5}, 0.1, 1.0))
+    line = RunView(
+        step=step_row(7), evaluation=EvaluationRow(7, 0, {"eval/loss": 0.5}, 0.1, 1.0)
+    ).progress_line()
     trials = [{"trial": 0, "fields": {"optimizer.lr": 0.1}}]
-    apart(partial(called_apart.showing, rows=rows, trials=trials), RunOptions(progress=Shown()))
-    assert shown == [(*rows, 12), (None, None, None), ("1 of 2 trials", trials)]
+    apart(partial(called_apart.showing, line=line, trials=trials), RunOptions(progress=Shown()))
+    assert shown == [line, ("1 of 2 trials", trials)]
 
 
 def interrupt(_text: str) -> None:

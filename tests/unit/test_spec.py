@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec.fields import SGD, Batch, Every, JobSpec, Length, Spec, StepDecay
+from lockstep.spec.fields import Batch, Every, JobSpec, Length, Spec
 from lockstep.spec.file import COUNTS
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.messages import sections_of, shown
+from lockstep.spec.optimizers import SGD
+from lockstep.spec.schedules import StepDecay
 
 JOB = {"job": {"use": "jobs.digits.job:Digits"}}
 

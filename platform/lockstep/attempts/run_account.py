@@ -93,7 +93,8 @@ class RunAccount:
             self.warn(text)
         self._warned = len(view.warnings)
         self.hear(recorder)
-        self._progress.show(view.step, view.evaluation, view.total_steps)
+        if (line := view.progress_line()) is not None:
+            self._progress.show(line)
 
     def newest_step(self, view: RunView) -> StepRow | None:
         """The newest step that the newest attempt has done itself: not one whose row it has restored, which is of the same attempt where a span is taken again."""

@@ -15,9 +15,9 @@ from lockstep.calls.executions import execution_of
 from lockstep.driver.options import RunOptions
 from lockstep.errors import ExportError, SpecError
 from lockstep.export import arrays
-from lockstep.export.artifact import FORMATS, Artifact, Format, description, files_of, place, read
+from lockstep.export.artifact import Artifact, description, files_of, read
 from lockstep.export.exporting import Weights, aside_of, export_weights
-from lockstep.export.formats import check_installed, loaded
+from lockstep.export.formats import ExportFormat, Safetensors, check_predicts, format_named, loaded, place
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
 from lockstep.parsing import OtherVersionError
@@ -87,15 +87,15 @@ def export(
     where there is no such run, format or weights; ExportError where the model cannot be exported or the artifact computes something else.
     """
     options = options or RunOptions(local=True)
-    export_format = _format(form)
+    export_format = format_named(form)
     if rtol is not None and not 0 <= rtol < 1:
         raise SpecError(f"rtol: got {rtol:g}, wanted a relative difference from 0 to below 1")
-    check_installed(export_format)
+    export_format.check_installed()
     store, storage = tracking_uri(uri), Path(storage).absolute()
     stored_run, spec, folder = _found(run_id, store, storage)
     weights = _weights(stored_run, folder, best=best)
     with private(spec.record.private), determinism("fast", spec.threads):
-        if export_format == "safetensors":
+        if isinstance(export_format, Safetensors):
             file = export_weights(weights, folder)
         else:
             file = _export_model(
@@ -110,7 +110,7 @@ def export(
                 fixed=fixed_batch,
                 rtol=rtol,
             )
-    _keep(store, run_id, file, f"export/{export_format}")
+    _keep(store, run_id, file, f"export/{export_format.name}")
     return Exported(str(file), read(file))
 
 
@@ -130,14 +130,9 @@ def predict(
     The job is not needed. `out` is `<name>.outputs` beside the file where it is not given. SpecError where there is no such run, artifact
     or file, or the inputs do not fit; ExportError where the artifact is damaged or fails.
     """
-    export_format, inputs_path = _format(form), Path(file)
-    if export_format == "safetensors":
-        raise SpecError("format: safetensors has weights alone; predict from pt2, onnx or torchscript")
-    if export_format == "pretrained":
-        raise SpecError(
-            "format: pretrained is run by the library that it is for; predict from pt2, onnx or torchscript"
-        )
-    check_installed(export_format)
+    export_format, inputs_path = format_named(form), Path(file)
+    check_predicts(export_format)
+    export_format.check_installed()
     arrays.check_suffix("inputs", inputs_path)
     if out is not None and Path(out).exists() and inputs_path.exists() and inputs_path.samefile(out):
         raise SpecError(
@@ -145,7 +140,7 @@ def predict(
         )
     stored_run, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
     path = place(folder, export_format, _name(stored_run, best=best))
-    command = f"lockstep export {run_id} --format {export_format}{' --best' if best else ''}"
+    command = f"lockstep export {run_id} --format {export_format.name}{' --best' if best else ''}"
     if not path.exists():
         raise SpecError(f"predict: run {run_id} has no {path.relative_to(folder)}; make it with `{command}`")
     artifact = read(path)
@@ -177,13 +172,6 @@ def _keep(store: str, run_id: str, artifact: Path, folder: str) -> None:
         keep_files(store, run_id, (description(artifact),), folder)
     else:
         keep_files(store, run_id, (artifact, description(artifact)), folder)
-
-
-def _format(given: str) -> Format:
-    for supported in FORMATS:
-        if given == supported:
-            return supported
-    raise SpecError(f"format: got {given!r}, wanted {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
 
 
 def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
@@ -236,7 +224,7 @@ def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
 
 def _export_model(
     weights: Weights,
-    form: Format,
+    form: ExportFormat,
     store: str,
     folder: Path,
     summary: Mapping[str, Any],
@@ -258,7 +246,7 @@ def _export_model(
         request = {
             **wanted,
             "spec": run.spec,
-            "form": form,
+            "form": form.name,
             "given": weights_file,
             "weights": weights._replace(state={}),
             "beside": bool(extra_state),
@@ -284,11 +272,11 @@ def _receive(execution: Execution, request: Mapping[str, Any], path: Path) -> No
         execution.receive(sent, target, MOST_BYTES)
 
 
-def _check(path: Path, weights: Weights, form: Format) -> None:
+def _check(path: Path, weights: Weights, form: ExportFormat) -> None:
     """ExportError where the description is not of these weights: who made the artifact has run the job's code."""
     artifact = read(path)
     described = artifact.run, artifact.step, artifact.weights, artifact.weights_digest, artifact.format
-    expected = weights.run, weights.step, weights.name, weights.digest, form
+    expected = weights.run, weights.step, weights.name, weights.digest, form.name
     if described != expected:
         raise ExportError(
             f"export: {path.name} is described as {described}, wanted {expected}; nothing was kept"

@@ -18,11 +18,10 @@ from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.driver.progress import Progress
+from lockstep.driver.progress import Progress, ProgressLine
 from lockstep.errors import LockstepError, StorageError
 from lockstep.files import is_there
 from lockstep.process import under_torchrun
-from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.record.redaction import redacted_fields
 from lockstep.spec.fields import Spec
@@ -139,12 +138,11 @@ class HeldProgress:
     def say(self, text: str) -> None:
         self._progress.say(text)
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        if step is not None:
-            self.step = step.step
-            if self.hold is not None:
-                self.hold.reached(step.step, step.attempt)
-        self._progress.show(step, evaluation, total_steps)
+    def show(self, line: ProgressLine) -> None:
+        self.step = line.step
+        if self.hold is not None:
+            self.hold.reached(line.step, line.attempt)
+        self._progress.show(line)
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         self._progress.table(headline, trials)

@@ -11,12 +11,12 @@ from torch import nn
 
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.export import arrays
-from lockstep.export.artifact import Format
 from lockstep.export.example import example_of
 from lockstep.export.exporting import Model, Weights, export_model, export_pretrained
+from lockstep.export.formats import FORMATS, Pretrained
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import load_beside, put_beside
 from lockstep.training.determinism import determinism
@@ -28,7 +28,7 @@ def export_here(
     weights: Weights,
     given: Path,
     beside: bool,
-    form: Format,
+    form: str,
     folder: Path,
     inputs: Path | None,
     *,
@@ -44,7 +44,7 @@ def export_here(
         def make() -> nn.Module:
             return _model(job, spec.seed, weights, tree)
 
-        if form == "pretrained":
+        if form == Pretrained.name:
             return export_pretrained(weights, job, make, folder)
         example = example_of(job, make())
         if example is None:
@@ -56,12 +56,14 @@ def export_here(
         if inputs is not None:
             values = example.values(example.rows if fixed else None)
             further = arrays.inputs_of(arrays.read(inputs), values, example.rows if fixed else None)
-        return export_model(weights, Model(make, example, further), form, folder, fixed=fixed, rtol=rtol)
+        return export_model(
+            weights, Model(make, example, further), FORMATS[form], folder, fixed=fixed, rtol=rtol
+        )
 
 
 def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any]) -> nn.Module:
     """The job's model in eval mode, as the run left it: with the weights, and what it computed with besides."""
-    seed_all(seed, "model")
+    seed_all(model_key(seed))
     try:
         model = job.model()
     except (Exception, SystemExit) as error:  # the job's own code

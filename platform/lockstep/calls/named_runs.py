@@ -8,6 +8,7 @@ what trains it is imported.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from lockstep.calls.leased_run import held_run, leads
@@ -26,8 +27,15 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What the name of a run may be."""
 
 
-def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: bool = False) -> Result:
-    """Resume the run of this name in `spec`'s storage, or start it; without a name start a new run.
+def train_named(
+    options: RunOptions,
+    spec: Spec,
+    name: str | None,
+    *,
+    takeover: bool = False,
+    on_run_id: Callable[[str], None] | None = None,
+) -> Result:
+    """Resume the run of this name in `spec`'s storage, or start it; without a name start a new run. What trains goes through here.
 
     A finished run is left as it is. SpecError if the run of that name has another spec, or if another command
     holds it; with `takeover` that command is asked to end.
@@ -39,7 +47,7 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
     if name is None:
         from lockstep.calls.runs import run_attempt
 
-        return run_attempt(spec, AttemptOrigin(), options)
+        return run_attempt(spec, AttemptOrigin(), options, on_run_id=on_run_id)
     if not re.fullmatch(NAME, name):
         raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
     storage = open_storage(spec.checkpoint.storage)
@@ -57,6 +65,8 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
                 def begun(found: str) -> None:
                     give_name(storage, name, found)
                     stack.close()  # from here on the run itself is held
+                    if on_run_id is not None:
+                        on_run_id(found)
 
                 return run_attempt(spec, AttemptOrigin(), options, on_run_id=begun)
     if takeover:
@@ -68,4 +78,6 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
     with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
         from lockstep.calls.continuation import continue_run
 
+        if on_run_id is not None:
+            on_run_id(run_id)
         return continue_run(run_id, spec, hold, options)

@@ -5,10 +5,9 @@ The run is held before the code that continues it is imported (`continuation`), 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from lockstep.calls.leased_run import held_run, leads, lies_where, refuse_held_run
 from lockstep.calls.lost_storage import refuse_lost
@@ -16,9 +15,7 @@ from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.run_checkpoints import check_step, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.driver.notebook import default_progress
-from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress
+from lockstep.driver.options import CallOptions, RunOptions, options_of_call
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.record.mirror.run_store import StoredRun
@@ -35,15 +32,9 @@ def resume(
     *,
     step: int | None = None,
     fork: bool = False,
-    local: bool = False,
-    address: str | None = None,
     uri: str | None = None,
-    progress: Progress | None = None,
-    verbose: bool = False,
-    began_at: float | None = None,
-    chaos: str | None = None,
     takeover: bool = False,
-    notify: str | Sequence[str] | None = None,
+    **options: Unpack[CallOptions],
 ) -> Result:
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
@@ -51,21 +42,13 @@ def resume(
     new run starts from the state. A finished run is left as it is, and its result is returned. The run is looked
     up in the MLflow store at `uri`; with `off`, in the folder that `record.folder` or `checkpoint.storage` names.
     SpecError if another command holds the run; with `takeover` that command is asked to end after its next step, and is
-    cut off if it does not answer. `notify` is as for `train`. Raises LockstepError.
+    cut off if it does not answer. The other options are as for `train`. Raises LockstepError.
     """
-    options = RunOptions(
-        progress=progress or default_progress(),
-        local=local,
-        address=address,
-        verbose=verbose,
-        chaos=chaos,
-        notify=notify,
-        began_at=began_at or time.time(),
-    )
+    how = options_of_call(**options)
     arguments: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
-    if options.local and unfit():
-        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **arguments), options)
-    return resume_with(options, run_id, list(overrides), **arguments)
+    if how.local and unfit():
+        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **arguments), how)
+    return resume_with(how, run_id, list(overrides), **arguments)
 
 
 def resume_with(

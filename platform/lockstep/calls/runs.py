@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lockstep.calls.leased_run import HeldProgress, held_run, leads
+from lockstep.calls.named_runs import train_named
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.lease import Hold
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.connection import importing_ahead
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.driver.notebook import default_progress
 from lockstep.driver.notification import Notifications
-from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress
+from lockstep.driver.options import CallOptions, RunOptions, options_of_call
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
@@ -39,22 +38,18 @@ def train(
     spec: Spec | str | Path | Mapping[str, Any],
     overrides: Iterable[str] = (),
     *,
-    local: bool = False,
-    address: str | None = None,
     uri: str | None = None,
-    progress: Progress | None = None,
-    verbose: bool = False,
-    began_at: float | None = None,
+    run: str | None = None,
+    takeover: bool = False,
     on_run_id: Callable[[str], None] | None = None,
-    chaos: str | None = None,
-    notify: str | Sequence[str] | None = None,
     job: type | None = None,
+    **options: Unpack[CallOptions],
 ) -> Result:
-    """Train one run to its end.
+    """Train one run to its end, as `lockstep train` does.
 
     `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `job` is the class of the job and replaces
-    `job.use` in the spec; the source of a class that a notebook or the running script defines is recorded. `local` trains without Ray,
-    in this process or as one rank under torchrun; in a notebook, or if Python hashes strings at random, the run gets its own process.
+    `job.use` in the spec; the source of a class that a notebook or the running script defines is recorded. `run` is a name: the first
+    call starts the run of this name, later ones resume it; with `takeover` from the command that holds it. `local` trains without Ray, in this process or as one rank under torchrun; in a notebook, or if Python hashes strings at random, the run gets its own process.
     Without `local`, `address` names the Ray cluster. A SIGTERM or SIGINT stops the run after the next step, and its result says KILLED.
     `on_run_id` is called once the run exists. `chaos`, such as `worker:0.02`, kills parts of the run on purpose. `notify` is a
     command, a list of words or a text for the shell, that is run at the run's start, failure and end. Raises LockstepError.
@@ -65,20 +60,12 @@ def train(
         overrides = [f"job.use={use}", *overrides]
         if isinstance(spec, Spec):
             spec = spec.model_copy(update={"job": spec.job.model_copy(update={"use": use})})
-    options = RunOptions(
-        progress=progress or default_progress(),
-        source=source or None,
-        local=local,
-        address=address,
-        verbose=verbose,
-        chaos=chaos,
-        notify=notify,
-        began_at=began_at or time.time(),
-    )
+    how = options_of_call(source, **options)
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
-    if options.local and (source or unfit()):
-        return apart(partial(run_attempt, loaded, AttemptOrigin()), options, on_run_id)
-    return run_attempt(loaded, AttemptOrigin(), options, on_run_id=on_run_id)
+    call = partial(train_named, spec=loaded, name=run, takeover=takeover)
+    if how.local and (source or unfit()):
+        return apart(call, how, on_run_id)
+    return call(how, on_run_id=on_run_id)
 
 
 def run_attempt(
@@ -151,6 +138,6 @@ def _run_attempt(
             notifications.failed(error, shown.step)
             raise
         if result is None:
-            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+            raise SystemExit(ExitCode.DONE)  # a rank of torchrun that has nothing to tell
         notifications.ended(result.status, result.step)
     return replace(result, warnings=[*result.warnings, *notifications.warnings])

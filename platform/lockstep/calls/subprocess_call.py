@@ -23,12 +23,12 @@ from typing import Any, BinaryIO, NoReturn, assert_never
 
 from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Silent
+from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
 from lockstep.errors import ClusterError, LockstepError, SilentError, first_line
+from lockstep.exit_codes import code_of_signal
 from lockstep.process import under_torchrun
-from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
 
 LOOK_S = 0.1
@@ -43,12 +43,10 @@ class LineSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsShown:
-    """The progress shows the newest rows."""
+class LineShown:
+    """The progress shows how far the run is."""
 
-    step: StepRow | None
-    evaluation: EvaluationRow | None
-    total_steps: int | None
+    line: ProgressLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Over:
     outcome: Result | LockstepError
 
 
-Message = LineSaid | RowsShown | TrialsShown | Begun | Over
+Message = LineSaid | LineShown | TrialsShown | Begun | Over
 """What the process writes into its pipe."""
 
 
@@ -140,8 +138,8 @@ def _outcome(
         match message:
             case LineSaid(text):
                 options.progress.say(text)
-            case RowsShown(step, evaluation, total_steps):
-                options.progress.show(step, evaluation, total_steps)
+            case LineShown(line):
+                options.progress.show(line)
             case TrialsShown(headline, trials):
                 options.progress.table(headline, trials)
             case Begun(run_id):
@@ -157,7 +155,7 @@ def _outcome(
 
 def _lost(code: int) -> LockstepError:
     for number in (signal.SIGINT, signal.SIGTERM):
-        if code in (128 + number, -number):
+        if code in (code_of_signal(number), -number):
             raise Interrupted(number)
     by = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return ClusterError(
@@ -208,8 +206,8 @@ class PipeProgress:
     def say(self, text: str) -> None:
         self.send(LineSaid(text))
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        self.send(RowsShown(step, evaluation, total_steps))
+    def show(self, line: ProgressLine) -> None:
+        self.send(LineShown(line))
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         self.send(TrialsShown(headline, trials))
@@ -241,7 +239,7 @@ def main() -> None:
     except LockstepError as error:
         progress.send(Over(error))
     except KeyboardInterrupt as error:  # whatever still runs here is not waited for
-        os._exit(128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT))
+        os._exit(code_of_signal(error.number if isinstance(error, Interrupted) else signal.SIGINT))
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         progress.send(Over(LockstepError(f"the run broke: {first_line(error)}")))

@@ -22,7 +22,7 @@ from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
 from lockstep.job.interface import Job, Loss
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.failure import job_at
@@ -145,7 +145,7 @@ class Fixture:
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""
-        seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, device=self.device)
+        seed_all(step_key(self.spec.seed, key.step, key.micro_batch, module.phase.key), self.device)
         with self.with_place(key), state.precision.autocast():
             loss: Loss = module(batch)
         check_loss(loss, state.precision, first=True, label=module.phase.loss_label)

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.exit_codes import ExitCode
 from lockstep.printing import complain
-
-_REFUSED = 2
 
 
 def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str | None:
@@ -35,7 +34,7 @@ def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str |
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode == _REFUSED and lines:
+    if done.returncode == ExitCode.REFUSED and lines:
         return lines[-1]
     return f"job.use: the process that imported {use!r} ended with {done.returncode}{f': {lines[-1]}' if lines else ''}"
 
@@ -48,7 +47,7 @@ def _main() -> None:
         load_job(use, json.loads(params))
     except LockstepError as error:
         complain(str(error))
-        raise SystemExit(_REFUSED) from None
+        raise SystemExit(ExitCode.REFUSED) from None
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
-from lockstep.spec.fields import Every, Length, Spec, StepDecay
+from lockstep.spec.fields import Every, Length, Spec
 from lockstep.spec.loading import load_spec
+from lockstep.spec.schedules import StepDecay
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.step.phases import refuse_phases

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.fixture import Fixture
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, update_key
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.object_state import HeldTensors
 from lockstep.training.state import TrainState
@@ -89,7 +89,7 @@ class _Updates:
                 self._own[name].grad = self._gradients[name].clone()
             leaves = {path: tensor for path, tensor in self._leaves().items() if not self._is_own(tensor)}
             with _poisoned(leaves, by_hand=True) as added:
-                seed_all(spec.seed, "update", update, *phase.key)
+                seed_all(update_key(spec.seed, update, phase.key))
                 try:
                     state.optimizer_of(phase.name).step()
                 except (Exception, SystemExit) as error:

@@ -21,7 +21,7 @@ from lockstep.record.events.union import Event, StepRow
 from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.mirror.stores import reader
-from lockstep.spec.fields import Cadence, Checkpoint, Length, OneCycle, Record, Spec
+from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.integrity.rehearsal.promise import StepRehearsal
@@ -29,7 +29,6 @@ from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.setup import check_metric
 from lockstep.training.step.phases import optimizers_of
-from lockstep.training.step.schedule import rate_factor
 
 _RUN_ID = "0" * 32
 
@@ -91,7 +90,7 @@ def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Op
     steps = fixture.plan.total_steps
     rates: tuple[float, ...] = (1.0,)
     if fixture.job.schedule(optimizer, steps) is None:
-        rates = tuple(rate_factor(fixture.spec.schedule, steps * i // 100, steps) for i in range(100))
+        rates = tuple(fixture.spec.schedule.factor(steps * i // 100, steps) for i in range(100))
     greatest = (0.0, "")
     for group in optimizer.param_groups:
         # Adam adds the decay to the gradient, which it then divides by its size: how far that pulls is not known.
@@ -109,12 +108,12 @@ def schedule(fixture: Fixture) -> list[Finding]:
     optimizer = next(iter(optimizers_of(fixture.fresh().optimizer).values()))
     if fixture.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
-    factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
-    if not isinstance(rule, OneCycle) and rule.warmup_steps >= steps:
+    factors = [rule.factor(steps * i // 100, steps) for i in range(100)]
+    if rule.warmup >= steps:
         return [
             warned(
                 "schedule",
-                f"schedule.warmup_steps = {rule.warmup_steps} and the run has {steps} steps: the rate never arrives at optimizer.lr",
+                f"schedule.warmup_steps = {rule.warmup} and the run has {steps} steps: the rate never arrives at optimizer.lr",
                 "lower schedule.warmup_steps, or train longer",
             )
         ]

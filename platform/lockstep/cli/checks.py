@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.commands import command
 from lockstep.cli.output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
+from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lockstep.checks.findings import Finding
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(check)
-    app.command()(estimate)
-    app.command()(bench)
+    command(app, "train", "lockstep check jobs/digits/train.yaml --local")(check)
+    command(app, "train", "lockstep estimate jobs/digits/train.yaml batch.micro=64")(estimate)
+    command(app, "train", "lockstep bench jobs/digits/train.yaml --workers 1,2,4 --plot bench.svg")(bench)
 
 
 def check(
@@ -42,7 +44,7 @@ def check(
         report = check_spec(spec, overrides or [], local=local, address=address, uri=uri, say=hear)
         answer(report.as_dict(), lambda: as_text(report))
     if not report.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _heard(finding: Finding) -> None:
@@ -82,7 +84,7 @@ def bench(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure how fast the same steps are on several numbers of workers, and compare their bits. Keeps no run."""
+    """Measure how fast the same steps are on several numbers of workers. Their bits are compared; no run is kept."""
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.checking import bench_spec
@@ -93,7 +95,7 @@ def bench(
         result = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=hear)
         answer(result.as_dict(), lambda: as_text(result))
     if result.same_bits is False:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _numbers(text: str) -> list[int]:

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from lockstep import printing
-from lockstep.cli.output import Address, Json, Overrides, Retries, Verbose, answered
+from lockstep.cli.commands import command
+from lockstep.cli.output import Address, Json, Overrides, Verbose, answered
+from lockstep.driver.options import declared
 from lockstep.errors import SpecError
 
 cluster = typer.Typer(
-    no_args_is_help=True, help="Several real Ray nodes on this machine, for testing; and leaving a cluster."
+    no_args_is_help=True, help="Start Ray nodes on this machine, for testing, and leave a cluster."
 )
 
 NodeId = Annotated[
@@ -138,7 +140,7 @@ def submit(
     installed: Annotated[
         bool, typer.Option("--installed", help="use the cluster's Lockstep instead of sending this one")
     ] = False,
-    retries: Retries = 3,
+    retries: Annotated[int, typer.Option(min=0, help=declared("retries").help)] = 3,
     notify: Annotated[
         str | None,
         typer.Option(
@@ -237,5 +239,10 @@ def _status(report: dict[str, Any]) -> str:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `lockstep`."""
-    app.add_typer(cluster, name="cluster")
-    app.command()(submit)
+    app.add_typer(cluster, name="cluster", rich_help_panel="maintain")
+    command(
+        app,
+        "train",
+        "lockstep submit jobs/digits/train.yaml --run night",
+        "lockstep submit --attach JOB",
+    )(submit)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.commands import command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.proofs import Sandbox
 
@@ -18,15 +19,18 @@ Best = Annotated[bool, typer.Option("--best", help="the weights of the best eval
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(export)
-    app.command()(predict)
+    command(app, "serve", "lockstep export RUN", "lockstep export RUN --format onnx --best")(export)
+    command(app, "serve", "lockstep predict RUN inputs.npy")(predict)
 
 
 def export(
     run: RunId,
     format_: Annotated[
         str,
-        typer.Option("--format", help="pt2, onnx, torchscript, safetensors (weights alone) or pretrained"),
+        typer.Option(
+            "--format",
+            help="form of the model: pt2, onnx, safetensors (weights alone) or another of docs/export.md",
+        ),
     ] = "pt2",
     best: Best = False,
     fixed_batch: Annotated[
@@ -46,7 +50,7 @@ def export(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Export a run's model, and compare what was written with the model itself."""
+    """Export a run's model. What was written is compared with the model itself."""
     began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.exporting import export as export_run
@@ -73,7 +77,7 @@ def predict(
         Path, typer.Argument(metavar="FILE", help="inputs, a row each: .npy, .npz or .safetensors")
     ],
     format_: Annotated[
-        str, typer.Option("--format", help="the artifact that is run: pt2, onnx or torchscript")
+        str, typer.Option("--format", help="the artifact that is run, such as pt2 or onnx")
     ] = "pt2",
     best: Best = False,
     output: Annotated[

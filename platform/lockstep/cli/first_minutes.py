@@ -11,14 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli.commands import command
 from lockstep.cli.output import Address, Json, Overrides, Uri, Verbose, answered
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(init)
-    app.command()(schema)
-    app.command()(doctor)
+    command(app, "train", "lockstep init mine", "lockstep init mine --kind gpt")(init)
+    command(app, "maintain", "lockstep schema > spec.schema.json")(schema)
+    command(app, "maintain", "lockstep doctor", "lockstep doctor jobs/digits/train.yaml --json")(doctor)
 
 
 def init(
@@ -27,7 +28,7 @@ def init(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a small job that trains as it is, with comments that say what to change."""
+    """Write a small job that trains as it is. Its comments say what to change."""
     with answered(json_, verbose) as answer:
         from lockstep.calls.starter import init as written
 
@@ -43,7 +44,7 @@ def schema(
     sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweep files instead")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print the JSON schema of spec files; editors use it to complete and check them."""
+    """Print the JSON schema of spec files, for editors. They complete and check specs by it."""
     with answered(as_json=False, verbose=verbose) as answer:
         from lockstep.spec.schema import spec_schema, sweep_schema
 

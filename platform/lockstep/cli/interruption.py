@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM where nothing else has taken them over, as a run does (`StopSignal`): one line, the JSON object, exit code 130 or 143.
+"""SIGINT and SIGTERM where nothing else has taken them over, as a run does (`StopSignal`): one line, the JSON object, the signal's exit code.
 
 An exception in the middle of an import leaves half a module behind, or is swallowed there. So a command that imports, or
 has not begun, ends in the handler; any other is interrupted, and clears away what it has begun.
@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.driver.signals import Interrupted
+from lockstep.exit_codes import code_of_signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -62,7 +63,7 @@ def answering(json_to: int | None) -> Iterator[None]:
 
 def end(number: int) -> NoReturn:
     """End the process; whatever still runs here is not waited for."""
-    _end("KILLED", "ended at once by a signal", 128 + number)
+    _end("KILLED", "ended at once by a signal", code_of_signal(number))
 
 
 def fail(message: str, code: int) -> NoReturn:

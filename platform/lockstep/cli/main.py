@@ -1,8 +1,7 @@
 """The `lockstep` command.
 
 With `--json` a command prints exactly one JSON object, on one line, on standard output; everything else goes
-to standard error. Exit codes: 0 done, 1 the run failed, 2 the spec or the usage is wrong, 130 and 143 stopped
-by a signal.
+to standard error. Its exit codes are those of `lockstep.exit_codes`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lockstep.cli import checks, cluster, exports, first_minutes, proofs, records, sweeps
+from lockstep.cli.commands import Given, Groups, command
 from lockstep.cli.interruption import fail, hold_signals, take_signals
 from lockstep.cli.output import (
-    Address,
     Json,
-    Notify,
     Overrides,
-    Retries,
     SpecFile,
     Uri,
     Verbose,
@@ -38,6 +35,7 @@ from lockstep.cli.output import (
 )
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
 
@@ -47,23 +45,21 @@ if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
 
 app = typer.Typer(
-    invoke_without_command=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    cls=Groups,
+    invoke_without_command=True,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
+
+OF_A_RUN = ("local", "address", "chaos", "retries", "notify")
+"""The options of a run that `train` and `resume` take."""
 
 _TOLD_VERSIONS = ("lockstep", "python", "torch", "ray", "mlflow")
 
-Local = Annotated[
-    bool, typer.Option("--local", help="train in this process, without Ray; works under torchrun")
-]
 RunName = Annotated[
     str | None,
     typer.Option("--run", help="name of the run; the same command starts this run, and later resumes it"),
-]
-ChaosRates = Annotated[
-    str | None,
-    typer.Option(
-        "--chaos", help='kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
-    ),
 ]
 Takeover = Annotated[
     bool,
@@ -104,7 +100,7 @@ def run() -> None:
         _unwritten(error)
     except Exception:  # noqa: BLE001 - a defect of Lockstep's: its traceback has texts from data in it
         say(traceback.format_exc())
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
     except SystemExit:
         try:
             sys.stdout.flush()
@@ -118,7 +114,7 @@ def _unwritten(error: OSError) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
     if not isinstance(error, BrokenPipeError):
         say(f"lockstep: standard output: cannot be written: {error.strerror}")
-    sys.exit(1)
+    sys.exit(ExitCode.FAILED)
 
 
 @app.callback()
@@ -146,20 +142,24 @@ def lockstep(
         context.fail("--json: wanted after the command, or with --version")
 
 
-@app.command()
+@command(
+    app,
+    "train",
+    "lockstep train jobs/digits/train.yaml",
+    "lockstep train jobs/digits/train.yaml --local length.epochs=1",
+    "lockstep train jobs/digits/train.yaml --dry-run --json",
+    options=OF_A_RUN,
+)
 def train(
     spec: SpecFile,
     overrides: Overrides = None,
-    json_: Json = False,
-    local: Local = False,
-    address: Address = None,
+    *,
+    given: Given,
     run_name: RunName = None,
-    uri: Uri = None,
-    chaos: ChaosRates = None,
     takeover: Takeover = False,
-    retries: Retries = 0,
-    notify: Notify = None,
+    uri: Uri = None,
     dry_run: DryRun = False,
+    json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Train one run to its end."""
@@ -178,26 +178,24 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        if retries and run_name is None:
+        if given["retries"] and run_name is None:
             raise SpecError(
                 "retries: a run that is started again is found by its name; give it one with --run"
             )
-        with running(
-            json_,
-            began_at=began_at,
-            local=local,
-            address=address,
-            verbose=verbose,
-            chaos=chaos,
-            retries=retries,
-            notify=notify,
-        ) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
         answer(result.as_dict(), lambda: _result_text(result), exit_code(result))
     raise typer.Exit(exit_code(result))
 
 
-@app.command()
+@command(
+    app,
+    "train",
+    "lockstep resume RUN",
+    "lockstep resume RUN workers.max=4",
+    "lockstep resume RUN --fork optimizer.lr=1e-4",
+    options=OF_A_RUN,
+)
 def resume(
     run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run id that lockstep train printed")],
     overrides: Overrides = None,
@@ -215,21 +213,18 @@ def resume(
             help="train it again without the samples whose ids the file has, from before their first use: a new run",
         ),
     ] = None,
-    json_: Json = False,
-    local: Local = False,
-    address: Address = None,
-    uri: Uri = None,
-    chaos: ChaosRates = None,
+    *,
+    given: Given,
     takeover: Takeover = False,
-    retries: Retries = 0,
-    notify: Notify = None,
+    uri: Uri = None,
+    json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Resume a run from its newest good checkpoint, bit for bit."""
     began_at = began()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        if retries and (fork or without is not None):
+        if given["retries"] and (fork or without is not None):
             raise SpecError(
                 "retries: a fork that is started again would be another run; leave out --retries, then resume it"
             )
@@ -237,16 +232,7 @@ def resume(
             raise SpecError(
                 "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
             )
-        with running(
-            json_,
-            began_at=began_at,
-            local=local,
-            address=address,
-            verbose=verbose,
-            chaos=chaos,
-            retries=retries,
-            notify=notify,
-        ) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result: Result | SweepResult
             if without is not None:
                 from lockstep.calls.sample_removal import resume_without
@@ -301,7 +287,7 @@ def kept_job() -> bool:
     return KEPT in os.environ
 
 
-@app.command()
+@command(app, "look", "lockstep ui", "lockstep ui --uri sqlite:///runs.db --port 5001")
 def ui(
     uri: Uri = None,
     port: Annotated[int, typer.Option(help="port to listen on")] = 5000,

@@ -19,11 +19,12 @@ import typer
 
 from lockstep import printing
 from lockstep.cli.interruption import answering, end
+from lockstep.driver.options import RunOptions, declared
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
+from lockstep.exit_codes import ExitCode, code_of_signal
 
 if TYPE_CHECKING:
-    from lockstep.driver.options import RunOptions
     from lockstep.driver.result import Result
     from lockstep.sweeps.driver import SweepResult
 
@@ -34,25 +35,9 @@ Uri = Annotated[
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides, such as optimizer.lr=1e-3"),
+    typer.Argument(metavar="KEY=VALUE", help="dotted overrides, such as optimizer.lr=1e-3"),
 ]
-Address = Annotated[str | None, typer.Option(help="Ray cluster: an address, auto or local")]
-Retries = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
-    ),
-]
-Notify = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COMMAND",
-        envvar="LOCKSTEP_NOTIFY",
-        show_envvar=False,
-        help="shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
-    ),
-]
+Address = Annotated[str | None, typer.Option(help=declared("address").help)]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 RUNS = Path("runs")
@@ -110,17 +95,17 @@ def open_standard_streams() -> None:
 class Answer(Protocol):
     """How a command answers: with `value` as JSON, or with the text.
 
-    `code` is the command's exit code. If the answer cannot be written, a 0 becomes the code of a failure: whoever asked has not heard.
+    `code` is the command's exit code. If the answer cannot be written, DONE becomes the code of a failure: whoever asked has not heard.
     """
 
     def __call__(self, value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None: ...
 
 
 @contextmanager
-def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answer]:
+def answered(as_json: bool, verbose: bool, unanswered: int = ExitCode.FAILED) -> Iterator[Answer]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
 
-    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
+    `unanswered` is the code of a failure: another one than FAILED where that is an answer of the command's. Meanwhile
     standard output leads to standard error, for libraries and child processes as well.
     """
     sys.stdout.flush()
@@ -142,7 +127,7 @@ def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answ
             except KeyboardInterrupt as error:
                 end(error.number if isinstance(error, Interrupted) else signal.SIGINT)
     except (LockstepError, OSError) as error:
-        message, code = f"{error}; --verbose shows where", 1
+        message, code = f"{error}; --verbose shows where", int(ExitCode.FAILED)
         if isinstance(error, LockstepError):
             message, code = str(error), error.exit_code
         code = max(code, unanswered)
@@ -182,39 +167,19 @@ def began() -> float:
 
 
 @contextmanager
-def running(
-    as_json: bool,
-    *,
-    began_at: float,
-    verbose: bool,
-    local: bool = False,
-    address: str | None = None,
-    chaos: str | None = None,
-    retries: int = 0,
-    notify: str | None = None,
-) -> Iterator[RunOptions]:
-    """The options of a command that trains, as one value. The live line is shown meanwhile; nothing with `--json`."""
-    if retries:
+def running(as_json: bool, *, began_at: float, verbose: bool, **given: Any) -> Iterator[RunOptions]:
+    """The options of a command that trains, as one value; `given` are fields of RunOptions. The live line is shown meanwhile; nothing with `--json`."""
+    if given.get("retries"):
         from lockstep.clusters.driver_restarter import first_job
 
         first_job()  # before anything is begun
-    from lockstep.driver.options import RunOptions
     from lockstep.driver.progress import Line, Silent
 
     line = None if as_json else Line()
     with nullcontext() if line is None else line.running():
-        yield RunOptions(
-            progress=line or Silent(),
-            local=local,
-            address=address,
-            verbose=verbose,
-            chaos=chaos,
-            retries=retries,
-            notify=notify,
-            began_at=began_at,
-        )
+        yield RunOptions(progress=line or Silent(), verbose=verbose, began_at=began_at, **given)
 
 
 def exit_code(result: Result | SweepResult) -> int:
     """That of a run or a sweep which has ended."""
-    return 0 if result.signal_number is None else 128 + result.signal_number
+    return ExitCode.DONE if result.signal_number is None else code_of_signal(result.signal_number)

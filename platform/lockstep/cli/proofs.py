@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.commands import Given, command
 from lockstep.cli.output import (
     RUNS,
-    Address,
     Json,
     Overrides,
     RunId,
@@ -21,6 +21,7 @@ from lockstep.cli.output import (
     began,
     running,
 )
+from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lockstep.calls.attestation import Attested, Checked
@@ -43,11 +44,18 @@ OptionalRunId = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(verify)
-    app.command()(diff)
-    app.command()(guard)
-    app.command()(replay)
-    app.command()(attest)
+    command(
+        app,
+        "prove",
+        "lockstep verify RUN",
+        "lockstep verify RUN --all --workers 2",
+        "lockstep verify --statement RUN.intoto.json --key signer.pem",
+        options=("local", "address"),
+    )(verify)
+    command(app, "prove", "lockstep diff RUN OTHER", "lockstep diff a.yaml b.yaml --steps 50")(diff)
+    command(app, "prove", "lockstep guard jobs/digits/train.yaml --base HEAD~1")(guard)
+    command(app, "prove", "lockstep replay RUN --step 412 --inspect")(replay)
+    command(app, "prove", "lockstep attest RUN --key signer-private.pem")(attest)
 
 
 def verify(
@@ -76,7 +84,6 @@ def verify(
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="W", help="how many workers; default: as the run's spec says")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="in one process, without Ray")] = False,
     sandbox: Annotated[
         bool | None,
         typer.Option(
@@ -84,15 +91,16 @@ def verify(
             help="whether the run's code is confined, in one process: no network, nothing to write to, no record; default: with --statement",
         ),
     ] = None,
-    address: Address = None,
+    *,
+    given: Given,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Repeat steps of a recorded run, and compare every bit with its record."""
+    """Repeat steps of a run, and compare every bit with its record."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.verify import verify as verify_run
         from lockstep.errors import SpecError
 
@@ -104,8 +112,8 @@ def verify(
             from lockstep.calls.attestation import check_statement
 
             sandbox = sandbox is not False
-            local = local or (sandbox and workers is None and address is None)
-            with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
+            given = _here(given, sandbox and workers is None)
+            with running(json_, began_at=began_at, verbose=verbose, **given) as options:
                 checked = check_statement(
                     statement,
                     key=key,
@@ -120,12 +128,12 @@ def verify(
                 )
             answer(checked.as_dict(), lambda: checked_as_text(checked))
             if not checked.same:
-                raise typer.Exit(1)
+                raise typer.Exit(ExitCode.FAILED)
             return
         if run is None or key is not None:
             raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
-        local = local or (sandbox is True and workers is None and address is None)
-        with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
+        given = _here(given, sandbox is True and workers is None)
+        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result = verify_run(
                 run,
                 from_step=from_,
@@ -141,7 +149,12 @@ def verify(
             )
         answer(result.as_dict(), lambda: as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _here(given: Given, confined: bool) -> Given:
+    """The options, in this process where one of it is confined, unless a cluster is named."""
+    return {**given, "local": given["local"] or (confined and given["address"] is None)}
 
 
 def diff(
@@ -157,9 +170,9 @@ def diff(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator that differ."""
+    """Compare two runs, down to the first operator that differs. What differs by intention is told as well."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.diff import diff as diff_runs
 
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
@@ -168,7 +181,7 @@ def diff(
             )
         answer(result.as_dict(), lambda: difference_as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def guard(
@@ -189,7 +202,7 @@ def guard(
 ) -> None:
     """Check whether the working tree trains the same bits as a commit."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.guarding import guard as guard_bits
         from lockstep.errors import SpecError
 
@@ -208,7 +221,7 @@ def guard(
             )
         answer(result.as_dict(), lambda: guarded_as_text(result))
     if not result.same:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def replay(
@@ -239,7 +252,7 @@ def replay(
 ) -> None:
     """Repeat one step of a recorded run, and inspect it."""
     began_at = began()
-    with answered(json_, verbose, unanswered=2) as answer:
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.replay_call import replay as replay_step
 
         with running(json_ or pdb, began_at=began_at, local=True, verbose=verbose) as options:
@@ -258,7 +271,7 @@ def replay(
             )
         answer(result.as_dict(), lambda: inspected_as_text(result))
     if result.difference:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def attest(
@@ -274,8 +287,8 @@ def attest(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a statement of what a finished run is, in in-toto's format, signed if a key is given."""
-    with answered(json_, verbose, unanswered=2) as answer:
+    """Write a statement of what a finished run is. Its format is in-toto's; it is signed if a key is given."""
+    with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.attestation import attest as attest_run
 
         result = attest_run(run, key=key, out=out, uri=uri, storage=storage)

@@ -1,4 +1,4 @@
-"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`, `record tensorboard`, `record wandb`."""
+"""Commands on what is recorded: `runs`, `show`, `status`, `compare`, `pin`, `record sync`, `record check`, `record tensorboard`, `record wandb`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.commands import command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.printing import on_one_line, table
 
 if TYPE_CHECKING:
-    from lockstep.record.mirror.run_store import RunInfo
+    from lockstep.record.mirror.run_store import RunInfo, RunReader
     from lockstep.views.curves import Curves
     from lockstep.views.terminal import Screen
 
@@ -24,15 +26,35 @@ record = typer.Typer(help="Maintain recorded runs.", no_args_is_help=True)
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(runs)
-    app.command()(show)
-    app.command()(pin)
-    app.add_typer(record, name="record")
+    command(
+        app,
+        "look",
+        "lockstep runs",
+        'lockstep runs --where "eval/accuracy > 0.9 and status = FINISHED"',
+        "lockstep runs --uri off --storage runs",
+    )(runs)
+    command(app, "look", "lockstep show RUN", "lockstep show RUN --plot train/loss 'eval/*'")(show)
+    command(app, "look", "lockstep status RUN", "lockstep status RUN --json")(status)
+    command(
+        app,
+        "look",
+        "lockstep compare RUN OTHER",
+        "lockstep compare RUN OTHER --key train/loss --key 'eval/*' --html curves.html",
+    )(compare)
+    command(app, "maintain", "lockstep pin RUN 1000", "lockstep pin RUN 1000 --remove")(pin)
+    app.add_typer(record, name="record", rich_help_panel="maintain")
 
 
 def runs(
     uri: Uri = None,
     experiment: Annotated[str | None, typer.Option(help="only runs of this experiment")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="only runs whose metrics, params and facts meet this, such as 'eval/accuracy > 0.9 and status = FINISHED'",
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="maximum number of runs, from 1 to 1000")] = 20,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -51,16 +73,30 @@ def runs(
                 f"storage: there is no folder {str(storage)!r}; name the one that contains the run folders"
             )
         there = reader(store, storage)
-        stored_runs = there.runs(experiment, limit)
+        stored_runs = (
+            there.runs(experiment, limit) if where is None else _where(there, where, experiment)[:limit]
+        )
         for line in there.passed_over:
             say(f"lockstep: {line}")
         answer({"runs": [_row(run) for run in stored_runs]}, lambda: _table(stored_runs))
 
 
+_MOST_LISTED = 1000
+"""The newest runs among which those that meet a condition are looked for."""
+
+
+def _where(store: RunReader, text: str, experiment: str | None) -> list[RunInfo]:
+    from lockstep.views.curves import last_metrics
+    from lockstep.views.run_filter import conditions, matching
+
+    wanted = conditions(text)
+    return matching(store.runs(experiment, _MOST_LISTED), wanted, last_metrics)
+
+
 def show(
     run: RunId,
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="with --plot: the curves to draw")
+        list[str] | None, typer.Argument(metavar="KEY", help="with --plot: the curves to draw")
     ] = None,
     plot: Annotated[
         bool,
@@ -94,6 +130,65 @@ def show(
         answer(
             {**stored_run._asdict(), "artifacts": artifacts, "attempts": attempts},
             lambda: _page(stored_run, artifacts) + _attempts(attempts),
+        )
+
+
+def status(
+    run: RunId,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show how far a run is, and how long it still takes."""
+    with answered(json_, verbose) as answer:
+        from lockstep.driver.resume_hint import resume_command
+        from lockstep.record.mirror.stores import reader
+        from lockstep.spec.locations import tracking_uri
+        from lockstep.views.status import as_text, status_of
+
+        store = tracking_uri(uri)
+        folder = _folder(run, uri, storage)
+        found = status_of(reader(store, storage).run(run), store, folder, time.time())
+        answer(found.as_dict(), lambda: as_text(found, resume_command(run, store, str(folder.absolute()))))
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="the ids of runs")],
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key",
+            metavar="KEY",
+            help="a curve, or several with *; give it once for each; default: as for show",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="write a page that needs no other file")
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare the specs and curves of several runs."""
+    screen = _screen()  # before standard output leads to standard error
+    with answered(json_, verbose) as answer:
+        from lockstep.files import write_text
+        from lockstep.views.comparison import MOST, as_page, as_text, compared
+
+        ids = list(dict.fromkeys(runs))
+        if not 2 <= len(ids) <= MOST:
+            raise SpecError(
+                f"compare: got {len(ids)} run{'s' * (len(ids) != 1)}, wanted from 2 to {MOST}; `lockstep show RUN --plot` draws one"
+            )
+        found = compared([_curves(run, uri, storage) for run in ids], keys or [])
+        if page is not None:
+            write_text(page, as_page(found))
+        lines = [] if page is None else [f"written           {page}"]
+        answer(
+            {**found.as_dict(), "html": page and str(page)},
+            lambda: "\n\n".join([as_text(found, screen), *lines]),
         )
 
 
@@ -163,12 +258,12 @@ def check(
             lambda: "\n".join([*lines, f"run {run}: {verdict}"]),
         )
         if remaining:
-            raise typer.Exit(1)
+            raise typer.Exit(ExitCode.FAILED)
 
 
 @record.command()
 def tensorboard(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="the ids of runs")],
     logdir: Annotated[
         Path, typer.Option(help="folder for the event files; each run gets a folder in it")
     ] = Path("tensorboard"),
@@ -195,7 +290,7 @@ def tensorboard(
 
 @record.command()
 def wandb(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="the ids of runs")],
     directory: Annotated[
         Path, typer.Option("--dir", help="folder for the offline runs; each run gets a folder in it")
     ] = Path("wandb"),

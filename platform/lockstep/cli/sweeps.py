@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.commands import Given, command
 from lockstep.cli.output import (
-    Address,
     Json,
-    Notify,
     Overrides,
     SpecFile,
     Uri,
@@ -32,20 +31,28 @@ SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP", help="a YAML file; s
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(sweep)
-    app.command("lr-find")(lr_find)
+    command(
+        app,
+        "train",
+        "lockstep sweep jobs/digits/sweep.yaml",
+        "lockstep sweep jobs/digits/sweep.yaml trials=4 spec.length.epochs=5",
+        options=("address", "notify"),
+    )(sweep)
+    command(app, "train", "lockstep lr-find jobs/digits/train.yaml --plot lr-find.svg", name="lr-find")(
+        lr_find
+    )
 
 
 def sweep(
     sweep_file: SweepFile,
     overrides: Overrides = None,
-    json_: Json = False,
-    address: Address = None,
+    *,
+    given: Given,
     uri: Uri = None,
-    notify: Notify = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the sweep and its trials, and train nothing")
     ] = False,
+    json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Search learning rate, precision or any other field with Ray Tune."""
@@ -61,7 +68,7 @@ def sweep(
             return
         from lockstep.sweeps.driver import run_sweep
 
-        with running(json_, began_at=began_at, address=address, verbose=verbose, notify=notify) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result = run_sweep(options, loaded)
         answer(result.as_dict(), lambda: as_text(result), exit_code(result))
     raise typer.Exit(exit_code(result))

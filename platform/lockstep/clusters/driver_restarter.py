@@ -23,15 +23,10 @@ from lockstep.clusters.bounded_calls import answer_of, unanswered, within
 from lockstep.clusters.ray_internals import jobs, unavailable
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
+from lockstep.exit_codes import DECIDED, ExitCode
 
 KEPT = "LOCKSTEP_KEPT"
 """Environment variable of a driver that a driver restarter has started: the id of the run's first job."""
-
-EX_TEMPFAIL = 75
-"""The exit code of a run with a driver restarter that ended for a reason that may pass (sysexits.h)."""
-
-OWN_ENDS = {0, 1, 2, 130, 143}
-"""Exit codes of a run that ended by its own decision: finished, failed, refused, stopped by a signal."""
 
 LOOK_S = 2.0
 """Seconds between two looks at a job."""
@@ -54,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 def was_lost(status: str, exit_code: int | None) -> bool:
     """Whether a job has ended, but not by its run's own decision."""
-    return status == "FAILED" and exit_code not in OWN_ENDS
+    return status == "FAILED" and exit_code not in DECIDED
 
 
 def pause_s(retry: int) -> float:
@@ -180,7 +175,7 @@ def _start_driver_restarter(first: str, retries: int) -> Any:
 def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
     """With `retries`, let a driver restarter watch the run while the block trains it on a connected cluster.
 
-    An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL, unless a signal ended the run.
+    An error that ends the block for a reason that may pass gets the exit code MAY_PASS, unless a signal ended the run.
     """
     if not retries:
         yield
@@ -191,7 +186,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except LockstepError as error:
         if isinstance(error, ClusterError | TransientStorageError) and not was_signalled(error):
-            error.exit_code = EX_TEMPFAIL
+            error.exit_code = ExitCode.MAY_PASS
         raise
 
 

@@ -31,6 +31,7 @@ from lockstep.clusters.ray_internals.fork_server import py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.warm_server import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
+from lockstep.exit_codes import ExitCode
 from lockstep.process import started
 from lockstep.training.worker_environment import sent_environment
 
@@ -276,7 +277,7 @@ def hold(config: dict[str, Any]) -> None:
     """Start the nodes, report where they are, and keep them until SIGTERM, with the process that imports ahead for their workers."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(0)
+        raise SystemExit(ExitCode.DONE)
 
     signal.signal(signal.SIGTERM, stop)
     host, folder = config["host"], Path(config["folder"])

@@ -22,6 +22,7 @@ from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.packaging import NOTED, pack
 from lockstep.clusters.run_registry import notices
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
+from lockstep.exit_codes import ExitCode
 from lockstep.record.mirror.documents import without_password
 from lockstep.record.redaction import redacted
 from lockstep.spec.loading import load_spec
@@ -340,11 +341,11 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
     status = str(getattr(info.status, "value", info.status))
     code: int | None = info.driver_exit_code
     if status == "SUCCEEDED":
-        code = 0
+        code = ExitCode.DONE
     elif status == "STOPPED":
-        code = 143
+        code = ExitCode.TERMINATED
     elif status == "FAILED":
-        code = code or 1
+        code = code or ExitCode.FAILED
     else:
         code = None
     match = RETRIES.search(info.entrypoint or "")

@@ -18,7 +18,7 @@ from lockstep.data.contents import UnreadableError, leaves, tree_of
 from lockstep.data.dataset import Fingerprinted, fetch_one, is_fingerprinted
 from lockstep.errors import DataError, JobError, LockstepError, first_line
 from lockstep.job.frames import place_in_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import sample_key, seed_all
 
 SAMPLES = 16
 """Samples, evenly spread, that stand for a dataset without a fingerprint of its own."""
@@ -93,7 +93,7 @@ def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
     A run that took "cannot be fetched" for its content would not be resumed once it can.
     """
     for pause_s in (*PAUSES_S, None):
-        seed_all(seed, "fingerprint", index)
+        seed_all(sample_key(seed, "fingerprint", index))
         try:
             return (fetch_one(dataset, index),)
         except LockstepError:

@@ -20,7 +20,7 @@ from lockstep.data.contents import UnreadableError, digest
 from lockstep.data.dataset import fetch_one, is_table
 from lockstep.data.order import Bijection
 from lockstep.data.own_order import number_of_ids
-from lockstep.randomness import seed_all
+from lockstep.randomness import sample_key, seed_all
 
 if TYPE_CHECKING:
     from lockstep.data.tables import Table  # pyarrow's Parquet costs a fifth of a second
@@ -109,7 +109,7 @@ def _digests(dataset: Any, size: int, seed: int, until: float) -> list[tuple[byt
         for index in order(np.arange(start, min(start + DRAWN, size))).tolist():
             if time.perf_counter() > until and digests:
                 return digests
-            seed_all(seed, "leakage")
+            seed_all(sample_key(seed, "leakage"))
             try:
                 sample = fetch_one(dataset, index)
             except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lockstep.errors import JobError, LockstepError
 from lockstep.failure_kinds import may_pass
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
-from lockstep.randomness import Draws, seed_all
+from lockstep.randomness import Draws, fetch_key, seed_all
 from lockstep.threads import one_thread
 
 
@@ -33,7 +33,7 @@ class MicroBatches(Dataset[Any]):
         collate: Callable[[Sequence[Any]], Any],
         *,
         seed: int,
-        purpose: str,
+        purpose: Literal["data", "eval data"],
     ) -> None:
         self.samples = samples
         self.collate = collate
@@ -48,7 +48,7 @@ class MicroBatches(Dataset[Any]):
         """The collated micro-batch, None for one without samples; or the error, as a value, so that it leaves a loader process as it is."""
         if not len(batch.ids):
             return None
-        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        seed_all(fetch_key(self.seed, self.purpose, batch.step, batch.micro_batch))
         try:
             with one_thread():
                 rows = self._gathered(batch)
@@ -60,7 +60,7 @@ class MicroBatches(Dataset[Any]):
         """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
         if not len(batch.ids):
             return None
-        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        seed_all(fetch_key(self.seed, self.purpose, batch.step, batch.micro_batch))
         try:
             with one_thread():
                 return self._collated(batch, fetched.result())
@@ -116,7 +116,7 @@ class MicroBatches(Dataset[Any]):
         """JobError for a dataset that says `draws_nothing` and draws: its thread has no seed, and would take from the training's numbers."""
         if not self.draws_nothing:
             return
-        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        seed_all(fetch_key(self.seed, self.purpose, batch.step, batch.micro_batch))
         initial_state, draws = Draws().state(), Draws()
         with one_thread():
             self.fetched(batch._replace(due=()))

@@ -15,7 +15,7 @@ from lockstep.data.dataset import OrdersItself, orders_itself
 from lockstep.data.mixture import MixtureOrder
 from lockstep.data.order import Ids, Order, Shuffle
 from lockstep.errors import JobError
-from lockstep.randomness import seed_all
+from lockstep.randomness import epoch_order_key, seed_all
 
 Guard = Callable[[str], AbstractContextManager[None]]
 """Tells what the job's own code raises in a block, by the place that it is given."""
@@ -50,7 +50,7 @@ def own_order(
     Raises JobError for what does not give an id for each of `samples` positions; where it is no array, at the slice that does not.
     """
     what = f"epoch_order of {type(dataset).__name__}, epoch {epoch}"
-    seed_all(seed, "epoch order", epoch)
+    seed_all(epoch_order_key(seed, epoch))
     with guard(f"in {what}"):
         order = dataset.epoch_order(seed, epoch, shuffle)
         ids = number_of_ids(dataset)

@@ -151,7 +151,8 @@ class LocalRun:
     def show(self) -> None:
         """Bring the progress line up to now."""
         self.hear()
-        self._progress.show(self.view.step, self.view.evaluation, self.view.total_steps)
+        if (line := self.view.progress_line()) is not None:
+            self._progress.show(line)
 
     def shown(self) -> AbstractContextManager[None]:
         """Show how it goes twice a second, from a thread of its own."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep import printing
-from lockstep.driver.progress import Progress, Rate, Silent, describe
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.driver.progress import Progress, ProgressLine, Silent
 
 
 def in_notebook() -> bool:
@@ -31,17 +30,14 @@ class CellLine:
     """Progress as one line below a cell, which is rewritten; other lines stay above it."""
 
     def __init__(self) -> None:
-        self._rate = Rate()
         self._handle: Any = None
         self._shown = ""
 
     def say(self, text: str) -> None:
         printing.write(f"{text}\n", sys.stdout)
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        if step is not None:
-            self._rate.add(step)
-            self._display(describe(step, evaluation, total_steps, self._rate))
+    def show(self, line: ProgressLine) -> None:
+        self._display(line.text)
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         self._display(headline)

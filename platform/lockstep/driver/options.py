@@ -1,12 +1,34 @@
-"""How a call executes a run: where, and what it shows. Nothing here changes a bit of the run."""
+"""How a call executes a run: where, and what it shows. Nothing here changes a bit of the run.
+
+The command line and the calls from Python have these options from here: a new one is a field of RunOptions, which says how a command
+takes it, and a line of CallOptions. What acts on it reads the field.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
 
 from lockstep.driver.progress import Progress, Silent
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """How a command takes an option."""
+
+    help: str
+    metavar: str | None = None
+    least: int | None = None
+    variable: str | None = None
+    """The environment variable that has its value where the command line has none."""
+
+
+def _taken(default: Any, text: str, **more: Any) -> Any:
+    """A field that commands take as an option."""
+    return field(default=default, metadata={"declared": Declared(text, **more)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,19 +36,66 @@ class RunOptions:
     """The options that train, resume and sweep have in common."""
 
     progress: Progress = field(default_factory=Silent)
-    local: bool = False
+    local: bool = _taken(False, "train in this process, without Ray; works under torchrun")
     """Train in this process without Ray, or as one rank under torchrun."""
-    address: str | None = None
+    address: str | None = _taken(None, "Ray cluster: an address, auto or local")
     """The Ray cluster, as `cluster_address` reads it."""
     verbose: bool = False
     """Show what Ray itself logs."""
-    chaos: str | None = None
+    chaos: str | None = _taken(
+        None, 'kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
+    )
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
-    retries: int = 0
+    retries: int = _taken(
+        0,
+        "in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
+        least=0,
+    )
     """How often the run is started again if its driver is lost."""
-    notify: str | Sequence[str] | None = None
+    notify: str | Sequence[str] | None = _taken(
+        None,
+        "shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
+        metavar="COMMAND",
+        variable="LOCKSTEP_NOTIFY",
+    )
     """A command, a list of words or a text for the shell, that is run at the run's start, failure and end."""
     source: Mapping[str, bytes] | None = None
     """The job's files by their paths below a source root, if they are in no folder: those of a class of `__main__`."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""
+
+
+class SweepCallOptions(TypedDict, total=False):
+    """What `lockstep.sweep` takes by name; each is the field of RunOptions, and left out as None."""
+
+    progress: Progress | None
+    address: str | None
+    verbose: bool
+    notify: str | Sequence[str] | None
+    began_at: float | None
+
+
+class CallOptions(SweepCallOptions, total=False):
+    """What `lockstep.train` and `lockstep.resume` take by name."""
+
+    local: bool
+    chaos: str | None
+
+
+def options_of_call(source: Mapping[str, bytes] | None = None, **options: Unpack[CallOptions]) -> RunOptions:
+    """The options of a call from Python; in a notebook its progress is shown below the cell. TypeError for one that there is not."""
+    if unknown := sorted(options.keys() - CallOptions.__annotations__.keys()):
+        raise TypeError(
+            f"there is no option {unknown[0]!r}; there are {', '.join(CallOptions.__annotations__)}"
+        )
+    from lockstep.driver.notebook import default_progress
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return RunOptions(**{"progress": default_progress(), "source": source or None, **given})
+
+
+def declared(name: str) -> Declared:
+    """How commands take the option of this name."""
+    (found,) = (entry for entry in dataclasses.fields(RunOptions) if entry.name == name)
+    declaration: Declared = found.metadata["declared"]
+    return declaration

@@ -5,13 +5,44 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lockstep.printing import on_one_line, printable
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.events.union import StepRow
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class ProgressLine(NamedTuple):
+    """How far a run is. A new figure is a field here, its value in `RunView.progress_line`, and its words in `text`."""
+
+    step: int
+    """The last step that is done."""
+    attempt: int
+    epoch: int
+    """Counted from 0."""
+    total_steps: int | None
+    loss: float
+    metrics: Mapping[str, float]
+    """Of the newest evaluation."""
+    samples_per_s: float
+    """0 until there is a rate, as are the two below."""
+    waiting: float
+    """The share of the time that the newest step waited for data."""
+    left_s: float
+
+    @property
+    def text(self) -> str:
+        """The line as every screen shows it."""
+        of = f"/{self.total_steps}" if self.total_steps else ""
+        parts = [f"epoch {self.epoch + 1}", f"step {self.step}{of}", f"loss {self.loss:.4f}"]
+        parts += [f"{name} {value:.4f}" for name, value in list(self.metrics.items())[:2]]
+        if self.samples_per_s:
+            parts += [f"{self.samples_per_s:,.0f} samples/s", f"waiting for data {self.waiting:.0%}"]
+        if self.left_s:
+            parts.append(f"{_duration(self.left_s)} left")
+        return " · ".join(parts)
 
 
 class Progress(Protocol):
@@ -20,8 +51,8 @@ class Progress(Protocol):
     def say(self, text: str) -> None:
         """Print a line that stays."""
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        """Show the newest rows."""
+    def show(self, line: ProgressLine) -> None:
+        """Show how far the run is."""
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         """Show how a sweep stands, and some of its trials: those that ended last and those that go on."""
@@ -32,9 +63,7 @@ class Silent:
 
     def say(self, text: str) -> None: ...
 
-    def show(
-        self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None
-    ) -> None: ...
+    def show(self, line: ProgressLine) -> None: ...
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -83,7 +112,6 @@ class Line:
 
         self.console = _console()
         self._live = Live(console=self.console, refresh_per_second=4, transient=False)
-        self._rate = Rate()
         self._epoch_shown = -1
 
     @contextmanager
@@ -98,16 +126,12 @@ class Line:
     def say(self, text: str) -> None:
         self.console.print(printable(text), soft_wrap=True, markup=False)
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        if step is None:
-            return
-        self._rate.add(step)
-        text = describe(step, evaluation, total_steps, self._rate)
+    def show(self, line: ProgressLine) -> None:
         if self.console.is_terminal:
-            self._live.update(on_one_line(text))
-        elif step.epoch != self._epoch_shown:
-            self._epoch_shown = step.epoch
-            self.say(text)
+            self._live.update(on_one_line(line.text))
+        elif line.epoch != self._epoch_shown:
+            self._epoch_shown = line.epoch
+            self.say(line.text)
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
         if self.console.is_terminal:
@@ -150,20 +174,6 @@ class Rate:
             self.steps_per_s = steps / seconds
             self.samples_per_s = (row.samples - self._first.samples) / seconds
         self.waiting = row.data_wait_s / row.step_s if row.step_s else 0.0
-
-
-def describe(step: StepRow, evaluation: EvaluationRow | None, total_steps: int | None, rate: Rate) -> str:
-    """The line's text."""
-    parts = [f"epoch {step.epoch + 1}", f"step {step.step}" + (f"/{total_steps}" if total_steps else "")]
-    parts.append(f"loss {step.loss:.4f}")
-    if evaluation is not None:
-        parts += [f"{name} {value:.4f}" for name, value in list(evaluation.metrics.items())[:2]]
-    if rate.samples_per_s:
-        parts.append(f"{rate.samples_per_s:,.0f} samples/s")
-        parts.append(f"waiting for data {rate.waiting:.0%}")
-        if total_steps and rate.steps_per_s:
-            parts.append(f"{_duration((total_steps - step.step) / rate.steps_per_s)} left")
-    return " · ".join(parts)
 
 
 def _duration(seconds: float) -> str:

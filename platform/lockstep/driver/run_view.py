@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
+from lockstep.driver.progress import ProgressLine, Rate
 from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.failure_kinds import said_by_watchdog
 from lockstep.record.events import union
@@ -53,6 +54,7 @@ class RunView:
     error: LockstepError | None = None
     """The first error that a worker told, before any that is the loss of a peer: that is its consequence."""
     details: str = ""
+    rate: Rate = field(default_factory=Rate)
     broken: list[Broke] = field(default_factory=list)
     """The failures in the midst of a micro-batch."""
     device_ranks: set[int] = field(default_factory=set)
@@ -65,7 +67,15 @@ class RunView:
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
-        return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings, saved=self.saved)
+        return RunView(
+            attempt,
+            self.step,
+            self.evaluation,
+            self.total_steps,
+            self.warnings,
+            saved=self.saved,
+            rate=self.rate,
+        )
 
     def gone_on(self, attempt: int, workers: Sequence[int]) -> RunView:
         """The view of an attempt that goes on in memory: its members are those that these ranks were."""
@@ -74,6 +84,24 @@ class RunView:
         view.members = {rank: replace(member, rank=rank) for rank, member in old.items()}
         view.signs_of_life = self.signs_of_life + 1  # it trains: it may not be silent for as long as it likes
         return view
+
+    def progress_line(self) -> ProgressLine | None:
+        """How far the run is; None before its first step."""
+        row = self.step
+        if row is None:
+            return None
+        remaining = max(0, (self.total_steps or 0) - row.step)
+        return ProgressLine(
+            step=row.step,
+            attempt=row.attempt,
+            epoch=row.epoch,
+            total_steps=self.total_steps,
+            loss=row.loss,
+            metrics={} if self.evaluation is None else self.evaluation.metrics,
+            samples_per_s=self.rate.samples_per_s,
+            waiting=self.rate.waiting,
+            left_s=remaining / self.rate.steps_per_s if self.rate.steps_per_s else 0.0,
+        )
 
     def take(self, event: Event) -> None:
         """Take in what the attempt tells."""
@@ -129,6 +157,7 @@ class RunView:
 
     def _take_step(self, row: StepRow) -> None:
         self.step = row
+        self.rate.add(row)
         if row.attempt == self.attempt:
             self.signs_of_life += 1
             self.stage_ends.setdefault("first_step", row.wall_clock)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from lockstep.errors import LockstepError
+from lockstep.exit_codes import SIGNALLED, code_of_signal
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
@@ -79,13 +80,13 @@ def _end_after_two(read: int) -> None:
         another = number in (signal.SIGINT, signal.SIGTERM) and first.take(number)
     time.sleep(GRACE_S)
     os.write(2, b"lockstep: ended at once by a second signal\n")
-    os._exit(128 + number)
+    os._exit(code_of_signal(number))
 
 
 def was_signalled(error: BaseException) -> bool:
     """Whether a signal ended the run: at once, or where it would have gone on after this error (`StopSignal.ended`)."""
     return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, LockstepError) and error.exit_code > 128
+        isinstance(error, LockstepError) and error.exit_code in SIGNALLED
     )
 
 
@@ -122,7 +123,7 @@ class StopSignal:
     def ended(self, error: ErrorT) -> ErrorT:
         """The error of a run that would go on but for the signal that came: it gets the signal's exit code."""
         assert self.number is not None
-        error.exit_code = 128 + self.number
+        error.exit_code = code_of_signal(self.number)
         return error
 
     def check(self) -> None:

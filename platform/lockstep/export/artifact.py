@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import pydantic
 import torch
 
 from lockstep.errors import ExportError
-
-Format = Literal["pt2", "onnx", "torchscript", "safetensors", "pretrained"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-
-SUFFIX: dict[Format, str] = {
-    "pt2": ".pt2",
-    "onnx": ".onnx",
-    "torchscript": ".pt",
-    "safetensors": ".safetensors",
-    "pretrained": "",  # a folder
-}
 
 BATCH = "batch"
 """Stands in a shape for the number of rows, where any number will do."""
@@ -66,7 +55,8 @@ class Artifact(_Part):
     weights: str
     """`final`, `ema` or `best`: the file of weights that it was made of."""
     weights_digest: str
-    format: Format
+    format: str
+    """Its name in `formats.FORMATS`."""
     file: str
     bytes: int
     sha256: str
@@ -81,11 +71,6 @@ class Artifact(_Part):
     parity: Parity
     notes: tuple[str, ...]
     """What the exporter warned of."""
-
-
-def place(folder: Path, form: Format, weights: str) -> Path:
-    """The file of an artifact in the folder of its run."""
-    return folder / "export" / form / f"{weights}{SUFFIX[form]}"
 
 
 def description(file: Path) -> Path:

@@ -17,25 +17,24 @@ from torch import Tensor, nn
 from lockstep.errors import ExportError, SpecError, StorageError, first_line
 from lockstep.export.artifact import (
     BATCH,
-    SUFFIX,
     Artifact,
-    Format,
     Parity,
     Value,
     description,
     dtype_name,
     files_of,
-    place,
     sha256,
 )
 from lockstep.export.example import Example, Inputs, slices
 from lockstep.export.formats import (
     SIZES,
+    ExportFormat,
     Outputs,
-    check_installed,
+    Pretrained,
+    Safetensors,
     load,
     named_outputs,
-    runtime_of,
+    place,
     write,
 )
 from lockstep.export.parity import Tolerance, compare
@@ -47,9 +46,6 @@ from lockstep.training.integrity.state_digest import tensor_digests, weights_dig
 
 AT_ONCE = 256
 """Rows of a file that are compared, or predicted, in one call where nobody says."""
-
-_LARGEST_ONNX = 2_000_000_000
-"""Bytes of weights: an ONNX file is one message of Protocol Buffers, which holds less than 2 GiB."""
 
 
 class Weights(NamedTuple):
@@ -81,9 +77,9 @@ def export_weights(weights: Weights, folder: Path) -> Path:
         again = weights_digest(safetensors.torch.load_file(path))
         if again != weights.digest:
             raise ExportError(f"export: safetensors: read again, the weights have the digest {again}")
-        return _artifact(weights, "safetensors", path, None, (), (), _equal(weights), ())
+        return _artifact(weights, Safetensors(), path, None, (), (), _equal(weights), ())
 
-    return _kept(folder, place(folder, "safetensors", weights.name), made)
+    return _kept(folder, place(folder, Safetensors(), weights.name), made)
 
 
 def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module], folder: Path) -> Path:
@@ -113,10 +109,10 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
                 f"export: pretrained: read again, {len(names)} weights are other ones, such as {names[0]!r}; nothing was kept"
             )
         return _artifact(
-            weights, "pretrained", path, None, (), (), _equal(weights), (), runtime=_library_of(model)
+            weights, Pretrained(), path, None, (), (), _equal(weights), (), runtime=_library_of(model)
         )
 
-    return _kept(folder, place(folder, "pretrained", weights.name), made)
+    return _kept(folder, place(folder, Pretrained(), weights.name), made)
 
 
 def _equal(weights: Weights) -> Parity:
@@ -142,19 +138,15 @@ def _library_of(model: nn.Module) -> str:
 
 
 def export_model(
-    weights: Weights, model: Model, form: Format, folder: Path, *, fixed: bool, rtol: float | None
+    weights: Weights, model: Model, form: ExportFormat, folder: Path, *, fixed: bool, rtol: float | None
 ) -> Path:
     """Write a model in a format into the run's folder; the file. With `fixed` it takes as many rows as the example, else any number.
 
     ExportError where it cannot be exported, or computes something else than eager mode: nothing is left behind then.
     """
-    check_installed(form)
+    form.check_installed()
     example = model.example
-    size = sum(tensor.nbytes for tensor in weights.state.values())
-    if form == "onnx" and size > _LARGEST_ONNX:
-        raise SpecError(
-            f"format: the weights have {size} bytes, and an ONNX file holds less than 2 GiB; export pt2"
-        )
+    form.check_size(sum(tensor.nbytes for tensor in weights.state.values()))
     batches = list(_batches(example, fixed=fixed))
     turned = len(batches) - 1
     if model.further is not None:
@@ -218,12 +210,14 @@ def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
     return outputs
 
 
-def _artifacts_own(form: Format, path: Path, batches: Sequence[Inputs], *, fixed: bool) -> list[Outputs]:
+def _artifacts_own(
+    form: ExportFormat, path: Path, batches: Sequence[Inputs], *, fixed: bool
+) -> list[Outputs]:
     try:
         call = load(form, path)
     except Exception as error:
         raise ExportError(
-            f"export: {form}: what was written cannot be loaded again: {first_line(error)}; nothing was kept"
+            f"export: {form.name}: what was written cannot be loaded again: {first_line(error)}; nothing was kept"
         ) from error
     outputs = []
     with torch.no_grad():
@@ -233,7 +227,7 @@ def _artifacts_own(form: Format, path: Path, batches: Sequence[Inputs], *, fixed
             except Exception as error:
                 advice = "" if fixed else f"; {SIZES}"
                 raise ExportError(
-                    f"export: {form}: the artifact fails on {len(batch[0])} rows: {first_line(error)}; nothing was kept{advice}"
+                    f"export: {form.name}: the artifact fails on {len(batch[0])} rows: {first_line(error)}; nothing was kept{advice}"
                 ) from error
     return outputs
 
@@ -272,7 +266,7 @@ def _is_turned(first: Tensor, turned: Tensor) -> bool:
 
 def _artifact(
     weights: Weights,
-    form: Format,
+    form: ExportFormat,
     path: Path,
     fixed_batch: int | None,
     inputs: tuple[Value, ...],
@@ -287,12 +281,12 @@ def _artifact(
         step=weights.step,
         weights=weights.name,
         weights_digest=weights.digest,
-        format=form,
-        file=f"{weights.name}{SUFFIX[form]}",
+        format=form.name,
+        file=f"{weights.name}{form.suffix}",
         bytes=sum(file.stat().st_size for file in files_of(path)),
         sha256=sha256(path),
         torch=torch.__version__,
-        runtime=runtime or runtime_of(form),
+        runtime=runtime or form.runtime,
         device="cpu",
         fixed_batch=fixed_batch,
         inputs=inputs,

@@ -18,36 +18,70 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ExportError, SpecError, first_line
-from lockstep.export.artifact import BATCH, Artifact, Format
+from lockstep.export.artifact import BATCH, Artifact
 from lockstep.export.example import Example, Inputs
 from lockstep.job.frames import place_in_job
 
 Outputs = dict[str, Tensor]
 Call = Callable[[Inputs], Outputs]
 
-OF_ONNX = ("onnx", "onnxscript", "onnxruntime")
-"""What the extra `onnx` installs: the format, torch's exporter to it, and what runs it."""
-
 SIZES = "take sizes from the input's shape wherever forward needs them, or export it with --fixed-batch"
 """What to do where a number of rows is written into a model."""
 
 
-def check_installed(form: Format) -> None:
-    """SpecError where a format needs what is not installed."""
-    missing = [name for name in OF_ONNX if form == "onnx" and importlib.util.find_spec(name) is None]
-    if missing:
-        raise SpecError(
-            f"format: onnx needs {', '.join(missing)}; pip install 'lockstep-train[onnx]', or choose another format"
-        )
+class ExportFormat:
+    """A form of a model. A new one is a class here, and an object of it in `FORMATS`."""
 
+    name: str
+    suffix: str
+    """That of the file; empty for a folder."""
+    packages: tuple[str, ...] = ()
+    """What it needs beside torch."""
+    most_bytes: int | None = None
+    """The weights that it has room for."""
+    rtol: float = 0.0
+    """The relative difference to eager mode that is allowed where nobody says another one."""
+    advice: str = "look for what forward does otherwise when it is traced, or allow a difference with --rtol"
+    """What to do about a difference."""
+    cannot_predict: str = ""
+    """Why it cannot be run on the rows of a file; empty where it can."""
 
-def runtime_of(form: Format) -> str:
-    """What loads a format here, with its version."""
-    if form != "onnx":
+    def check_installed(self) -> None:
+        """SpecError where it needs what is not installed."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise SpecError(
+                f"format: {self.name} needs {', '.join(missing)}; pip install 'lockstep-train[{self.name}]', or choose another format"
+            )
+
+    def check_size(self, size: int) -> None:
+        """SpecError for weights of `size` bytes that it has no room for."""
+        if self.most_bytes is not None and size > self.most_bytes:
+            raise SpecError(
+                f"format: the weights have {size} bytes, and an {self.name.upper()} file holds less than 2 GiB; export pt2"
+            )
+
+    @property
+    def runtime(self) -> str:
+        """What loads it here, with its version."""
         return f"torch {torch.__version__}"
-    import onnxruntime
 
-    return f"onnxruntime {onnxruntime.__version__}"
+    def write(
+        self,
+        model: nn.Module,
+        traced: Inputs,
+        example: Example,
+        outputs: Sequence[str],
+        path: Path,
+        *,
+        fixed: bool,
+    ) -> None:
+        """Write a model in eval mode, traced on some inputs, to `path`. Raises whatever its exporter raises."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> Call:
+        """An artifact as a function of its inputs. Raises whatever its runtime raises."""
+        raise NotImplementedError
 
 
 def named_outputs(value: Any) -> Outputs:
@@ -72,34 +106,29 @@ def named_outputs(value: Any) -> Outputs:
 
 
 def write(
-    form: Format, model: nn.Module, example: Example, outputs: Sequence[str], path: Path, *, fixed: bool
+    form: ExportFormat, model: nn.Module, example: Example, outputs: Sequence[str], path: Path, *, fixed: bool
 ) -> tuple[str, ...]:
     """Write a model in eval mode to `path`; what the exporter warned of. ExportError where the model cannot be exported."""
     traced = (
         example.tensors if fixed else example.take([i % example.rows for i in range(max(2, example.rows))])
     )
-    archive = io.BytesIO()  # a full disk under an archive of torch's ends the process
     try:
         with torch.no_grad(), _own_warnings() as heard:
-            if form == "torchscript":
-                # The check of torch is one of the same example; the comparison with eager mode does more.
-                trace = torch.jit.trace(model, traced, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
-                torch.jit.save(trace, archive)
-            else:
-                program = _program(model, traced, example, fixed=fixed)
-                if form == "pt2":
-                    torch.export.save(program, archive)
-                else:
-                    _write_onnx(program, example, outputs, path, fixed=fixed)
-            if form != "onnx":
-                path.write_bytes(archive.getbuffer())
+            form.write(model, traced, example, outputs, path, fixed=fixed)
     except (ExportError, OSError):
         raise
     except Exception as error:  # tracing runs the job's own code, and torch's exporters raise anything
         raise ExportError(
-            f"export: {form}: the model cannot be traced{place_in_job(error)}: {first_line(error)}"
+            f"export: {form.name}: the model cannot be traced{place_in_job(error)}: {first_line(error)}"
         ) from error
     return tuple(heard)
+
+
+def _save(write: Callable[[io.BytesIO], object], path: Path) -> None:
+    """Write an archive of torch's by way of memory: a full disk under one ends the process."""
+    archive = io.BytesIO()
+    write(archive)
+    path.write_bytes(archive.getbuffer())
 
 
 def _program(
@@ -124,27 +153,6 @@ def _program(
         ) from error
 
 
-def _write_onnx(
-    program: torch.export.ExportedProgram,
-    example: Example,
-    outputs: Sequence[str],
-    path: Path,
-    *,
-    fixed: bool,
-) -> None:
-    shapes = [{0: BATCH} if has_rows else None for has_rows in example.has_rows]
-    onnx_program = torch.onnx.export(
-        program,
-        dynamo=True,
-        verbose=False,
-        input_names=example.names,
-        output_names=outputs,
-        dynamic_shapes=None if fixed else shapes,
-    )
-    assert onnx_program is not None  # it is, of the exporter by dynamo
-    onnx_program.save(path, external_data=False)
-
-
 @contextmanager
 def _own_warnings() -> Iterator[list[str]]:
     """The first lines of what a tracer warns about the model; all else that is warned of meanwhile is about the exporters."""
@@ -158,47 +166,176 @@ def _own_warnings() -> Iterator[list[str]]:
     )
 
 
+# --- the formats ------------------------------------------------------------------------------------------------
+
+
+class Pt2(ExportFormat):
+    """A program of torch.export."""
+
+    name, suffix = "pt2", ".pt2"
+
+    def write(
+        self,
+        model: nn.Module,
+        traced: Inputs,
+        example: Example,
+        outputs: Sequence[str],
+        path: Path,
+        *,
+        fixed: bool,
+    ) -> None:
+        program = _program(model, traced, example, fixed=fixed)
+        _save(lambda archive: torch.export.save(program, archive), path)
+
+    def load(self, path: Path) -> Call:
+        module = torch.export.load(path).module()
+        return lambda inputs: named_outputs(module(*inputs))
+
+
+class Onnx(ExportFormat):
+    """A graph that ONNX Runtime executes."""
+
+    name, suffix = "onnx", ".onnx"
+    packages = ("onnx", "onnxscript", "onnxruntime")  # the format, torch's exporter to it, and what runs it
+    most_bytes = 2_000_000_000  # a file is one message of Protocol Buffers, which holds less than 2 GiB
+    rtol = 1e-4  # it adds in another order, and has functions such as tanh of its own: in float32 some 1e-6
+
+    @property
+    def runtime(self) -> str:
+        import onnxruntime
+
+        return f"onnxruntime {onnxruntime.__version__}"
+
+    def write(
+        self,
+        model: nn.Module,
+        traced: Inputs,
+        example: Example,
+        outputs: Sequence[str],
+        path: Path,
+        *,
+        fixed: bool,
+    ) -> None:
+        shapes = [{0: BATCH} if has_rows else None for has_rows in example.has_rows]
+        onnx_program = torch.onnx.export(
+            _program(model, traced, example, fixed=fixed),
+            dynamo=True,
+            verbose=False,
+            input_names=example.names,
+            output_names=outputs,
+            dynamic_shapes=None if fixed else shapes,
+        )
+        assert onnx_program is not None  # it is, of the exporter by dynamo
+        onnx_program.save(path, external_data=False)
+
+    def load(self, path: Path) -> Call:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        inputs = [node.name for node in session.get_inputs()]
+        outputs = [node.name for node in session.get_outputs()]
+
+        def call(given: Inputs) -> Outputs:
+            arrays = {name: value.numpy() for name, value in zip(inputs, given, strict=True)}
+            return {
+                name: torch.from_numpy(value)
+                for name, value in zip(outputs, session.run(None, arrays), strict=True)
+            }
+
+        return call
+
+
+class TorchScript(ExportFormat):
+    """A trace, for runtimes that read no other format."""
+
+    name, suffix = "torchscript", ".pt"
+    advice = "a trace keeps the branches that the example took: take them out of forward, or export pt2"
+
+    def write(
+        self,
+        model: nn.Module,
+        traced: Inputs,
+        example: Example,
+        outputs: Sequence[str],
+        path: Path,
+        *,
+        fixed: bool,
+    ) -> None:
+        # The check of torch is one of the same example; the comparison with eager mode does more.
+        trace = torch.jit.trace(model, traced, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        _save(lambda archive: torch.jit.save(trace, archive), path)
+
+    def load(self, path: Path) -> Call:
+        module = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+        return lambda inputs: named_outputs(module(*inputs))
+
+
+class Safetensors(ExportFormat):
+    """The weights alone, which no code of the job's writes."""
+
+    name, suffix = "safetensors", ".safetensors"
+    cannot_predict = "has weights alone"
+
+
+class Pretrained(ExportFormat):
+    """The folder that the library of a model writes."""
+
+    name, suffix = "pretrained", ""
+    cannot_predict = "is run by the library that it is for"
+
+
+FORMATS: dict[str, ExportFormat] = {
+    form.name: form for form in (Pt2(), Onnx(), TorchScript(), Safetensors(), Pretrained())
+}
+
+
+def either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def format_named(name: str) -> ExportFormat:
+    """The format of this name. SpecError where there is none."""
+    if name not in FORMATS:
+        raise SpecError(f"format: got {name!r}, wanted {either(list(FORMATS))}")
+    return FORMATS[name]
+
+
+def check_predicts(form: ExportFormat) -> None:
+    """SpecError for a format that cannot be run on the rows of a file."""
+    if form.cannot_predict:
+        others = [other.name for other in FORMATS.values() if not other.cannot_predict]
+        raise SpecError(f"format: {form.name} {form.cannot_predict}; predict from {either(others)}")
+
+
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def load(form: Format, path: Path) -> Call:
+def place(folder: Path, form: ExportFormat, weights: str) -> Path:
+    """The file of an artifact in the folder of its run."""
+    return folder / "export" / form.name / f"{weights}{form.suffix}"
+
+
+def load(form: ExportFormat, path: Path) -> Call:
     """An artifact as a function of its inputs. Raises whatever its runtime raises."""
     with _own_warnings():
-        if form == "onnx":
-            return _of_onnx(path)
-        if form == "torchscript":
-            module = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
-        else:
-            module = torch.export.load(path).module()
-    return lambda inputs: named_outputs(module(*inputs))
-
-
-def _of_onnx(path: Path) -> Call:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    inputs = [node.name for node in session.get_inputs()]
-    outputs = [node.name for node in session.get_outputs()]
-
-    def call(given: Inputs) -> Outputs:
-        arrays = {name: value.numpy() for name, value in zip(inputs, given, strict=True)}
-        return {
-            name: torch.from_numpy(value)
-            for name, value in zip(outputs, session.run(None, arrays), strict=True)
-        }
-
-    return call
+        return form.load(path)
 
 
 def loaded(artifact: Artifact, path: Path) -> Call:
     """An artifact as a function of its inputs. SpecError where what it needs is not installed, ExportError where it cannot be loaded."""
-    check_installed(artifact.format)
+    form = FORMATS.get(artifact.format)
+    if form is None or form.cannot_predict:
+        raise ExportError(
+            f"export: {str(path)!r} is described as {artifact.format!r}, which cannot be run; export it again"
+        )
+    form.check_installed()
     try:
-        return load(artifact.format, path)
+        return load(form, path)
     except Exception as error:
         raise ExportError(
-            f"export: {str(path)!r} cannot be loaded by {runtime_of(artifact.format)}: {first_line(error)}; "
+            f"export: {str(path)!r} cannot be loaded by {form.runtime}: {first_line(error)}; "
             f"it was exported with {artifact.runtime}: export it again"
         ) from error

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ExportError
-from lockstep.export.artifact import Format, Parity
-from lockstep.export.formats import Outputs
-
-ONNX_RTOL = 1e-4
-"""ONNX Runtime adds in another order, and has functions such as tanh of its own. In float32 that is some 1e-6."""
+from lockstep.export.artifact import Parity
+from lockstep.export.formats import ExportFormat, Outputs
 
 
 class Tolerance(NamedTuple):
@@ -23,9 +20,9 @@ class Tolerance(NamedTuple):
     atol: float
 
     @staticmethod
-    def of(form: Format, rtol: float | None) -> Tolerance:
+    def of(form: ExportFormat, rtol: float | None) -> Tolerance:
         """That of a format where `rtol` is not given; `atol` is a tenth of it."""
-        chosen = (ONNX_RTOL if form == "onnx" else 0.0) if rtol is None else rtol
+        chosen = form.rtol if rtol is None else rtol
         return Tolerance(chosen, chosen / 10)
 
 
@@ -38,7 +35,7 @@ class _Difference(NamedTuple):
 
 
 def compare(
-    form: Format,
+    form: ExportFormat,
     sizes: Sequence[int],
     expected: Sequence[Outputs],
     found: Sequence[Outputs],
@@ -48,12 +45,14 @@ def compare(
     every: list[_Difference] = []
     for size, wanted, got in zip(sizes, expected, found, strict=True):
         if list(wanted) != list(got):
-            raise ExportError(f"export: {form}: wanted the outputs {', '.join(wanted)}, got {', '.join(got)}")
+            raise ExportError(
+                f"export: {form.name}: wanted the outputs {', '.join(wanted)}, got {', '.join(got)}"
+            )
         for name, one in wanted.items():
             other = got[name]
             if (one.shape, one.dtype) != (other.shape, other.dtype):
                 raise ExportError(
-                    f"export: {form}: output {name!r} for {size} rows: wanted {tuple(one.shape)} of {one.dtype} as in "
+                    f"export: {form.name}: output {name!r} for {size} rows: wanted {tuple(one.shape)} of {one.dtype} as in "
                     f"eager mode, got {tuple(other.shape)} of {other.dtype}; nothing was kept"
                 )
             every.append(_difference(one, other, within))
@@ -71,18 +70,13 @@ def compare(
 
 
 def _difference_message(
-    form: Format, name: str, size: int, difference: _Difference, within: Tolerance
+    form: ExportFormat, name: str, size: int, difference: _Difference, within: Tolerance
 ) -> str:
     allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
-    advice = (
-        "a trace keeps the branches that the example took: take them out of forward, or export pt2"
-        if form == "torchscript"
-        else "look for what forward does otherwise when it is traced, or allow a difference with --rtol"
-    )
     return (
-        f"export: {form}: output {name!r} for {size} rows is not that of eager mode: {difference.differing} of "
+        f"export: {form.name}: output {name!r} for {size} rows is not that of eager mode: {difference.differing} of "
         f"{difference.elements} elements have other bits, by up to {difference.absolute:.3g}, where {allowed} is allowed; "
-        f"nothing was kept: {advice}"
+        f"nothing was kept: {form.advice}"
     )
 
 

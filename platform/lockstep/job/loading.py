@@ -26,7 +26,7 @@ from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
 from lockstep.job.typed_tree import Opaque, encoded
-from lockstep.randomness import seed_all
+from lockstep.randomness import code_key, seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
 
@@ -66,7 +66,7 @@ def _made(use: str, params: Mapping[str, Any]) -> Job:
     job_class = _job_class(use)
     check_methods(job_class, use)
     checked = _checked(job_class, params)
-    seed_all("job", use)
+    seed_all(code_key("job", use))
     asked = Asked()
     try:
         with imports_noted(asked):
@@ -174,7 +174,7 @@ def _is_job(value: object) -> bool:
 
 def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
-    seed_all("import", name)
+    seed_all(code_key("import", name))
     watch()
     watch_calls()
     watch_modules()

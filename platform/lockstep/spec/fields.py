@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import pydantic
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -27,7 +26,10 @@ from pydantic import (
 from lockstep.errors import nearest
 from lockstep.plan import Position, is_due
 from lockstep.spec.messages import shown
+from lockstep.spec.optimizers import AdamW, Optimizer
 from lockstep.spec.sample_ids import normal
+from lockstep.spec.schedules import Constant, Schedule
+from lockstep.spec.section import Section
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
@@ -37,14 +39,6 @@ PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded", "determi
 
 RECHECK = "determinism.recheck"
 """How `recheck` is written: `determinism` may be a mapping of `mode` and `recheck`."""
-
-
-class Section(pydantic.BaseModel):
-    """Strict, immutable, without unknown keys."""
-
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
-    )
 
 
 def _plain(value: Any) -> Any:
@@ -64,7 +58,7 @@ class JobSpec(Section):
     """Which job, with which params."""
 
     use: str = Field(examples=['"package.module:Class"'])
-    params: dict[str, Annotated[Any, AfterValidator(_plain)]] = {}
+    params: dict[str, Annotated[Any, AfterValidator(_plain)]] = Field(default={})
 
 
 class _Count(Section):
@@ -149,118 +143,6 @@ class Data(Section):
     drop_last: bool = True
     loader_processes: NonNegativeInt = 0
     without: _SampleIds | None = None
-
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-_Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]  # a list, as YAML has no tuples
-
-
-class AdamW(Section):
-    """torch.optim.AdamW."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat = 1e-3
-    weight_decay: NonNegativeFloat = 0.01
-    betas: _Betas = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    sharded: bool = False
-
-
-class Adam(Section):
-    """torch.optim.Adam."""
-
-    name: Literal["adam"] = "adam"
-    lr: PositiveFloat = 1e-3
-    weight_decay: NonNegativeFloat = 0.0
-    betas: _Betas = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    sharded: bool = False
-
-
-class SGD(Section):
-    """torch.optim.SGD."""
-
-    name: Literal["sgd"] = "sgd"
-    lr: PositiveFloat = 1e-2
-    weight_decay: NonNegativeFloat = 0.0
-    momentum: NonNegativeFloat = 0.0
-    nesterov: bool = False
-    sharded: bool = False
-
-    @field_validator("nesterov")
-    @classmethod
-    def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
-        if nesterov and info.data.get("momentum") == 0:
-            raise ValueError("wanted false, or optimizer.momentum above 0")
-        return nesterov
-
-
-class Constant(Section):
-    """The learning rate stays, after an optional linear warm-up."""
-
-    name: Literal["constant"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-
-
-class Linear(Section):
-    """Falls in a straight line to `final` times the learning rate at the last step."""
-
-    name: Literal["linear"] = "linear"
-    warmup_steps: NonNegativeInt = 0
-    final: NonNegativeFloat = 0.0
-
-
-class Cosine(Section):
-    """Falls along half a cosine to `final` times the learning rate at the last step."""
-
-    name: Literal["cosine"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
-    final: NonNegativeFloat = 0.0
-
-
-class StepDecay(Section):
-    """Multiplied by `gamma` after every `every` steps that follow the warm-up."""
-
-    name: Literal["step"] = "step"
-    warmup_steps: NonNegativeInt = 0
-    every: PositiveInt = Field(examples=[1000])
-    gamma: PositiveFloat = 0.1
-
-
-class WarmupStableDecay(Section):
-    """Full rate after the warm-up, and a fall to `final` times it over the last `decay_steps` updates."""
-
-    name: Literal["wsd"] = "wsd"
-    warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt = Field(examples=[1000])
-    decay: Literal["linear", "cosine", "sqrt"] = "linear"
-    final: NonNegativeFloat = 0.0
-
-
-class OneCycle(Section):
-    """torch.optim.lr_scheduler.OneCycleLR over the whole run, without a cycle of the momentum; `optimizer.lr` is its peak."""
-
-    name: Literal["one_cycle"] = "one_cycle"
-    pct_start: float = Field(default=0.3, gt=0, lt=1)
-    anneal_strategy: Literal["cos", "linear"] = "cos"
-    div_factor: PositiveFloat = 25.0
-    final_div_factor: PositiveFloat = 1e4
-
-
-class Polynomial(Section):
-    """Falls to `final` times the learning rate at the last step, as a power of what is left of the run."""
-
-    name: Literal["polynomial"] = "polynomial"
-    warmup_steps: NonNegativeInt = 0
-    power: PositiveFloat = 1.0
-    final: NonNegativeFloat = 0.0
-
-
-class InverseSquareRoot(Section):
-    """Falls as one over the square root of the number of updates, from the full rate at the end of the warm-up."""
-
-    name: Literal["inverse_sqrt"] = "inverse_sqrt"
-    warmup_steps: NonNegativeInt = 0
 
 
 class Evaluate(Section):
@@ -366,32 +248,10 @@ class Faults(Section):
     standby_after_s: NonNegativeFloat | None = 60.0
 
 
-def _named(default: str) -> BeforeValidator:
-    """Fill in the name that tells the kinds of a section apart, so that it may be left out."""
-    return BeforeValidator(lambda value: {"name": default, **value} if isinstance(value, dict) else value)
-
-
 def _one_word(name: str) -> str:
     if "/" in name or "\\" in name or not name.isprintable():
         raise ValueError("wanted a name without slashes or control characters")
     return name
-
-
-Optimizer = Annotated[Annotated[AdamW | Adam | SGD, Field(discriminator="name")], _named("adamw")]
-Schedule = Annotated[
-    Annotated[
-        Constant
-        | Linear
-        | Cosine
-        | StepDecay
-        | WarmupStableDecay
-        | OneCycle
-        | Polynomial
-        | InverseSquareRoot,
-        Field(discriminator="name"),
-    ],
-    _named("constant"),
-]
 
 
 class Spec(Section):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, nearest
 from lockstep.parsing import MOST_YAML_BYTES, BoundedLoader, yaml_value
 from lockstep.paths import read_bounded
 from lockstep.spec.messages import shown
@@ -68,12 +68,23 @@ def _parse(text: str, what: str) -> Any:
         raise SpecError(f"{what} is not YAML: {error}") from error
 
 
+def _another(path: Path) -> str:
+    """What to do where there is no such file: the one that was meant, or how to make one."""
+    folder = path.parent
+    names = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []
+    suggestion = nearest(path.name, names)
+    if suggestion.startswith("; did"):
+        return f"; did you mean {str(folder / suggestion.split(chr(39))[1])!r}?"
+    return "; name another file, or have `lockstep init NAME` write one with its job"
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; SpecError for anything else."""
     try:
         text = read_bounded(path, MOST_YAML_BYTES).decode()
     except OSError as error:
-        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
+        advice = _another(path) if isinstance(error, FileNotFoundError) else ""
+        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}{advice}") from error
     except UnicodeDecodeError as error:
         raise SpecError(
             f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"

@@ -71,13 +71,13 @@ def _spec() -> _Schema:
 
 
 def _described(model: _Model, descriptions: Mapping[str, str]) -> _Schema:
-    """Pydantic's schema of `model` with a line for each field, and without what repeats the fields' names."""
+    """Pydantic's schema of `model` with a line for each field, its own or that of the table, and without what repeats the fields' names."""
     schema = model.model_json_schema()
     schema.pop("title")
     for section, prefix in sections(model):
         definition = schema if section is model else schema["$defs"][section.__name__]
         for name, field in definition["properties"].items():
-            _tidy(field, descriptions[prefix + name])
+            _tidy(field, field.get("description") or descriptions[prefix + name])
         if (
             "const" in definition["properties"].get("name", {})
             and section.__name__ not in _NAME_MAY_BE_LEFT_OUT

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import (
@@ -27,10 +27,11 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError, nearest
-from lockstep.spec.fields import PLACEMENT, Section, Spec
+from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import one_line, shown
+from lockstep.spec.section import Section
 
 _Bounds = Annotated[tuple[float, float], Field(strict=False)]
 _WholeBounds = Annotated[tuple[int, int], Field(strict=False)]
@@ -111,38 +112,87 @@ class Domain(Section):
 KINDS = ("choice", "grid", "uniform", "loguniform", "randint")
 
 
-class NoScheduler(Section):
+class SchedulerRule(Section):
+    """Which trials end early, by one of Ray Tune's schedulers. A new one is a class here and its name in `Scheduler`."""
+
+    tune_class: ClassVar[str]
+    """Its name in ray.tune.schedulers."""
+    is_timed: ClassVar[bool] = True
+    """Whether it goes by the metric at a step."""
+    has_population: ClassVar[bool] = False
+    """Whether trials take over the state of others, instead of ending."""
+
+    def arguments(self, total_steps: int, first_evaluation: int) -> dict[str, Any]:
+        """The arguments of Tune's class, beside those that all of them have, for trials of so many steps."""
+        return {}
+
+
+class NoScheduler(SchedulerRule):
     """Every trial is trained to its end."""
+
+    tune_class = "FIFOScheduler"
+    is_timed = False
 
     name: Literal["none"] = "none"
 
 
-class Asha(Section):
+class Asha(SchedulerRule):
     """Asynchronous successive halving: at each rung only the best 1/`reduction_factor` go on. `grace_steps` is the first rung, by default one evaluation."""
+
+    tune_class = "ASHAScheduler"
 
     name: Literal["asha"] = "asha"
     grace_steps: PositiveInt | None = None
     reduction_factor: Annotated[float, Field(gt=1)] = 3.0
 
+    def arguments(self, total_steps: int, first_evaluation: int) -> dict[str, Any]:
+        return {
+            "max_t": total_steps,
+            "grace_period": min(self.grace_steps or first_evaluation, total_steps),
+            "reduction_factor": self.reduction_factor,
+            "stop_last_trials": False,
+        }
 
-class Median(Section):
+
+class Median(SchedulerRule):
     """A trial ends whose best value is worse than the median of the others' means up to that step."""
+
+    tune_class = "MedianStoppingRule"
 
     name: Literal["median"] = "median"
     grace_steps: PositiveInt | None = None
     min_trials: PositiveInt = 3
 
+    def arguments(self, total_steps: int, first_evaluation: int) -> dict[str, Any]:
+        return {
+            "grace_period": self.grace_steps or first_evaluation,
+            "min_samples_required": self.min_trials,
+            "hard_stop": False,  # else it cannot hear of a trial again that it would have ended
+        }
 
-class Pbt(Section):
+
+class Pbt(SchedulerRule):
     """Population-based training: each `every_steps` the worst `quantile` take over the state of one of the best, with other values.
 
     The population waits for its last member, so that what it does depends on results alone and not on who was first.
     """
 
+    tune_class = "PopulationBasedTraining"
+    has_population = True
+
     name: Literal["pbt"] = "pbt"
     every_steps: PositiveInt = Field(examples=[100])
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25
+
+    def arguments(self, total_steps: int, first_evaluation: int) -> dict[str, Any]:
+        return {
+            "perturbation_interval": self.every_steps,
+            "quantile_fraction": self.quantile,
+            "resample_probability": self.resample,
+            "synch": True,
+            "log_config": False,
+        }
 
 
 class Budget(Section):
@@ -189,9 +239,9 @@ class SweepSpec(Section):
                 )
             if self.search == "optuna" and domain.grid is not None:
                 raise ValueError(f"space.{field}: search=optuna needs choice instead of grid")
-            if self.search == "optuna" and self.scheduler.name == "pbt":
+            if self.search == "optuna" and self.scheduler.has_population:
                 raise ValueError("search: optuna and scheduler=pbt cannot be combined; leave one out")
-            if domain.when and self.scheduler.name == "pbt":
+            if domain.when and self.scheduler.has_population:
                 raise ValueError(f"space.{field}: `when` and scheduler=pbt cannot be combined; leave one out")
             self._check_place(field)
             for other_field, value in domain.when.items():

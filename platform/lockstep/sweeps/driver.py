@@ -9,21 +9,20 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lockstep.checkpoint.runs.lease import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.guardian import Guardian, ending_line
-from lockstep.driver.notebook import as_table, default_progress
+from lockstep.driver.notebook import as_table
 from lockstep.driver.notification import Notifications
-from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress
+from lockstep.driver.options import RunOptions, SweepCallOptions, options_of_call
 from lockstep.driver.resume_hint import look_at, resume_command
 from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError
@@ -104,12 +103,9 @@ def sweep(
     source: SweepSpec | str | Path | Mapping[str, Any],
     overrides: Iterable[str] = (),
     *,
-    address: str | None = None,
     uri: str | None = None,
-    progress: Progress | None = None,
-    verbose: bool = False,
-    notify: str | Sequence[str] | None = None,
     job: type | None = None,
+    **options: Unpack[SweepCallOptions],
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
@@ -125,15 +121,8 @@ def sweep(
         if isinstance(source, SweepSpec):
             spec = {**source.spec, "job": {**source.spec["job"], "use": use}}
             source = load_sweep({**source.document(), "spec": spec})
-    options = RunOptions(
-        progress=progress or default_progress(),
-        source=files or None,
-        address=address,
-        verbose=verbose,
-        notify=notify,
-    )
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
-    return run_sweep(options, loaded)
+    return run_sweep(options_of_call(files, **options), loaded)
 
 
 def run_sweep(
@@ -378,7 +367,7 @@ class _Driver:
         from lockstep.attempts.cluster_watch import most_resources, node_resources
         from lockstep.attempts.placement import place, room_on
 
-        pbt = self.spec.scheduler.name == "pbt"
+        pbt = self.spec.scheduler.has_population
         # A trial more than there is room for is what asks for a node. A population begins all at once.
         nodes = node_resources() if pbt else most_resources()
         _, each = place(self.spec.base, nodes)
@@ -398,7 +387,7 @@ class _Driver:
         decisions: Decisions,
         bundles: list[dict[str, float]],
     ) -> None:
-        begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
+        begin = self.spec.total if self.spec.scheduler.has_population else 1
         os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
 

@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 from ray import tune
+from ray.tune import schedulers
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import (
-    ASHAScheduler,
-    FIFOScheduler,
-    MedianStoppingRule,
-    PopulationBasedTraining,
-    TrialScheduler,
-)
+from ray.tune.schedulers import TrialScheduler
 
 from lockstep.errors import SpecError
-from lockstep.spec.sweep import Asha, Domain, Median, Pbt, SweepSpec
+from lockstep.spec.sweep import Domain, SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
 
 STEP = "step"
@@ -28,37 +23,14 @@ STEP = "step"
 
 def make_scheduler(sweep: SweepSpec, total_steps: int, first_evaluation: int) -> Any:
     """Tune's scheduler for a sweep whose trials have `total_steps` steps and evaluate first after `first_evaluation`."""
-    rule, settings = sweep.scheduler, {"metric": sweep.metric, "mode": sweep.mode, "time_attr": STEP}
-    match rule:
-        case Asha():
-            grace = min(rule.grace_steps or first_evaluation, total_steps)
-            return ASHAScheduler(
-                **settings,
-                max_t=total_steps,
-                grace_period=grace,
-                reduction_factor=rule.reduction_factor,
-                stop_last_trials=False,
-            )
-        case Median():
-            return MedianStoppingRule(
-                **settings,
-                grace_period=rule.grace_steps or first_evaluation,
-                min_samples_required=rule.min_trials,
-                hard_stop=False,  # else it cannot hear of a trial again that it would have ended
-            )
-        case Pbt():
-            return PopulationBasedTraining(
-                **settings,
-                perturbation_interval=rule.every_steps,
-                hyperparam_mutations={
-                    "fields": {field: mutation(domain) for field, domain in sweep.space.items()}
-                },
-                quantile_fraction=rule.quantile,
-                resample_probability=rule.resample,
-                synch=True,
-                log_config=False,
-            )
-    return FIFOScheduler()
+    rule = sweep.scheduler
+    arguments = rule.arguments(total_steps, first_evaluation)
+    if rule.is_timed:
+        arguments |= {"metric": sweep.metric, "mode": sweep.mode, "time_attr": STEP}
+    if rule.has_population:
+        mutations = {field: mutation(domain) for field, domain in sweep.space.items()}
+        arguments["hyperparam_mutations"] = {"fields": mutations}
+    return getattr(schedulers, rule.tune_class)(**arguments)
 
 
 def mutation(domain: Domain) -> Any:
@@ -133,8 +105,9 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         self._going: list[Any] = []
         self._numbers: dict[str, int] = {}
         self._inner, self._sweep, self._decisions, self._on_stop = inner, sweep, decisions, on_stop
-        self._population = isinstance(sweep.scheduler, Pbt)
-        self._rule = EndingRule(inner, sweep.metric) if isinstance(sweep.scheduler, Asha | Median) else None
+        self._population = sweep.scheduler.has_population
+        ends = sweep.scheduler.is_timed and not self._population
+        self._rule = EndingRule(inner, sweep.metric) if ends else None
         self._lived = 0
         """How many of the decisions the rule has lived through."""
         self._reached: dict[int, dict[str, Any]] = {}

@@ -123,7 +123,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     @property
     def _may_reuse(self) -> bool:
         """Whether a finished run may stand for a trial: it has all its bits, and a population needs checkpoints besides."""
-        return self._sweep.base.determinism == "strict" and self._sweep.scheduler.name != "pbt"
+        return self._sweep.base.determinism == "strict" and not self._sweep.scheduler.has_population
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         """Where the state is that the last result came from: Tune's checkpoint is no more than that."""

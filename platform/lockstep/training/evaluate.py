@@ -18,7 +18,7 @@ from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Mean, overrides
 from lockstep.plan import evaluation_ranges
-from lockstep.randomness import seed_all
+from lockstep.randomness import evaluation_key, seed_all
 from lockstep.training import whole_set
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.child_process import in_child
@@ -358,7 +358,7 @@ class Evaluation:
         """
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
         parameters = ParameterWatch(model)
-        seed_all(self.seed, "eval", i, device=self.group.device)
+        seed_all(evaluation_key(self.seed, i), self.group.device)
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import first_line
 from lockstep.files import replacing
 from lockstep.job.interface import Job
-from lockstep.randomness import seed_all
+from lockstep.randomness import final_model_key, seed_all
 from lockstep.record.mirror.final_model_files import EXAMPLE, FOLDER, GRAPH, FinalModel, Values
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step.activations import kept_activations
@@ -71,7 +71,7 @@ def _traced(model: nn.Module, arguments: tuple[Any, ...], folder: Path) -> Final
 
 def _computed(model: nn.Module, argument: Tensor) -> Tensor:
     """What a model computes of a copy of its input, from the same seeds each time: it may write to it, and draw."""
-    seed_all("final model")
+    seed_all(final_model_key())
     output: Tensor = model(argument.clone())
     return output
 

@@ -15,7 +15,7 @@ from lockstep.errors import JobError, SpecError
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
-from lockstep.randomness import seed_all
+from lockstep.randomness import datasets_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 
@@ -28,9 +28,9 @@ def open_data(
     So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
     """
     with job_at("while its data were opened"), imports_of_job(job):
-        seed_all(seed, "train data", device=device)
+        seed_all(datasets_key(seed), device)
         train_data = job.train_data()
-        seed_all(seed, "train data", device=device)
+        seed_all(datasets_key(seed), device)
         eval_data = job.eval_data()
     _check(train_data, "train_data")
     if eval_data is not None:

@@ -28,7 +28,7 @@ from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
@@ -435,7 +435,7 @@ def make_model(
 
     All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
     """
-    seed_all(spec.seed, "model", device=device)
+    seed_all(model_key(spec.seed), device)
     try:
         with imports_of_job(job):
             model = job.model()

@@ -18,7 +18,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.job.identity import FIRST_MICRO_BATCH, differences, shown
 from lockstep.plan import Plan
-from lockstep.randomness import digest64
+from lockstep.randomness import digest64, step_key
 from lockstep.record.events.union import Segment
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
@@ -131,7 +131,7 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "steps_per_epoch": plan.steps_per_epoch,
         "rate_factor": state.schedule.standing(counters.updates),
-        "draw": digest64((spec.seed, "step", counters.step, 0)),
+        "draw": digest64(step_key(spec.seed, counters.step, 0)),
     }
 
 

@@ -21,7 +21,7 @@ from lockstep.data.contents import leaves
 from lockstep.data.loader import map_tensors
 from lockstep.errors import JobError
 from lockstep.job.interface import Job, overrides
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, whole_set_key
 from lockstep.training.failure import job_at
 from lockstep.training.step.means import as_float, check_name
 
@@ -105,7 +105,7 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
     """The job's metrics and figures over all outputs, with generators seeded from (seed, "eval set"). Raises LockstepError."""
     results = {}
     for name, function in (("whole_set_metrics", job.whole_set_metrics), ("figures", job.figures)):
-        seed_all(seed, "eval set")
+        seed_all(whole_set_key(seed))
         returned = _called(name, function, outputs)
         if not isinstance(returned, Mapping):
             raise JobError(

@@ -17,6 +17,7 @@ from lockstep.record.events.union import Observation, StepRow
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.record.ledger.tables import Rows
+from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
 from lockstep.spec.fields import PLACEMENT
 from lockstep.spec.messages import shown
@@ -83,6 +84,15 @@ def _document(run_id: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(document, dict):
         raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {shown(document)}; put a copy of it back")
     return document
+
+
+def last_metrics(run: RunInfo) -> Mapping[str, float]:
+    """The last values of a run's metrics: those that its store lists, and what else the run's own folder has of evaluations."""
+    folder = Path(run.tags.get("lockstep.folder", ""))
+    if any(key.startswith("eval/") for key in run.metrics) or not (folder / NAME).is_file():
+        return run.metrics
+    evaluations = RowsSoFar(folder).evaluations
+    return {**run.metrics, **(evaluations[-1].metrics if evaluations else {})}
 
 
 def curves_of(run_id: str, uri: str, folder: Path) -> Curves:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
@@ -78,6 +78,47 @@ def drawn(found: Sequence[Series], screen: Screen) -> str:
     )
 
 
+def drawn_together(key: str, curves: Mapping[str, Series], screen: Screen) -> str:
+    """Several runs' curves of a key in one picture: each is drawn with its letter, and `*` where several are."""
+    points = {
+        letter: [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+        for letter, series in curves.items()
+    }
+    together = Series(
+        key,
+        [step for series in curves.values() for step in series.steps],
+        [value for series in curves.values() for value in series.values],
+    )
+    scale = _scale(together)
+    margin = max(map(len, scale.labels))
+    steps = range(min(together.steps), max(together.steps) + 1)
+    canvases = {}
+    for letter, of_run in points.items():
+        canvases[letter] = _Canvas(screen.columns - margin - 3, len(scale.labels), braille=False)
+        canvases[letter].draw(of_run, scale, steps)
+    lines = [
+        "".join(_letter(cells) for cells in zip(*row, strict=True))
+        for row in zip(
+            *([_lettered(line, a) for line in c.lines()] for a, c in canvases.items()), strict=True
+        )
+    ]
+    titles = [
+        line
+        for letter, of_run in points.items()
+        for line in _title(curves[letter]._replace(key=letter), of_run, screen.columns - 1)
+    ]
+    return "\n".join([key, *titles, *_framed(lines, scale, margin, steps, screen)])
+
+
+def _lettered(line: str, letter: str) -> str:
+    return "".join(" " if cell == " " else letter for cell in line)
+
+
+def _letter(cells: Sequence[str]) -> str:
+    letters = [cell for cell in cells if cell != " "]
+    return " " if not letters else letters[0] if len(letters) == 1 else "*"
+
+
 class _Scale(NamedTuple):
     least: float
     most: float
@@ -105,20 +146,23 @@ def _drawn(series: Series, scale: _Scale, margin: int, steps: range, screen: Scr
     points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
     canvas = _Canvas(screen.columns - margin - 3, len(scale.labels), screen.braille)
     canvas.draw(points, scale, steps)
+    framed = _framed(canvas.lines(), scale, margin, steps, screen)
+    return "\n".join([*_title(series, points, screen.columns - 1), *framed])
+
+
+def _framed(lines: Sequence[str], scale: _Scale, margin: int, steps: range, screen: Screen) -> list[str]:
+    """A picture with its scale on the left and the steps below."""
     side, tick, corner, line = "│┤└─" if screen.braille else "|+`-"
-    lines = [
-        f"{label:>{margin}} {tick if label else side}{text}".rstrip()
-        for label, text in zip(scale.labels, canvas.lines(), strict=True)
-    ]
+    columns = screen.columns - margin - 3
     first, last = str(steps[0]), str(steps[-1])
-    return "\n".join(
-        [
-            *_title(series, points, screen.columns - 1),
-            *lines,
-            f"{'':{margin}} {corner}{line * canvas.columns}",
-            f"{'':{margin}}  {first}{last:>{canvas.columns - len(first)}}",
-        ]
-    )
+    return [
+        *(
+            f"{label:>{margin}} {tick if label else side}{text}".rstrip()
+            for label, text in zip(scale.labels, lines, strict=True)
+        ),
+        f"{'':{margin}} {corner}{line * columns}",
+        f"{'':{margin}}  {first}{last:>{columns - len(first)}}",
+    ]
 
 
 def _title(series: Series, points: Sequence[tuple[int, float]], columns: int) -> list[str]:

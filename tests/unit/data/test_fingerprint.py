@@ -28,7 +28,7 @@ from lockstep.data import fingerprint as fingerprint_module
 from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
 from lockstep.data.leakage import find_leakage, leaked_rows
 from lockstep.errors import DataError, JobError
-from lockstep.randomness import seed_all
+from lockstep.randomness import fetch_key, seed_all
 from lockstep.spec.loading import load_spec
 
 
@@ -256,7 +256,7 @@ def test_a_sample_that_fails_once_is_fetched_again_and_one_that_stays_away_ends_
 def twice(fetch: Any) -> None:
     fetched = []
     for _ in range(2):
-        seed_all(3, "data", 0, 0)
+        seed_all(fetch_key(3, "data", 0, 0))
         fetched.append(fetch())
     check_repeats(*fetched)
 

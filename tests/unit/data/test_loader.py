@@ -951,7 +951,7 @@ def test_samples_that_a_fetch_of_many_leaves_out_are_missed(processes: int) -> N
         (Whole(float), None),
         (Short(float), "returned 1 samples for samples 4, 5 .*wanted 2"),
     ):
-        loader = Loader(MicroBatches(samples, default_collate, seed=0, purpose="train"), KEYS, CPU, processes)
+        loader = Loader(MicroBatches(samples, default_collate, seed=0, purpose="data"), KEYS, CPU, processes)
         try:
             with pytest.raises(JobError, match=words) if words else nullcontext():
                 assert [batch.tolist() for batch in loader] == [key.ids for key in KEYS]

@@ -23,7 +23,7 @@ from lockstep.hf.causal_lm import CausalLM
 from lockstep.hf.libraries import transformers
 from lockstep.hf.tokens import Documents, Tokenizer
 from lockstep.job.loading import load_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.distributed.kinds import RUN, taken_up
@@ -58,7 +58,7 @@ def by_hand(document: Document) -> list[str]:
     job: Any = load_job(document["job"]["use"], document["job"]["params"])
     digests = []
     with determinism("strict", threads=1):
-        seed_all(document["seed"], "model")
+        seed_all(model_key(document["seed"]))
         model = job.model().train()
         data, size = job.train_data(), document["batch"]["global"]
         order = epoch_order(document["seed"], 0, len(data), "full")[0 : 3 * size].tolist()

@@ -22,7 +22,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import CorruptionError, JobError, LockstepError
 from lockstep.plan import Plan, Position, clip
-from lockstep.randomness import digest64
+from lockstep.randomness import digest64, recheck_key
 from lockstep.record.events.union import Corrupted
 from lockstep.spec.fields import Spec
 from lockstep.training.integrity.agreement import Agreement, outvoted, witness
@@ -41,12 +41,12 @@ SELDOM = 512
 def is_looked_at(seed: int, step: int) -> bool:
     """Whether one micro-batch of a step is computed again by default; `step` is counted from 0. The first step is the rehearsal's."""
     number = step + 1
-    return (number > 1 and number & (number - 1) == 0) or digest64((seed, "recheck", step)) % SELDOM == 0
+    return (number > 1 and number & (number - 1) == 0) or digest64(recheck_key(seed, step)) % SELDOM == 0
 
 
 def is_chosen(seed: int, share: float, step: int, micro_batch: int) -> bool:
     """Whether a micro-batch is computed a second time; `step` is counted from 0."""
-    return digest64((seed, "recheck", step, micro_batch)) < share * 2.0**64
+    return digest64(recheck_key(seed, step, micro_batch)) < share * 2.0**64
 
 
 def assigned_again(counts: Sequence[int], owners: Mapping[int, int]) -> dict[int, int]:
@@ -107,7 +107,7 @@ class Recheck:
         """The micro-batches of a step that are computed again: the same on every rank."""
         if self._share is None:
             looked_at = is_looked_at(self._seed, position.step)
-            draw = digest64((self._seed, "recheck", position.step, "micro-batch"))
+            draw = digest64(recheck_key(self._seed, position.step, "micro-batch"))
             return frozenset({draw % position.micro_batches} if looked_at else ())
         share = self._share
         return frozenset(

@@ -25,7 +25,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError, NumericsError
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, step_key
 from lockstep.record.events.union import Document, Tell, Warned
 from lockstep.training.job_data import make_sampler
 from lockstep.training.observe.worker_memory import tensors_in
@@ -179,7 +179,7 @@ def _computed(
     phase = next(phase for phase in step.each_phase if phase.name == phase_name)
     look = FirstBad(until)
     hooks = list(look.hooks(state.model))
-    seed_all(run.spec.seed, "step", key.step, key.micro_batch, *phase.phase.key, device=run.group.device)
+    seed_all(step_key(run.spec.seed, key.step, key.micro_batch, phase.phase.key), run.group.device)
     try:
         with look, nullcontext() if state.compiled is None else state.compiled.off():
             with nullcontext() if plainly else state.precision.autocast():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.job.interface import Job, overrides
-from lockstep.randomness import seed_all
+from lockstep.randomness import after_step_key, seed_all
 from lockstep.training.failure import job_at
 from lockstep.training.state import TrainState
 
@@ -26,6 +26,6 @@ def has_after_step(job: Job) -> bool:
 
 def call_after_step(state: TrainState, step: int, *, seed: int, device: torch.device | None) -> None:
     """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
-    seed_all(seed, "after step", step - 1, device=device)
+    seed_all(after_step_key(seed, step - 1), device)
     with job_at(f"after step {step}"), torch.no_grad():
         state.job.after_step(state.model, step)

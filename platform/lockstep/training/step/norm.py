@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.spec.optimizers import TorchOptimizer
+
 BLOCK = 1 << 16
 """Elements of a block. As float64 they are 512 KiB, which stay in a core's cache from the copy to the sum; with a quarter
 of that the calls cost as much as the additions."""
@@ -37,7 +39,7 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes to which torch aligns new memory. A library may choose a kernel by as much: cuBLASLt looks at up to 256."""
 
 
-ELEMENT_BY_ELEMENT = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+ELEMENT_BY_ELEMENT = tuple(getattr(torch.optim, kind.torch_class) for kind in TorchOptimizer.__subclasses__())
 """Optimizers that never sum over a gradient's elements, so that its place in memory does not matter to them."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.interface import Job
-from lockstep.spec.fields import SGD, AdamW, Optimizer
+from lockstep.spec.optimizers import Optimizer
 from lockstep.training.failure import job_at
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.step.sharding import ShardedOptimizer, check_shardable
@@ -68,20 +68,11 @@ def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
 
 
 def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.optim.Optimizer:
-    if isinstance(spec, SGD):
-        return torch.optim.SGD(
-            parameters,
-            lr=spec.lr,
-            momentum=spec.momentum,
-            weight_decay=spec.weight_decay,
-            nesterov=spec.nesterov,
-        )
-    kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
-    # On CUDA one kernel for all that an update does to an element, where torch's default launches one for each operation.
-    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters) or None
-    return kind(
-        parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
-    )
+    arguments = spec.arguments()
+    if spec.fuses:
+        arguments["fused"] = all(p.is_cuda and p.is_floating_point() for p in parameters) or None
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, spec.torch_class)
+    return kind(parameters, **arguments)
 
 
 def _checked(

@@ -25,7 +25,7 @@ from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean
 from lockstep.plan import Plan, Position, clip
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, step_key, update_key
 from lockstep.record.events.union import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
@@ -383,7 +383,7 @@ class Stepper:
         # Whatever a micro-batch before it, or its own fetch, has set: each is computed alike.
         self.settings.put_back()
         # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
-        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, device=self.group.device)
+        seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
             if batch is not None and not has_form(loss, phase.exchange.names):
@@ -482,7 +482,7 @@ class Stepper:
         phase.rest_unused()
         phase.rates.set(state.counters.updates)
         if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
-            seed_all(spec.seed, "update", position.step, *phase.phase.key, device=self.group.device)
+            seed_all(update_key(spec.seed, position.step, phase.phase.key), self.group.device)
         with job_at(f"the update of step {position.number}"):
             skipped = not state.precision.update(optimizer)
         parts = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.interface import Job, Loss, Phase, overrides
-from lockstep.randomness import seed_all
+from lockstep.randomness import frozen_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 from lockstep.training.step.schedule import RateSchedule
@@ -164,7 +164,7 @@ class FrozenRule:
         """The names of the parameters that rest in step number `step`, counted from 1. The generators are seeded from (seed, "frozen", step - 1)."""
         if not self.there:
             return frozenset()
-        seed_all(self._seed, "frozen", step - 1)
+        seed_all(frozen_key(self._seed, step - 1))
         with job_at(f"while it was asked what rests in step {step}"):
             returned = self._job.frozen_parameters(self._model, step)
             names = returned if isinstance(returned, str) else tuple(returned)

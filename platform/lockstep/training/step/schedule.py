@@ -16,86 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.checkpoint.tree import pack
 from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Job, Plateau
-from lockstep.spec.fields import (
-    Constant,
-    Cosine,
-    InverseSquareRoot,
-    Linear,
-    OneCycle,
-    Polynomial,
-    Schedule,
-    StepDecay,
-    WarmupStableDecay,
-)
+from lockstep.spec.schedules import Schedule
 from lockstep.training.failure import job_at
-
-# --- the spec's schedules -------------------------------------------------------------------------------------
-
-
-def rate_factor(schedule: Schedule, update: int, total: int) -> float:
-    """Factor on the learning rate for update number `update` (from 0) of at most `total`.
-
-    The warm-up is linear and reaches the full rate with update `warmup_steps - 1`. The decay then
-    ends at `final` just after the last update (Loshchilov & Hutter 2017, eq. 5, for the cosine).
-    """
-    if isinstance(schedule, OneCycle):
-        return _one_cycle(schedule, min(update, total - 1), total)
-    warmup = schedule.warmup_steps
-    if update < warmup:
-        return (update + 1) / warmup
-    match schedule:
-        case Constant():
-            return 1.0
-        case StepDecay():
-            return float(schedule.gamma ** ((update - warmup) // schedule.every))
-        case InverseSquareRoot():  # Vaswani et al. 2017, eq. 3, with the full rate at the end of the warm-up
-            return math.sqrt(max(1, warmup) / (update + 1))
-        case WarmupStableDecay():
-            start = total - schedule.decay_steps
-            return _fallen(schedule, max(0.0, min(1.0, (update - start) / schedule.decay_steps)))
-        case Linear() | Cosine() | Polynomial():
-            return _fallen(schedule, min(1.0, (update - warmup) / max(1, total - warmup)))
-
-
-def _fallen(schedule: Linear | Cosine | Polynomial | WarmupStableDecay, progress: float) -> float:
-    """The factor at `progress`, from 0 to 1, through the decay to `final`."""
-    match schedule:
-        case Cosine() | WarmupStableDecay(decay="cosine"):
-            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-        case Polynomial():
-            remaining = (1.0 - progress) ** schedule.power
-        case WarmupStableDecay(decay="sqrt"):  # Hägele et al. 2024, eq. 3
-            remaining = 1.0 - math.sqrt(progress)
-        case _:
-            remaining = 1.0 - progress
-    return schedule.final + (1.0 - schedule.final) * remaining
-
-
-def _one_cycle(schedule: OneCycle, update: int, total: int) -> float:
-    """Smith & Topin 2018 as `torch.optim.lr_scheduler.OneCycleLR` computes it, for a peak of 1."""
-    first = 1.0 / schedule.div_factor
-    last = first / schedule.final_div_factor
-    peak = schedule.pct_start * total - 1.0
-    if update <= peak:
-        start, end, begun, done = first, 1.0, 0.0, peak
-    else:
-        start, end, begun, done = 1.0, last, peak, total - 1.0
-    progress = (update - begun) / (done - begun) if done > begun else 1.0
-    if schedule.anneal_strategy == "linear":
-        return (end - start) * progress + start
-    return end + (start - end) / 2.0 * (math.cos(math.pi * progress) + 1)
-
-
-def check_length(schedule: Schedule, total: int) -> None:
-    """SpecError where the run is too short for its schedule."""
-    if isinstance(schedule, WarmupStableDecay) and schedule.warmup_steps + schedule.decay_steps > total:
-        raise SpecError(
-            f"schedule.decay_steps: got {schedule.decay_steps} after {schedule.warmup_steps} of warm-up, wanted at most the {total} steps of "
-            "the run together; lower one of the two, or train longer"
-        )
-
-
-# --- schedules of a run ---------------------------------------------------------------------------------------
 
 
 class RateSchedule(Protocol):
@@ -244,8 +166,8 @@ def make_schedule(
         schedule = job.schedule(optimizer, total)
     if schedule is None:
         _check_unused(optimizer)
-        check_length(spec, total)
-        return FunctionOfUpdates(optimizer, lambda update: rate_factor(spec, update, total))
+        spec.check_length(total)
+        return FunctionOfUpdates(optimizer, lambda update: spec.factor(update, total))
     if isinstance(schedule, Plateau):
         return _on_plateau(schedule, optimizer)
     if isinstance(schedule, LRScheduler):

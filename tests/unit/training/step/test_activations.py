@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.randomness import Draws, rng, seed_all
+from lockstep.randomness import Draws, rng, seed_all, step_key
 from lockstep.training.step.activations import checkpoint_activations
 
 
@@ -47,7 +47,7 @@ def test_what_is_recomputed_draws_the_same_numbers(source: str) -> None:
         model = nn.Sequential(Noisy(source), Noisy(source), nn.Linear(4, 1))
         if recomputed:
             checkpoint_activations(Recomputes(Recomputes.Params()), model)
-        seed_all(3, "step", 0, 0)
+        seed_all(step_key(3, 0, 0))
         draws = Draws()
         model(torch.ones(2, 4)).sum().backward()
         return [*(one.grad.tolist() for one in model.parameters() if one.grad is not None), draws.state()[1:]]

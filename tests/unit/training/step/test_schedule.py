@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
 from lockstep.errors import SpecError
-from lockstep.spec.fields import (
+from lockstep.spec.schedules import (
     Constant,
     Cosine,
     InverseSquareRoot,
@@ -29,15 +29,13 @@ from lockstep.training.step.schedule import (
     Rates,
     TorchScheduler,
     base_rates,
-    check_length,
-    rate_factor,
     rates_of,
     set_rates,
 )
 
 
 def factors(schedule: Schedule, total: int) -> list[float]:
-    return [rate_factor(schedule, update, total) for update in range(total)]
+    return [schedule.factor(update, total) for update in range(total)]
 
 
 def test_constant() -> None:
@@ -50,7 +48,7 @@ def test_warmup_rises_in_a_straight_line_to_the_full_rate() -> None:
 
 def test_linear_reaches_its_end_just_after_the_last_update() -> None:
     assert factors(Linear(), 4) == [1.0, 0.75, 0.5, 0.25]
-    assert rate_factor(Linear(), 4, 4) == 0.0
+    assert Linear().factor(4, 4) == 0.0
     assert factors(Linear(warmup_steps=2, final=0.5), 6) == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
 
 
@@ -62,13 +60,13 @@ def test_cosine_is_half_a_cosine() -> None:
         1.0,
         0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 2)),
     ]
-    assert rate_factor(Cosine(final=0.1), 9, 9) == 0.1
+    assert Cosine(final=0.1).factor(9, 9) == 0.1
 
 
 @pytest.mark.parametrize("schedule", [Cosine(final=0.25), Linear(final=0.25)])
 def test_the_fall_stays_at_its_end(schedule: Schedule) -> None:
     """More updates than the run was planned for are no reason to rise again."""
-    assert [rate_factor(schedule, update, 8) for update in (8, 9, 100)] == [0.25] * 3
+    assert [schedule.factor(update, 8) for update in (8, 9, 100)] == [0.25] * 3
 
 
 def test_step_decay_counts_from_the_end_of_the_warmup() -> None:
@@ -124,11 +122,11 @@ def test_one_cycle_is_that_of_torch(strategy: str, peak: float, total: int, pct_
     )
     ours = OneCycle(pct_start=pct_start, anneal_strategy=strategy)  # type: ignore[arg-type]
     for update in range(total):
-        assert peak * rate_factor(ours, update, total) == rates_of(optimizer)[0]
+        assert peak * ours.factor(update, total) == rates_of(optimizer)[0]
         optimizer.step()
         if update < total - 1:
             theirs.step()
-    assert rate_factor(ours, total, total) == rate_factor(ours, total - 1, total)
+    assert ours.factor(total, total) == ours.factor(total - 1, total)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3])
@@ -142,7 +140,7 @@ def test_polynomial_is_the_closed_form_of_torch(power: float) -> None:
     theirs = lr_scheduler.PolynomialLR(optimizer, total_iters=50, power=power)
     for update in range(52):
         theirs.last_epoch = update
-        assert [0.3 * rate_factor(Polynomial(power=power), update, 50)] == theirs._get_closed_form_lr()
+        assert [0.3 * Polynomial(power=power).factor(update, 50)] == theirs._get_closed_form_lr()
     assert factors(Polynomial(warmup_steps=2, power=2.0, final=0.5), 4) == [0.5, 1.0, 1.0, 0.625]
 
 
@@ -157,7 +155,7 @@ def test_warm_up_stable_decay() -> None:
     """Full rate in the middle, whatever the length; then one of three falls, which ends just after the last update."""
     linear = WarmupStableDecay(warmup_steps=2, decay_steps=4, final=0.5)
     assert factors(linear, 10) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.875, 0.75, 0.625]
-    assert rate_factor(linear, 10, 10) == 0.5
+    assert linear.factor(10, 10) == 0.5
     assert factors(linear, 1000)[:994] == [0.5, *[1.0] * 993]
     root = WarmupStableDecay(decay_steps=4, decay="sqrt")
     assert factors(root, 5) == [1.0, *(1 - math.sqrt(i / 4) for i in range(4))]
@@ -166,11 +164,11 @@ def test_warm_up_stable_decay() -> None:
 
 
 def test_a_run_that_is_too_short_for_its_fall_is_refused() -> None:
-    check_length(WarmupStableDecay(warmup_steps=6, decay_steps=4), 10)
+    WarmupStableDecay(warmup_steps=6, decay_steps=4).check_length(10)
     with pytest.raises(
         SpecError, match=r"^schedule\.decay_steps: got 4 after 7 of warm-up, wanted at most the 10"
     ):
-        check_length(WarmupStableDecay(warmup_steps=7, decay_steps=4), 10)
+        WarmupStableDecay(warmup_steps=7, decay_steps=4).check_length(10)
 
 
 def test_a_rate_that_a_function_gives_is_the_rate_where_the_full_one_is_1() -> None:

@@ -19,7 +19,7 @@ from lockstep.data.fingerprint import difference
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, update_key
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.layout import check_listed
 from lockstep.training.integrity.rehearsal.micro_batch import compute
@@ -199,7 +199,7 @@ class FirstSteps:
         for parameter, gradient in zip(module.parameters_that_learn, sums, strict=True):
             parameter.grad = gradient / weight
         state.schedule_of(phase.name).set(step)
-        seed_all(self.seed, "update", step, *phase.key, device=self.device)
+        seed_all(update_key(self.seed, step, phase.key), self.device)
         try:
             state.optimizer_of(phase.name).step()
         except (Exception, SystemExit) as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import JobError, NumericsError
 from lockstep.job.interface import Loss, Mean
 from lockstep.plan import Plan
-from lockstep.randomness import seed_all
+from lockstep.randomness import rehearsal_key, seed_all
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
@@ -143,7 +143,7 @@ def compute(
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
-    seed_all(seed, "rehearsal", *([m] if m else []), device=device)
+    seed_all(rehearsal_key(seed, *([m] if m else [])), device)
     buffers, parameters = KeptBuffers(model), ParameterWatch(model)
     values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
     try:

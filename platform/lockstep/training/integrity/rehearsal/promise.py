@@ -33,7 +33,7 @@ from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DeterminismError, JobError, SpecError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
-from lockstep.randomness import Draws, seed_all
+from lockstep.randomness import Draws, model_key, rehearsal_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.determinism import filled_memory
@@ -263,7 +263,7 @@ class StepRehearsal:
         state, seed = self.state, self.spec.seed
         if is_of_model(state.order, state.model):
             return
-        seed_all(seed, "model", device=self.device)
+        seed_all(model_key(seed), self.device)
         model = self.job.model()
         again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
@@ -444,8 +444,7 @@ class StepRehearsal:
             buffers.restore()
 
     def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
-        more, device = ("again", seed) if seed else (), self.device
-        seed_all(self.spec.seed, "rehearsal", *more, device=device)
+        seed_all(rehearsal_key(self.spec.seed, *(("again", seed) if seed else ())), self.device)
         with job_at("first micro-batch, before training"), self.state.precision.autocast():
             loss: Loss = module(batch)
         return loss

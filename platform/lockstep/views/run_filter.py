@@ -1,0 +1,101 @@
+"""Which of the recorded runs are listed: conditions on their metrics, parameters and facts, such as `eval/accuracy > 0.9 and status = FINISHED`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from lockstep.errors import SpecError, nearest
+from lockstep.record.mirror.run_store import RunInfo
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    "==": operator.eq,
+    "=": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(
+    rf"\s*(\S+?)\s*({'|'.join(map(re.escape, _OPERATORS))})\s*('[^']*'|\"[^\"]*\"|\S+)\s*"
+)
+_FACTS = ("run_id", "name", "experiment", "status", "step")
+
+
+class Condition(NamedTuple):
+    """One comparison. A run that has no value of this name does not meet it."""
+
+    name: str
+    sign: str
+    wanted: float | str
+
+    def met(self, value: float | str) -> bool:
+        """Whether a value meets it: as numbers where both are, else as texts, of which none is greater."""
+        wanted, given = self.wanted, _number(value)
+        if isinstance(given, str) != isinstance(wanted, str):
+            given, wanted = str(value), str(wanted)
+        if isinstance(wanted, str) and self.sign not in ("=", "==", "!="):
+            return False
+        return _OPERATORS[self.sign](given, wanted)
+
+
+def conditions(text: str) -> list[Condition]:
+    """The comparisons of a text, with `and` between them. SpecError where it is none."""
+    found = []
+    for part in re.split(r"\s+and\s+", text.strip()):
+        match = _CONDITION.fullmatch(part)
+        if match is None:
+            raise SpecError(
+                f"where: got {part!r}, wanted name, comparison and value, such as 'eval/accuracy > 0.9'; several with `and` between them"
+            )
+        name, sign, wanted = match.groups()
+        quoted = len(wanted) > 1 and wanted[0] == wanted[-1] and wanted[0] in "'\""
+        found.append(Condition(name, sign, wanted[1:-1] if quoted else _number(wanted)))
+    return found
+
+
+def matching(
+    runs: Iterable[RunInfo],
+    wanted: Iterable[Condition],
+    metrics_of: Callable[[RunInfo], Mapping[str, float]],
+) -> list[RunInfo]:
+    """The runs that meet all conditions, in their order; `metrics_of` gives the last values of a run's metrics.
+
+    SpecError for a name that no run has a value of.
+    """
+    wanted, known = list(wanted), set[str]()
+    chosen = []
+    looked_at = 0
+    for run in runs:
+        looked_at += 1
+        values = _values(run, metrics_of(run))
+        known |= values.keys()
+        if all(condition.name in values and condition.met(values[condition.name]) for condition in wanted):
+            chosen.append(run)
+    for condition in wanted:
+        if looked_at and condition.name not in known:
+            raise SpecError(f"where: no run has {condition.name!r}{_suggested(condition.name, known)}")
+    return chosen
+
+
+def _suggested(name: str, known: set[str]) -> str:
+    """The name that was probably meant; of hundreds of metrics and parameters no list is shown."""
+    suggestion = nearest(name, known)
+    return suggestion if suggestion.startswith("; did") else "; `lockstep show RUN --json` has the names"
+
+
+def _values(run: RunInfo, metrics: Mapping[str, float]) -> dict[str, float | str]:
+    facts: dict[str, float | str] = {name: getattr(run, name) for name in _FACTS}
+    return {**run.params, **metrics, **facts}
+
+
+def _number(value: float | str) -> float | str:
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return value if math.isnan(number) and isinstance(value, str) else number

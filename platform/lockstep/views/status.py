@@ -1,0 +1,125 @@
+"""How a run stands: its state, how far it is, how long it still takes, and what of its time went into training."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.errors import LockstepError, RecordError, SpecError
+from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.mirror.run_store import RunInfo
+from lockstep.spec.loading import load_spec
+from lockstep.views.curves import Curves, curves_of
+
+RECENT = 200
+"""Steps by whose pace the time that is left is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run at one moment. `step` counts from 1 and is 0 before the first; what is not known is None.
+
+    `effective` is the share of the time since the run began, until it ended or now, that went into the steps that count: what was
+    repeated, waited for, started or saved is the rest.
+    """
+
+    run_id: str
+    state: str
+    step: int
+    steps: int | None
+    eta_s: float | None
+    effective: float | None
+    last_checkpoint: int | None
+    workers: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def status_of(run: RunInfo, uri: str, folder: Path, now: float) -> RunStatus:
+    """The status of a recorded run, whose `folder` may be elsewhere; `now` is Unix time in seconds."""
+    curves = _curves(run.run_id, uri, folder)
+    total = int(number) if (number := run.params.get("plan.total_steps", "")).isdigit() else None
+    step, eta_s, effective = run.step, None, None
+    if curves is not None:
+        rows = curves.rows.steps() if isinstance(curves.rows, RowsSoFar) else iter(curves.rows.steps)
+        trained_s, recent = 0.0, deque[StepRow](maxlen=RECENT)
+        for row in rows:
+            trained_s += row.step_s
+            recent.append(row)
+        step = recent[-1].step
+        effective = min(1.0, trained_s / max((run.ended or now) - run.started, trained_s, 1e-9))
+        if run.status == "RUNNING" and total is not None:
+            eta_s = _left_s(recent, total)
+    workers = run.tags.get("lockstep.workers", "")
+    return RunStatus(
+        run.run_id,
+        run.status,
+        step,
+        total,
+        eta_s,
+        effective,
+        _last_checkpoint(run.run_id, curves),
+        int(workers) if workers.isdigit() else None,
+    )
+
+
+def _curves(run_id: str, uri: str, folder: Path) -> Curves | None:
+    """The rows of a run; None where it has none yet, or trains on another machine: then its store alone tells how far it is."""
+    try:
+        return curves_of(run_id, uri, folder)
+    except (SpecError, RecordError):
+        return None
+
+
+def _left_s(recent: deque[StepRow], total: int) -> float | None:
+    """Seconds until the last step, at the pace of the newest steps of this attempt; None before there are two."""
+    attempt = recent[-1].attempt
+    first = next(row for row in recent if row.attempt == attempt)
+    steps = recent[-1].step - first.step
+    if steps < 1:
+        return None
+    return (recent[-1].wall_clock - first.wall_clock) / steps * (total - recent[-1].step)
+
+
+def _last_checkpoint(run_id: str, curves: Curves | None) -> int | None:
+    """The newest step with a checkpoint; None where there is none, or their storage cannot be read from here."""
+    if curves is None:
+        return None
+    try:
+        storage = load_spec(dict(curves.document)).checkpoint.storage
+        return next(islice(steps_of(storage, run_id), 1), None)
+    except LockstepError:
+        return None
+
+
+def as_text(found: RunStatus, resume_command: str) -> str:
+    """The status for a person; of a run that has not come to its end, with the command that resumes it."""
+    of = "" if found.steps is None else f" of {found.steps} ({found.step / max(1, found.steps):.0%})"
+    shown = {
+        "run": found.run_id,
+        "state": found.state,
+        "step": f"{found.step}{of}",
+        "time left": "" if found.eta_s is None else duration(found.eta_s),
+        "effective": ""
+        if found.effective is None
+        else f"{found.effective:.0%} of its time went into steps that count",
+        "last checkpoint": "none" if found.last_checkpoint is None else f"step {found.last_checkpoint}",
+        "workers": "" if found.workers is None else str(found.workers),
+    }
+    if found.state in ("FAILED", "KILLED"):
+        shown["resume it with"] = resume_command
+    return "\n".join(f"{name:<18}{text}" for name, text in shown.items() if text)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, or `2:03` below an hour."""
+    minutes, remainder = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
