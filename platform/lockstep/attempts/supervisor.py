@@ -84,6 +84,7 @@ class Supervisor:
         self._warned = 0
         self._saved = False
         """Whether the workers have told of a checkpoint."""
+        self._table_versions = origin.table_versions
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = self._looked_at = 0.0
@@ -358,6 +359,7 @@ class Supervisor:
         """Take in what is new of the attempt at hand."""
         view = status.view
         self._saved = self._saved or view.saved
+        self._table_versions = view.table_versions or self._table_versions
         for text in view.warnings[self._warned :]:
             self._warn(text)
         self._warned = len(view.warnings)
@@ -462,7 +464,11 @@ class Supervisor:
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
             return AttemptOrigin(
-                None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._blame.doubts
+                None,
+                self.origin.attempt + 1,
+                replay=self.origin.replay,
+                table_versions=self._table_versions,
+                doubts=self._blame.doubts,
             )
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
         # The workers of a new run make its folder with their first checkpoint.
@@ -470,7 +476,12 @@ class Supervisor:
         claimed = patiently(
             lambda: claim(storage, run_id, None, least, begun=begun), self.stop.wait, self.progress.say
         )
-        return replace(claimed, replay=self.origin.replay, doubts=self._blame.doubts)
+        return replace(
+            claimed,
+            replay=self.origin.replay,
+            table_versions=self._table_versions,
+            doubts=self._blame.doubts,
+        )
 
     def _close(self, ended: RunView) -> RecordError | None:
         """Have it recorded that the run has ended by itself or by a signal. Returns what could not be."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
+from lockstep.data.table_pins import pins_of
 from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.failure_kinds import said_by_watchdog
 from lockstep.record.events import union
@@ -48,6 +49,8 @@ class RunView:
     """When the attempt came to the end of each stage, in Unix seconds; the first time counts."""
     saved: bool = False
     """Whether the run has told of a checkpoint, in this attempt or an earlier one."""
+    table_versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions in which the run reads tables that change, by their names."""
     summary: Mapping[str, Any] | None = None
     files: Sequence[Path] = ()
     error: LockstepError | None = None
@@ -65,7 +68,9 @@ class RunView:
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
-        return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings, saved=self.saved)
+        view = RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings, saved=self.saved)
+        view.table_versions = self.table_versions
+        return view
 
     def gone_on(self, attempt: int, workers: Sequence[int]) -> RunView:
         """The view of an attempt that goes on in memory: its members are those that these ranks were."""
@@ -90,6 +95,7 @@ class RunView:
                 self.evaluation = event.evaluations[-1] if event.evaluations else self.evaluation
             case Started():
                 self.total_steps = event.facts.get("plan", {}).get("total_steps", self.total_steps)
+                self.table_versions = pins_of(event.facts.get("fields", {}))
             case Warned():
                 self.warnings.append(event.text)
             case Straggling():

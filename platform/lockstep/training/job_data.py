@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch.utils.data
 from torch.utils.data import Dataset
 
+from lockstep.communication.group import Group
 from lockstep.data.dataset import expects_epochs, is_map_style, orders_itself
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
+from lockstep.data.table_pins import Pins, in_force
 from lockstep.errors import JobError, SpecError
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job
@@ -37,6 +40,24 @@ def open_data(
         _check(eval_data, "eval_data")
         _check_evaluated(eval_data)
     return train_data, eval_data
+
+
+def open_agreed(
+    job: Job, seed: int, group: Group, versions: Mapping[str, str]
+) -> tuple[Dataset[Any], Dataset[Any] | None, Pins]:
+    """`open_data` on every rank. Tables that change are read in these `versions`, or where none is given in the newest that rank 0 has found.
+
+    Returns the pins as well: they have all versions, and hold for what the job opens later on.
+    """
+    with in_force() as pins:
+        pins.given.update(versions)
+        data = open_data(job, seed, group.device)
+        agreed = group.given(pins.opened, 0)
+        if pins.opened != agreed:  # someone wrote into a table while the ranks opened it
+            pins.opened.clear()
+            pins.given.update(agreed)
+            data = open_data(job, seed, group.device)
+    return *data, pins
 
 
 def dataset_size(dataset: Dataset[Any], name: str) -> int:
