@@ -46,7 +46,7 @@ def joining_workers_for(
     if stay + len(rooms) < spec.workers.min or not (rooms or leaving):
         return None
     places = [JoiningWorkerPlace(*room) for room in rooms]
-    return Members(attempt.start_joining_workers(places, everyone), leaving)
+    return Members(attempt.start_joining_workers(places, everyone, status.view.table_versions), leaving)
 
 
 class PlannedChange:

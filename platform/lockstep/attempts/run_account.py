@@ -33,6 +33,8 @@ class RunAccount:
         self.attempts: list[AttemptSummary] = []
         self.saved = False
         """Whether the workers have told of a checkpoint."""
+        self.table_versions: Mapping[str, str] = {}
+        """Those in which the run reads tables that change, as its workers told."""
         self.is_named = False
         """Whether the run's id was told."""
         self.run_registry = around.run_registry(spec.name, spec.record.uri or "", options.began_at)
@@ -89,6 +91,7 @@ class RunAccount:
     def show(self, view: RunView, recorder: RecorderState) -> None:
         """Tell what is new of the run."""
         self.saved = self.saved or view.saved
+        self.table_versions = view.table_versions or self.table_versions
         for text in view.warnings[self._warned :]:
             self.warn(text)
         self._warned = len(view.warnings)

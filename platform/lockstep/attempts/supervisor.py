@@ -194,16 +194,19 @@ class Supervisor:
     def _next(self) -> AttemptOrigin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
         run_id, least = self._recording.run_id, self._account.current.attempt + 1
-        replay, doubts = self._origin.replay, self._blame.doubts
+        versions = self._account.table_versions or self._origin.table_versions
+        same: dict[str, Any] = {
+            "replay": self._origin.replay, "table_versions": versions, "doubts": self._blame.doubts
+        }  # fmt: skip
         if run_id is None:  # it ended before there was a run
-            return AttemptOrigin(None, least, replay=replay, doubts=doubts)
+            return AttemptOrigin(None, least, **same)
         storage = self._spec.checkpoint.storage
         # The workers of a new run make its folder with their first checkpoint.
         begun = self._account.saved or self._origin.run_id is not None
         claimed = patiently(
             lambda: claim(storage, run_id, None, least, begun=begun), self._stop.wait, self._account.say
         )
-        return replace(claimed, replay=replay, doubts=doubts)
+        return replace(claimed, **same)
 
     def _close(self, ended: RunView) -> RecordError | None:
         """Have it recorded that the run has ended by itself or by a signal. Returns what could not be."""

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,16 @@ class WorkerGroup:
         }
 
     def start_joining_workers(
-        self, places: Sequence[JoiningWorkerPlace], everyone: Mapping[int, Joined]
+        self,
+        places: Sequence[JoiningWorkerPlace],
+        everyone: Mapping[int, Joined],
+        table_versions: Mapping[str, str],
     ) -> tuple[int, ...]:
-        """Start a joining worker at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives."""
+        """Start a joining worker at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives.
+
+        `table_versions` are those in which the others read tables that change.
+        """
+        self._config["origin"] = replace(self.origin, table_versions=table_versions)
         first = 1 + max([*everyone, *self.joining_workers.places, self._place.workers - 1])
         nodes = list(dict.fromkeys(worker.node for worker in everyone.values()))
         new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]

@@ -7,6 +7,7 @@ command has long been told.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from lockstep.calls.leased_run import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
@@ -23,6 +24,7 @@ from lockstep.checkpoint.runs.run_checkpoints import (
     whole_steps,
 )
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.data.table_pins import pins_of
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -32,7 +34,7 @@ from lockstep.files import private
 from lockstep.job.identity import PARAM, changed_fields, shown
 from lockstep.job.loading import check_params
 from lockstep.job.recorded_source import imported_from
-from lockstep.proof.recorded_run import recorded_main
+from lockstep.proof.recorded_run import recorded_fields, recorded_main
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_copies, find_run
 from lockstep.record.redaction import redacted_fields
@@ -69,6 +71,9 @@ def continue_run(
         start = f"its newest good checkpoint (the newest is of step {newest})"
     else:
         start = "the beginning: it has no checkpoint"
+    if newest is None:  # else a checkpoint says so
+        versions = pins_of(recorded_fields(store, run_id, spec.folder / run_id))
+        origin = replace(origin, table_versions=versions)
     options.progress.say(f"run {run_id} goes on from {start}")
     return run_attempt(spec, origin, options, hold=hold)
 

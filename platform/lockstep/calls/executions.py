@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.data.table_pins import FIELD as TABLE_VERSION
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.job.inputs.imports import FIELD
@@ -48,7 +49,9 @@ def execution_of(
         unseen = [] if hidden is None else [*_record_of(run), *hidden]
         sandbox = Sandbox(unseen, [*needed, *named_in(run.spec)])
     fields = {
-        name: value for name, value in run.fields.items() if name == "job.source" or name.startswith(FIELD)
+        name: value
+        for name, value in run.fields.items()
+        if name == "job.source" or name.startswith((FIELD, TABLE_VERSION))
     }
     return Execution(Place(options.progress.say, sandbox, terminal), run.source, fields, cluster)
 

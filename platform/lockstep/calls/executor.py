@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions
 from lockstep.errors import JobImportError, LockstepError, SpecError, first_line
 from lockstep.job.inputs.external_facts import MOVED
@@ -63,7 +64,7 @@ def serve(asked: BinaryIO, pipe: BinaryIO) -> None:
         execution = Executed(pipe, source, fields)
         while True:
             kind, content = pickle.load(asked)
-            with _told(execution), execution.imported(content["spec"]):
+            with _told(execution), execution.imported(content["spec"]), pinned(pins_of(fields)):
                 getattr(execution, kind)(**content)
             execution.tell("done")
 
@@ -98,7 +99,7 @@ class Executed:
     source: Mapping[str, bytes]
     """The recorded files of the job, by their paths below a source root."""
     fields: Mapping[str, Any]
-    """The recorded identity's fields about these files."""
+    """The recorded identity's fields about these files, and about the versions of tables that change."""
     decided: bool = False
     recorded: Mapping[str, bytes] | None = None
     """The files that the job is imported from; None for those on the path."""
@@ -232,7 +233,7 @@ class Executed:
         with _folder(spec, options, aside) as folder:
             if replay.weights is not None:
                 replay = replace(replay, weights=str(folder / "led-to"))
-            origin = AttemptOrigin(replay=replay)
+            origin = AttemptOrigin(replay=replay, table_versions=pins_of(self.fields))
             result = run_attempt(_placed(spec, folder, cluster["workers"]), origin, options)
             run_folder = Path(result.folder)
             history = read_history(run_folder)

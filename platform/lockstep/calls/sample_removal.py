@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.calls.continuation import fetch_copy, refuse_changes
@@ -13,10 +13,12 @@ from lockstep.calls.runs import run_attempt
 from lockstep.checkpoint.runs.run_checkpoints import on_disk, whole_steps
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.sampler import FirstUse, LeftOut
+from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.job.loading import load_job
+from lockstep.proof.recorded_run import recorded_fields
 from lockstep.record.mirror.stores import find_copies, find_history
 from lockstep.spec.fields import Fork, Spec
 from lockstep.spec.sample_ids import parse, written
@@ -39,14 +41,16 @@ def resume_without(
     new = {i for i in sample_ids if not any(i in ids_range for ids_range in previous)}
     if not new:
         raise SpecError(f"without: run {run_id} leaves out all samples of {str(ids)!r} already")
-    first = _first_use(spec, LeftOut(written(new)), run_id)
+    versions = pins_of(recorded_fields(spec.record.uri or "", run_id, spec.folder / run_id))
+    first = _first_use(spec, LeftOut(written(new)), run_id, versions)
     without = written([*new, *(i for ids_range in previous for i in ids_range)])
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"without": without})})
     options.progress.say(
         f"sample {first.sample} is the first of {len(new)} that run {run_id} uses, in step {first.step + 1}"
         + ("" if first.used == len(new) else f"; {len(new) - first.used} of them it never uses")
     )
-    return run_attempt(_forked(options, run_id, recorded, spec, first.step), AttemptOrigin(), options)
+    origin = AttemptOrigin(table_versions=versions)
+    return run_attempt(_forked(options, run_id, recorded, spec, first.step), origin, options)
 
 
 def read_ids(path: Path) -> set[int]:
@@ -72,10 +76,11 @@ def read_ids(path: Path) -> set[int]:
     return sample_ids
 
 
-def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
+def _first_use(spec: Spec, wanted: LeftOut, run_id: str, versions: Mapping[str, str]) -> FirstUse:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
+    with pinned(versions):
+        train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
     plan = make_plan(spec, train_data)
     check_ids(wanted, train_data, "without")
     first_use = make_sampler(spec, plan, train_data).first_use(wanted)

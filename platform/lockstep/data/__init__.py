@@ -9,18 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.data.delta_table import Delta
+    from lockstep.data.iceberg_table import Iceberg
     from lockstep.data.images import ImageFolder
+    from lockstep.data.lance_table import Lance
     from lockstep.data.mixture import Mixture
     from lockstep.data.packing import Packed
     from lockstep.data.table_columns import Column
     from lockstep.data.tables import Table
     from lockstep.data.tar_shards import TarShards
 
-__all__ = ["Column", "ImageFolder", "Mixture", "Packed", "Table", "TarShards"]
+__all__ = ["Column", "Delta", "Iceberg", "ImageFolder", "Lance", "Mixture", "Packed", "Table", "TarShards"]
 
 _HOME = {
     "Column": "lockstep.data.table_columns",
+    "Delta": "lockstep.data.delta_table",
+    "Iceberg": "lockstep.data.iceberg_table",
     "ImageFolder": "lockstep.data.images",
+    "Lance": "lockstep.data.lance_table",
     "Mixture": "lockstep.data.mixture",
     "Packed": "lockstep.data.packing",
     "Table": "lockstep.data.tables",

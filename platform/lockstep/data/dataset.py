@@ -146,8 +146,32 @@ def in_memory(dataset: Any) -> TypeGuard[Resident]:
 
 def is_table(dataset: Any) -> TypeGuard[Table]:
     """Whether this is a `lockstep.data.Table`, found without importing pyarrow: where there is one, its module is imported."""
-    kind = getattr(sys.modules.get("lockstep.data.tables"), "Table", None)
-    return kind is not None and isinstance(dataset, kind)
+    return _is_a(dataset, "lockstep.data.tables", "Table")
+
+
+def is_hub_dataset(dataset: object) -> bool:
+    """Whether this is a `datasets.Dataset` of Hugging Face. As for a table, its library is not imported to ask."""
+    return _is_a(dataset, "datasets.arrow_dataset", "Dataset")
+
+
+def is_ray_dataset(dataset: object) -> bool:
+    """Whether this is a `ray.data.Dataset`."""
+    return _is_a(dataset, "ray.data", "Dataset")
+
+
+def is_lit_dataset(dataset: object) -> bool:
+    """Whether this is a `litdata.StreamingDataset`."""
+    return _is_a(dataset, "litdata", "StreamingDataset")
+
+
+def is_mosaic_dataset(dataset: object) -> bool:
+    """Whether this is a `streaming.LocalDataset` of MosaicML Streaming, which is read by index as it is."""
+    return _is_a(dataset, "streaming", "LocalDataset")
+
+
+def _is_a(dataset: object, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(dataset, kind)
 
 
 def fetch_one(dataset: Any, index: int) -> Any:

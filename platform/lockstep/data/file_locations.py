@@ -83,6 +83,19 @@ class Place:
         every = self._files.get_file_info(selector)
         return {PurePosixPath(info.path).suffix for info in every if info.type == pafs.FileType.File}
 
+    def named(self, names: Sequence[str]) -> list[StoredFile | None]:
+        """The files of these names below this place, whatever their endings; None for one that is not there. DataError where the place cannot be asked."""
+        try:
+            every = self._files.get_file_info([f"{self._base}/{name}" for name in names])
+        except OSError as error:
+            raise DataError(f"data: cannot look into {self.shown!r}: {one_line(error)}") from error
+        return [
+            StoredFile(self, info.path, info.size, info.mtime_ns or 0)
+            if info.type == pafs.FileType.File
+            else None
+            for info in every
+        ]
+
     def _is_there(self) -> bool:
         try:
             return bool(self._files.get_file_info(self._path).type != pafs.FileType.NotFound)

@@ -15,7 +15,13 @@ from typing import Any
 
 from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, leaves, tree_of
-from lockstep.data.dataset import Fingerprinted, fetch_one, is_fingerprinted
+from lockstep.data.dataset import (
+    Fingerprinted,
+    fetch_one,
+    is_fingerprinted,
+    is_hub_dataset,
+    is_mosaic_dataset,
+)
 from lockstep.errors import DataError, JobError, LockstepError, first_line
 from lockstep.job.frames import place_in_job
 from lockstep.randomness import sample_key, seed_all
@@ -43,9 +49,10 @@ def fingerprint(
     if not is_fingerprinted(dataset):
         read = partial(_sample, dataset, seed)
         return {
+            **_library_fields(dataset),
             "samples": _samples_digest(
                 dataset, samples, lambda index: None if left_out(index) else read(index)
-            )
+            ),
         }
     fields = dict[str, Any]()
     for name, value in _own_fields(dataset).items():
@@ -57,6 +64,19 @@ def fingerprint(
                 f"({error.reason}); give text, numbers, arrays or objects that pickle takes"
             ) from error
     return fields
+
+
+def _library_fields(dataset: Any) -> dict[str, str]:
+    """What a dataset of a library that is known here says of all its rows."""
+    if is_hub_dataset(dataset):
+        from lockstep.data.hub_rows import hub_fields
+
+        return hub_fields(dataset)
+    if is_mosaic_dataset(dataset):
+        from lockstep.data.indexed_shards import mosaic_fields
+
+        return mosaic_fields(dataset)
+    return {}
 
 
 def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ through the files, which are taken in the order of their paths. Files lie on a d
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.data.file_locations import Place, StoredFile, find, one_line, retried
+from lockstep.data.snapshots import Snapshot
 from lockstep.data.table_columns import nulls
 from lockstep.errors import DataError, nearest
 
@@ -27,10 +28,13 @@ ARROW = (".arrow", ".feather", ".ipc")
 
 FOOTERS_AT_ONCE = 8
 
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Snapshot
+"""Where the rows of a table are."""
+
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file. `rows` of each of its blocks; `keys` are what its path says (`year=2024`), by name."""
+    """One file. `rows` of each of its blocks; `keys` are what its path says (`year=2024`), or the table's log, by name."""
 
     path: str
     name: str
@@ -39,7 +43,7 @@ class DataFile:
     changed_ns: int
     schema: pa.Schema
     rows: tuple[int, ...]
-    keys: dict[str, str]
+    keys: Mapping[str, str | None]
     metadata: pq.FileMetaData | None = field(compare=False)
 
     def chunks(self, group: int, columns: Collection[str]) -> Iterator[pq.ColumnChunkMetaData]:
@@ -60,8 +64,10 @@ class DataFile:
 class TableFiles:
     """All files of a table, whose schemas agree in every column that is asked for."""
 
-    def __init__(self, source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        self._stored = find(source, PARQUET + ARROW)
+    def __init__(self, source: Source, columns: Sequence[str] | None = None) -> None:
+        """`columns` are those that are wanted, where that is known before the files are opened."""
+        self.snapshot = source.opened(columns) if isinstance(source, Snapshot) else None
+        self._stored = find(source, PARQUET + ARROW) if self.snapshot is None else list(self.snapshot.stored)  # type: ignore[arg-type]
         kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
         self.is_arrow = kinds <= set(ARROW)
         if not self.is_arrow and not kinds <= set(PARQUET):
@@ -70,7 +76,7 @@ class TableFiles:
                 "wanted Parquet or Arrow alone"
             )
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-            self.files = list(pool.map(self._opened, self._stored))
+            self.files = list(pool.map(self._opened, self._stored, self._keys()))
         every = [(f, b) for f, file in enumerate(self.files) for b in range(len(file.rows))]
         self._blocks = [(f, b) for f, b in every if self.files[f].rows[b]]
         self.block_sizes = [self.files[f].rows[b] for f, b in self._blocks]
@@ -151,7 +157,9 @@ class TableFiles:
         table = retried(once, self.where(block))
         for name in columns:
             if name not in stored:
-                constant = pa.array([file.keys[name]] * file.rows[b]).cast(self._type(file, name))
+                constant = pa.array([file.keys[name]] * file.rows[b], pa.string()).cast(
+                    self._type(file, name)
+                )
                 table = table.append_column(name, constant)
         return table.select(columns)
 
@@ -178,19 +186,32 @@ class TableFiles:
         """Bytes of a file at (offset, length) spans."""
         return self._stored[file].pieces(spans)
 
+    def _keys(self) -> Sequence[Mapping[str, str | None]]:
+        """The columns of each file that its path gives, or the log of its table."""
+        if self.snapshot is not None:
+            return self.snapshot.partitions or [{}] * len(self._stored)
+        pairs = [
+            [part.split("=", 1) for part in PurePosixPath(stored.name).parts[:-1] if "=" in part]
+            for stored in self._stored
+        ]
+        return [{name: unquote(value) for name, value in of_file} for of_file in pairs]
+
     def _type(self, file: DataFile, name: str) -> pa.DataType:
         if name in file.schema.names:
             return file.schema.field(name).type
+        if self.snapshot is not None and name in file.keys:
+            return self.snapshot.types[name]
         if name in file.keys:
-            is_integer = all(data_file.keys.get(name, "").lstrip("-").isdigit() for data_file in self.files)
+            is_integer = all(
+                (data_file.keys.get(name) or "").lstrip("-").isdigit() for data_file in self.files
+            )
             return pa.int64() if is_integer else pa.string()
         raise DataError(
             f"data: {file.name!r} has no column {name!r}{nearest(name, [*file.schema.names, *file.keys])}"
         )
 
-    def _opened(self, stored: StoredFile) -> DataFile:
-        path, place, name, what = stored.path, stored.place, stored.name, repr(stored.shown)
-        keys = dict(part.split("=", 1) for part in PurePosixPath(name).parts[:-1] if "=" in part)
+    def _opened(self, stored: StoredFile, keys: Mapping[str, str | None]) -> DataFile:
+        path, place, what = stored.path, stored.place, repr(stored.shown)
         metadata: pq.FileMetaData | None = None
         if self.is_arrow:
             schema, rows = retried(lambda: _arrow_layout(place, path), what)
@@ -200,12 +221,12 @@ class TableFiles:
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
         return DataFile(
             path,
-            name,
+            stored.name,
             stored.size,
             stored.changed_ns,
             schema,
             rows,
-            {k: unquote(v) for k, v in keys.items()},
+            keys,
             metadata,
         )
 

@@ -9,7 +9,6 @@ three, and it is always memory of its own: a job may write to it.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import threading
 from collections import OrderedDict
@@ -25,7 +24,7 @@ from torch.utils.data import Dataset
 from lockstep.data.fingerprint import FILES, file_digest, names_in_order
 from lockstep.data.node_folder import NodeFolder, map_file
 from lockstep.data.table_columns import Array, Column, Decoder, Parts, Piece, declared_columns, parts_bytes
-from lockstep.data.table_files import TableFiles
+from lockstep.data.table_files import Source, TableFiles
 from lockstep.errors import DataError, SpecError
 
 Decoded = dict[str, Parts]
@@ -42,7 +41,7 @@ class Table(Dataset[dict[str, Any]]):
     """Rows of Parquet or Arrow files; a batch is a mapping from the declared names to tensors (see `Column`).
 
     `source` is a file, a folder (read with all below it; `key=value` folders are columns), a glob, a URI (s3, gs), or
-    a list of these. `columns` maps each name in a batch to a column, to a list of columns side by side, or to a Column;
+    a list of these; or a version of a table: `Delta(…)`, `Iceberg(…)` or `Lance(…)`. `columns` maps each name in a batch to a column, to a list of columns side by side, or to a Column;
     without it every column keeps its own name. `memory_mb` is the most memory that it holds, in MiB; default: a quarter
     of the machine's memory. `content` says what the fingerprint reads of the files: samples, or every byte.
 
@@ -57,17 +56,18 @@ class Table(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        source: Source,
         columns: Mapping[str, str | Sequence[str] | Column] | None = None,
         *,
         memory_mb: float | None = None,
         content: Literal["sampled", "full"] = "sampled",
     ) -> None:
-        self.files = TableFiles(source)
+        asked = declared_columns(columns or {})
+        self.files = TableFiles(source, _sources(asked) or None)
         self.block_sizes = self.files.block_sizes
         self.content = content
-        declared = declared_columns(columns or {name: name for name in self.files.all_columns()})
-        self._sources = list(dict.fromkeys(s for column in declared.values() for s in column.sources))
+        declared = asked or declared_columns({name: name for name in self.files.all_columns()})
+        self._sources = _sources(declared)
         types = self.files.columns(self._sources)
         self.decoders = [Decoder(name, column, types) for name, column in declared.items()]
         self._check_names()
@@ -148,7 +148,9 @@ class Table(Dataset[dict[str, Any]]):
         columns = ", ".join(
             f"{d.name}: {d.kind} {d.dtype}{list(d.shape) or ''} {d.declared}" for d in self.decoders
         )
-        return {"columns": columns, **fields}
+        snapshot = self.files.snapshot
+        version = {} if snapshot is None else {"version": f"{snapshot.version}, {snapshot.contents}"}
+        return {"columns": columns, **version, **fields}
 
     def identity(self) -> tuple[Any, ...]:
         """What changes with the rows or with what a batch is made of, on this machine."""
@@ -191,6 +193,11 @@ class Table(Dataset[dict[str, Any]]):
         files = [(f.path, f.size, f.changed_ns, f.rows) for f in self.files.files]
         text = repr((files, [(d.name, d.declared) for d in self.decoders]))
         return f"table {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _sources(declared: Mapping[str, Column]) -> list[str]:
+    """The columns of the files that are read, each once."""
+    return list(dict.fromkeys(s for column in declared.values() for s in column.sources))
 
 
 def _share_of_memory() -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
+from lockstep.data.table_pins import pins_of
 from lockstep.driver.progress import ProgressLine, Rate
 from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.failure_kinds import said_by_watchdog
@@ -49,6 +50,8 @@ class RunView:
     """When the attempt came to the end of each stage, in Unix seconds; the first time counts."""
     saved: bool = False
     """Whether the run has told of a checkpoint, in this attempt or an earlier one."""
+    table_versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions in which the run reads tables that change, by their names."""
     summary: Mapping[str, Any] | None = None
     files: Sequence[Path] = ()
     error: LockstepError | None = None
@@ -74,6 +77,7 @@ class RunView:
             self.total_steps,
             self.warnings,
             saved=self.saved,
+            table_versions=self.table_versions,
             rate=self.rate,
         )
 
@@ -118,6 +122,7 @@ class RunView:
                 self.evaluation = event.evaluations[-1] if event.evaluations else self.evaluation
             case Started():
                 self.total_steps = event.facts.get("plan", {}).get("total_steps", self.total_steps)
+                self.table_versions = pins_of(event.facts.get("fields", {}))
             case Warned():
                 self.warnings.append(event.text)
             case Straggling():

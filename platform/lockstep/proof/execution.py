@@ -181,7 +181,7 @@ class Execution:
     source: Mapping[str, bytes] = field(default_factory=dict)
     """The recorded files of the job, by their paths below a source root."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The recorded identity's fields about these files: with them it is decided whether those that lie here are the same."""
+    """The recorded identity's fields about these files, and about the versions of tables that change: with the first it is decided whether those that lie here are the same."""
     cluster: Mapping[str, Any] | None = None
     """The cluster on which steps are taken: `address`, `workers`, `verbose`; None for the process itself."""
     _process: Executor | None = None

@@ -212,7 +212,7 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
         spec,
         {row.step: row for row in steps},
         {row.step: row for row in evaluations},
-        _fields(uri, run_id, run_folder),
+        recorded_fields(uri, run_id, run_folder),
         recorded_source(run_id, uri, run_folder),
         sorted(steps_of(spec.checkpoint.storage, run_id)),
         find_copies(uri, run_id),
@@ -235,7 +235,7 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
     return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
 
 
-def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
+def recorded_fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     """The fields of a run's identity; none where nothing tells them."""
     try:
         return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def facts_of(
     batches: MicroBatches,
     plan: Plan,
     evaluate: Evaluation | None,
+    versions: Mapping[str, str],
     initial_digest: str,
     first_digest: str,
     settings: Settings,
@@ -73,7 +74,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """The facts of a run, which its record begins with: identity and its fields, environment, seeds, workers and plan.
 
-    `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
+    `versions` are the fields for the versions of changing tables. `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
     device, strict = group.device, spec.determinism == "strict"
     imported = imported_by(spec.job.use, job)
@@ -88,6 +89,7 @@ def facts_of(
             **_own_fields(job),
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
+            **versions,
             **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **settings.fields(),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.utils.data
 from torch.utils.data import Dataset
 
-from lockstep.data.dataset import expects_epochs, is_map_style, orders_itself
+from lockstep.communication.group import Group
+from lockstep.data.dataset import expects_epochs, is_lit_dataset, is_map_style, is_ray_dataset, orders_itself
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
+from lockstep.data.table_pins import Pins, in_force
 from lockstep.errors import JobError, SpecError
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job
@@ -20,23 +25,62 @@ from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 
 
-def open_data(
-    job: Job, seed: int, device: torch.device | None = None
-) -> tuple[Dataset[Any], Dataset[Any] | None]:
+def open_data(job: Job, seed: int, group: Group | None = None) -> tuple[Dataset[Any], Dataset[Any] | None]:
     """`train_data` and `eval_data` of a job, the generators seeded alike before each, also that of a CUDA device.
 
-    So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
+    So a split that both draw, by `random_split` say, is one split. The ranks of a `group` call it together: what has to be written before
+    it can be read by index, one of each node writes. Raises JobError for what the job raises or returns.
     """
+    alone = group or Group(0, 1, torch.device("cpu"))
+    device = None if group is None else group.device
     with job_at("while its data were opened"), imports_of_job(job):
         seed_all(datasets_key(seed), device)
-        train_data = job.train_data()
+        train_data = _by_index(job.train_data(), alone)
         seed_all(datasets_key(seed), device)
-        eval_data = job.eval_data()
+        eval_data = _by_index(job.eval_data(), alone)
     _check(train_data, "train_data")
     if eval_data is not None:
         _check(eval_data, "eval_data")
         _check_evaluated(eval_data)
     return train_data, eval_data
+
+
+def _by_index(data: Any, group: Group) -> Any:
+    """A dataset of another library, so that its samples can be read by index; any other as it is."""
+    if is_lit_dataset(data):
+        from lockstep.data.indexed_shards import LitShards
+
+        return LitShards(data)
+    if not is_ray_dataset(data):
+        return data
+    from lockstep.data.ray_rows import written_rows
+    from lockstep.data.tables import Table
+
+    nodes = group.gather(socket.gethostname())
+    writers = [nodes.index(node) for node in nodes]
+    is_writer = writers[group.rank] == group.rank
+    written = group.gather(group.together(lambda: str(written_rows(data)) if is_writer else ""))
+    path = written[writers[group.rank]]
+    # Containers of one node may share its name and no disk.
+    return Table(path if Path(path).exists() else written_rows(data))
+
+
+def open_agreed(
+    job: Job, seed: int, group: Group, versions: Mapping[str, str]
+) -> tuple[Dataset[Any], Dataset[Any] | None, Pins]:
+    """`open_data` on every rank. Tables that change are read in these `versions`, or where none is given in the newest that rank 0 has found.
+
+    Returns the pins as well: they have all versions, and hold for what the job opens later on.
+    """
+    with in_force() as pins:
+        pins.given.update(versions)
+        data = open_data(job, seed, group)
+        agreed = group.given(pins.opened, 0)
+        if pins.opened != agreed:  # someone wrote into a table while the ranks opened it
+            pins.opened.clear()
+            pins.given.update(agreed)
+            data = open_data(job, seed, group)
+    return *data, pins
 
 
 def dataset_size(dataset: Dataset[Any], name: str) -> int:

@@ -14,6 +14,7 @@ import torch
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
+from lockstep.data.table_pins import pinned
 from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.inputs.variables import reads_of, variables_noted
@@ -111,7 +112,8 @@ def join(
     """
     with surroundings(spec), variables_noted(reads_of(job)):
         alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
-        run = prepare(spec, job, alone.group, tell_nobody, joining_worker=True)
+        seen = {} if origin is None else origin.table_versions
+        run = prepare(spec, job, alone.group, tell_nobody, joining_worker=True, versions=seen)
         entered = let_in(run, alone, recovery)
         return None if entered is None else train_on(*entered, recovery)
 
@@ -123,6 +125,7 @@ def surroundings(spec: Spec) -> Iterator[None]:
         determinism(spec.determinism, spec.threads),
         others_out_of_sight(),
         private(spec.record.private),
+        pinned({}),
     ):
         yield
 

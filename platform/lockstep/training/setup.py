@@ -6,7 +6,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,11 +44,11 @@ from lockstep.training.integrity.rehearsal.promise import StepRehearsal
 from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
+from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_agreed, warnings_of
 from lockstep.training.modes import enter_training, learning_in_evaluation_mode
 from lockstep.training.requests import Requests
 from lockstep.training.settings import Settings
-from lockstep.training.start import Start, find_start, restore_on_every_rank
+from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.compiled import CompiledLosses
@@ -158,10 +158,12 @@ def prepare(
     origin: AttemptOrigin | None = None,
     *,
     joining_worker: bool = False,
+    versions: Mapping[str, str] | None = None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, check that all ranks built the same, and restore the state.
 
-    A `joining_worker` gets the state from another worker: it reads no checkpoint, and keeps the state that a run begins with.
+    A `joining_worker` gets the state from another worker: it reads no checkpoint, keeps the state that a run begins with, and
+    is given the `versions` in which the others read tables that change.
     """
 
     def warn(text: str) -> None:
@@ -170,7 +172,8 @@ def prepare(
     start = None if joining_worker else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
     set_apart()
-    train_data, eval_data = open_data(job, spec.seed, group.device)
+    given = versions_of(start, origin) if versions is None else versions
+    train_data, eval_data, pins = open_agreed(job, spec.seed, group, given)
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):
         warn(text)
@@ -193,7 +196,9 @@ def prepare(
         )
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
-    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings)
+    facts = make_facts(
+        spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings, pins.fields()
+    )
     told_of_unknown(facts["environment"], warn)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
@@ -271,12 +276,23 @@ def make_facts(
     start: Start | None,
     rehearsal: dict[str, Rehearsal],
     settings: Settings,
+    versions: dict[str, str],
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
     digest = weights_digest(state.model.state_dict())
     first = " ".join(result.digest for result in rehearsal.values())
     facts = facts_of(
-        spec, job, group, batches, plan, evaluate, digest, first, settings, fork=start and start.parent
+        spec,
+        job,
+        group,
+        batches,
+        plan,
+        evaluate,
+        versions,
+        digest,
+        first,
+        settings,
+        fork=start and start.parent,
     )
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 

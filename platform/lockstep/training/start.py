@@ -15,6 +15,7 @@ from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_fi
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
+from lockstep.data.table_pins import pins_of
 from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.job.identity import FIRST_MICRO_BATCH, differences, shown
 from lockstep.plan import Plan
@@ -73,6 +74,13 @@ def find_start(
     if loaded is None:
         raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
     return Start(loaded, fork=True, exact=spec.fork.exact)
+
+
+def versions_of(start: Start | None, origin: AttemptOrigin | None) -> Mapping[str, str]:
+    """The versions in which a run reads its changing tables, by their names: those of the checkpoint that it starts from, a fork too, or those that its record has."""
+    if start is not None:
+        return pins_of(start.facts.identity_fields)
+    return {} if origin is None else origin.table_versions
 
 
 def _load(

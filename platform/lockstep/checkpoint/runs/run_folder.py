@@ -16,7 +16,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint import layout
@@ -67,6 +67,8 @@ class AttemptOrigin:
     """Whether it goes on from what the workers of the previous attempt hold, of the same run; rank 0 claims it at its first save."""
     replay: Replay | None = None
     """Set for an attempt that only takes steps of another run again."""
+    table_versions: Mapping[str, str] = field(default_factory=dict)
+    """In which versions it reads tables that change, by their names, where no checkpoint says so; what is not there it reads in the newest."""
     doubts: tuple[Any, ...] = ()
     """Undecided `Corrupted` events of earlier attempts, to be settled when this one has taken their steps."""
 

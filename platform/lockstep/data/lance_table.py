@@ -1,0 +1,116 @@
+"""Lance tables: a version's rows, which pylance reads, written once as Arrow.
+
+Lance has files of its own, and its client does not survive a fork, by which loader processes come into being. So it runs
+in a process of its own, which ends when the rows are written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from lockstep.data.file_locations import one_line
+from lockstep.data.materialized import materialized
+from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, wanted_columns
+
+
+@dataclass(frozen=True)
+class Lance(Snapshot):
+    """A Lance table at a path or a URI, in its newest version at the beginning of the run or in the `version` that is given.
+
+    Its rows, in the order of its fragments and without those that are deleted, are written once into the user's cache.
+    `storage_options` are those of pylance.
+    """
+
+    uri: str | os.PathLike[str]
+    version: int | None = None
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+
+    format = "Lance"
+    extra = "lance"
+
+    @property
+    def location(self) -> str:
+        return os.fspath(self.uri)
+
+    @property
+    def named_version(self) -> str | None:
+        return None if self.version is None else str(self.version)
+
+    def newest(self) -> str:
+        with self.reading():
+            return str(self._asked(version=None)["version"])
+
+    def files(self, version: str, columns: Sequence[str] | None) -> SnapshotFiles:
+        with self.reading(version):
+            answer = self._asked(version=int(version), columns=None if columns is None else list(columns))
+        path = answer["path"]
+        folder = path.rpartition("/")[0]
+        return SnapshotFiles(version, self.stored_files(version, folder, [path]), answer["contents"])
+
+    def _asked(self, **request: Any) -> dict[str, Any]:
+        """What the process that reads the table answers."""
+        if importlib.util.find_spec("lance") is None:
+            raise ImportError("No module named 'lance'")
+        options = None if self.storage_options is None else dict(self.storage_options)
+        ended = subprocess.run(
+            [sys.executable, "-c", "from lockstep.data.lance_table import main; main()"],
+            input=json.dumps({"uri": self.location, "options": options, **request}).encode(),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            check=False,
+        )
+        if ended.returncode:
+            raise RuntimeError(f"the process that reads it ended with {ended.returncode}")
+        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+
+def main() -> None:
+    """Look for the newest version, or write the rows of one: what is asked for on standard input, answered on standard output."""
+    request = json.load(sys.stdin)
+    try:
+        answer = _newest(request) if request["version"] is None else _written(request)
+    except Exception as error:  # noqa: BLE001 - a library's, or of the disk: raised where it was asked for
+        answer = {"error": one_line(error)}
+    print(json.dumps(answer))  # noqa: T201
+
+
+def _opened(request: Mapping[str, Any]) -> Any:
+    import lance
+
+    return lance.dataset(request["uri"], version=request["version"], storage_options=request["options"])
+
+
+def _newest(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"version": _opened(request).version}
+
+
+def _written(request: Mapping[str, Any]) -> dict[str, Any]:
+    table = _opened(request)
+    wanted = wanted_columns(request["columns"], table.schema.names)
+    contents = contents_digest(_contents(table))
+
+    def parts() -> Iterator[pa.Table]:
+        yield table.schema.empty_table().select(wanted)
+        for batch in table.to_batches(columns=wanted, scan_in_order=True):
+            yield pa.Table.from_batches([batch])
+
+    path = materialized(f"lance {request['uri']} {contents} {wanted}", parts)
+    return {"path": str(path), "contents": contents}
+
+
+def _contents(table: Any) -> Iterator[Any]:
+    """What a version consists of: the files of each fragment, whose names are given once, and how many rows are left of it."""
+    for fragment in table.get_fragments():
+        yield [file.path for file in fragment.data_files()], fragment.deletion_file(), fragment.count_rows()
