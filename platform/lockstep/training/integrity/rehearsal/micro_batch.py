@@ -38,6 +38,8 @@ class Rehearsal:
     written: frozenset[int]
     digest: str = ""
     """Of the loss, its parts and each gradient."""
+    terms: tuple[str, ...] = ()
+    """The names of the loss's terms."""
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
