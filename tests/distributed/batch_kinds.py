@@ -171,5 +171,124 @@ class MatchedByPrediction(Detection):
     term_weights = Kind.term_weights
 
 
+class Moco(Kind):
+    """facebookresearch/moco: a queue of the keys of all samples of the steps before, and an encoder of keys that follows."""
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleDict({"query": perceptron(FEATURES, 4)})
+        model["key"] = perceptron(FEATURES, 4).requires_grad_(False)
+        model["key"].load_state_dict(model["query"].state_dict())
+        model.register_buffer("queue", F.normalize(torch.randn(24, 4), dim=1))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, _ = batch
+        q = F.normalize(model["query"](x + 0.1 * torch.randn_like(x)), dim=1)
+        with torch.no_grad():
+            k = F.normalize(model["key"](x + 0.1 * torch.randn_like(x)), dim=1)
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ model.queue.T], dim=1) / 0.2
+        total = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), reduction="sum")
+        return Loss(total, len(x), statistics={"keys": k})
+
+    def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+        keys = statistics["keys"]
+        model.queue.copy_(torch.cat([model.queue[len(keys) :], keys]))
+        for mine, learned in zip(model["key"].parameters(), model["query"].parameters(), strict=True):
+            mine.lerp_(learned, 0.1)
+
+
+class Dino(Kind):
+    """facebookresearch/dino: the center is a running mean of the teacher's outputs over the whole batch."""
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleDict({"student": perceptron(FEATURES, 5, nn.Dropout(0.1))})
+        model["teacher"] = perceptron(FEATURES, 5, nn.Dropout(0.1)).requires_grad_(False)
+        model["teacher"].load_state_dict(model["student"].state_dict())
+        model.register_buffer("center", torch.zeros(5))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, _ = batch
+        with torch.no_grad():
+            wanted = ((model["teacher"](x) - model.center) / 0.07).softmax(1)
+        return Loss(-(wanted * (model["student"](x) / 0.1).log_softmax(1)).sum(), len(x))
+
+    def step_statistics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        x, _ = batch
+        return {"center": Mean(model["teacher"](x).sum(0), len(x))}
+
+    def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+        center = statistics["center"]
+        model.center.mul_(0.9).add_((center.total / center.weight).float() * 0.1)
+        for mine, learned in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+            mine.lerp_(learned, 0.1)
+
+
+class Codebook(Kind):
+    """van den Oord et al. 2017 with moving averages: counts and sums of all vectors of a step, kept in the job, and losses of terms."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts, self.sums = torch.ones(6), torch.zeros(6, 4)
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleDict({"encoder": perceptron(FEATURES, 4), "decoder": perceptron(4, FEATURES)})
+        model.register_buffer("codes", torch.randn(6, 4))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, _ = batch
+        z = model["encoder"](x)
+        chosen = F.one_hot(torch.cdist(z.detach(), model.codes).argmin(1), 6).float()
+        q = chosen @ model.codes
+        restored = model["decoder"](z + (q - z).detach())
+        terms = {
+            "restored": Term(F.mse_loss(restored, x, reduction="sum"), x.numel()),
+            "commitment": Term(F.mse_loss(z, q, reduction="sum"), z.numel(), 0.25),
+        }
+        return Loss.of_terms(terms, statistics={"codes": Mean(chosen.T @ z.detach(), chosen.sum(0))})
+
+    def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+        codes = statistics["codes"]
+        self.counts = 0.9 * self.counts + 0.1 * codes.weight
+        self.sums = 0.9 * self.sums + 0.1 * codes.total
+        model.codes.copy_(self.sums / self.counts[:, None])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"counts": self.counts, "sums": self.sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts, self.sums = state["counts"], state["sums"]
+
+
+class QueueOfTheBatch(Clip):
+    """Rows of the whole batch go on to `after_step` as they are, beside a mean of the micro-batches."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("last", torch.zeros(4))
+        return model
+
+    def batch_loss(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
+        loss = super().batch_loss(model, rows)
+        return Loss(
+            loss.total + (rows["image"] @ model.last).sum(),
+            loss.weight,
+            loss.parts,
+            statistics={"image": rows["image"]},
+        )
+
+    def step_statistics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"x": Mean(x.sum(0), 1.5), "y": y}
+
+    def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+        super().after_step(model, step)
+        ranks = torch.arange(len(statistics["image"])) * statistics["y"]
+        model.last.copy_(
+            (statistics["image"] * ranks[:, None]).sum(0) / 100 + statistics["x"].total[:4] / 1000
+        )
+
+
 HELD = [kind for kind in held_in(__name__, {}) if kind is not Whole]
 """Jobs whose bits do not depend on who runs them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lockstep
-from lockstep import Loss, Term
+from lockstep import Loss, Mean, Term
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import DeterminismError, JobError, JobImportError
 from lockstep.job.loading import load_job
@@ -30,10 +31,13 @@ from tests.distributed.batch_kinds import (
     HELD,
     BarlowTwins,
     Clip,
+    Codebook,
     CriticOverTheBatch,
     Detection,
     DiceOverABatch,
+    Dino,
     MatchedByPrediction,
+    Moco,
     Triplets,
 )
 from tests.distributed.kinds import FEATURES, RUN, Kind, document, numbers, perceptron, taken_up, train_every
@@ -68,7 +72,11 @@ def batches(data: Dataset[Any]) -> Iterator[tuple[int, Any]]:
             step += 1
 
 
-def by_hand(job: lockstep.Job, mean_loss: Callable[[Any, Any, int], Tensor]) -> list[str]:
+def by_hand(
+    job: lockstep.Job,
+    mean_loss: Callable[[Any, Any, int], Tensor],
+    after: Callable[[Any, int], None] | None = None,
+) -> list[str]:
     """A plain loop over whole batches: the digest of the model after every step. `mean_loss` takes model, batch and step."""
     digests = []
     with determinism("strict", threads=1):
@@ -81,7 +89,7 @@ def by_hand(job: lockstep.Job, mean_loss: Callable[[Any, Any, int], Tensor]) -> 
             mean_loss(model, batch, step).backward()
             optimizer.step()
             with torch.no_grad():
-                job.after_step(model, step + 1)
+                (after or job.after_step)(model, step + 1)
             digests.append(weights_digest(model.state_dict()))
     return digests
 
@@ -197,7 +205,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
     ("workers", "kinds"),
     [
         (2, [MatchedByPrediction, BarlowTwins]),
-        (4, [Clip, Detection]),
+        (4, [Clip, Detection, Codebook]),
+        (3, [batch_kinds.QueueOfTheBatch, Dino]),
         *(pytest.param(each, HELD, marks=pytest.mark.scenario) for each in (2, 3, 4)),
     ],
 )
@@ -263,7 +272,7 @@ def test_some_kinds_have_one_value_in_some_ways(
 @pytest.mark.parametrize(
     "kinds",
     [
-        pytest.param([Clip, MatchedByPrediction], id="two"),
+        pytest.param([Clip, MatchedByPrediction, Moco], id="three"),
         pytest.param(HELD, marks=pytest.mark.exact, id="all"),
     ],
 )
@@ -304,6 +313,103 @@ def dying(method: Callable[..., Any], calls: Iterator[int], *args: Any) -> Any:
     if next(calls, None) is None:
         raise RuntimeError("gone")
     return method(*args)
+
+
+# --- statistics of the step -----------------------------------------------------------------------------------
+
+
+def moco_loop(job: Any) -> list[str]:
+    """main_moco.py: the queue takes the keys of the batch, then the encoder of keys moves."""
+
+    def loss(model: Any, batch: Any, step: int) -> Tensor:
+        x, _ = batch
+        q = F.normalize(model["query"](x + 0.1 * torch.randn_like(x)), dim=1)
+        with torch.no_grad():
+            k = F.normalize(model["key"](x + 0.1 * torch.randn_like(x)), dim=1)
+        state["keys"] = k
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ model.queue.T], dim=1) / 0.2
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+    def after(model: Any, step: int) -> None:
+        model.queue.copy_(torch.cat([model.queue[GLOBAL:], state["keys"]]))
+        for mine, learned in zip(model["key"].parameters(), model["query"].parameters(), strict=True):
+            mine.lerp_(learned, 0.1)
+
+    state: dict[str, Tensor] = {}
+    return by_hand(job, loss, after)
+
+
+def dino_loop(job: Any) -> list[str]:
+    """main_dino.py: the center follows the teacher's outputs over the batch."""
+
+    def loss(model: Any, batch: Any, step: int) -> Tensor:
+        x, _ = batch
+        with torch.no_grad():
+            wanted = ((model["teacher"](x) - model.center) / 0.07).softmax(1)
+        total = -(wanted * (model["student"](x) / 0.1).log_softmax(1)).sum() / len(x)
+        seed_all(11, "step", step, 0)
+        with torch.no_grad():
+            state["center"] = model["teacher"](x).sum(0) / len(x)
+        return total
+
+    def after(model: Any, step: int) -> None:
+        model.center.mul_(0.9).add_(state["center"] * 0.1)
+        for mine, learned in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+            mine.lerp_(learned, 0.1)
+
+    state: dict[str, Tensor] = {}
+    return by_hand(job, loss, after)
+
+
+@pytest.mark.parametrize(("job", "loop"), [(Moco, moco_loop), (Dino, dino_loop)])
+def test_statistics_of_a_whole_batch_are_those_of_its_own_loop(
+    job: type[Kind], loop: Callable[[Any], list[str]]
+) -> None:
+    trained = train(whole(job))
+    assert list(trained.digests) == loop(job(None))
+    assert len(set(trained.digests)) == 4
+
+
+def test_statistics_are_summed_along_the_tree_and_rows_are_in_the_order_of_the_epoch() -> None:
+    """Negative controls: sums from left to right, and rows by micro-batch, give other bits."""
+    kept: dict[str, list[Any]] = {"sums": [], "rows": []}
+
+    class Seen(batch_kinds.QueueOfTheBatch):
+        def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+            super().after_step(model, step, statistics)
+            if step == 1:
+                kept["sums"].append(statistics["x"])
+                kept["rows"].append(statistics["y"])
+
+    job = Seen(None)
+    train_job(whole(batch_kinds.QueueOfTheBatch, 2, rehearsal="off"), job)
+    (_, (x, y)) = next(batches(job.train_data()))
+    parts = [x[m::8].contiguous().sum(0) for m in range(8)]
+    pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    assert torch.equal(kept["sums"][0].total, (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]))
+    assert kept["sums"][0].weight == 12.0
+    assert not torch.equal(kept["sums"][0].total, functools.reduce(lambda a, b: a + b, parts))
+    assert torch.equal(kept["rows"][0], y)
+    assert not torch.equal(torch.cat([y[m::8] for m in range(8)]), y)
+
+
+class NotTaken(Moco):
+    def after_step(self, model: nn.Module, step: int) -> None:  # type: ignore[override]
+        return
+
+
+class GivenLater(Moco):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return loss if len(batch[1]) < 3 else Loss(loss.total, loss.weight)
+
+    def after_step(self, model: nn.Module, step: int, statistics: Mapping[str, Any]) -> None:
+        assert not statistics
+
+
+class OfAnotherShape(Dino):
+    def step_statistics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        return {"center": Mean(torch.zeros(5 if len(batch[1]) > 2 else 4), 1)}
 
 
 # --- what is recorded, and what is refused --------------------------------------------------------------------
@@ -410,6 +516,18 @@ def test_embeddings_that_change_between_the_passes_are_refused() -> None:
         (
             Squeezed,
             "job.embed: gives rows of torch.float32 and shape (3,) (step 3, micro-batch 0, rank 0), wanted rows of torch.float32 and shape (4,)",
+        ),
+        (
+            NotTaken,
+            "job.loss: gives the statistic 'keys', which nothing takes; write after_step(model, step, statistics)",
+        ),
+        (
+            GivenLater,
+            "job.loss: gives statistics (step 3, micro-batch 0, rank 0), and gave none in the first micro-batch",
+        ),
+        (
+            OfAnotherShape,
+            "the statistics of the step: the mean 'center' is torch.float32 of shape (4,) (step 3), and torch.float32 of shape (5,) in the micro-batch before",
         ),
         (
             WrongWeights,

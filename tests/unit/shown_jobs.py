@@ -19,6 +19,7 @@ __all__ = [
     "F",
     "Iterable",
     "Mapping",
+    "Queued",
     "Sequence",
     "Tensor",
     "Towers",
@@ -65,3 +66,19 @@ class Boxes(lockstep.Job):
     def train_data(self) -> Dataset[Any]:
         x = numbers(32, 6)
         return TensorDataset(x, x[:, :3].argmax(1), x[:, 1:3])
+
+
+class Queued(lockstep.Job):
+    """Samples that their keys recognise among those of the steps before."""
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.query, model.key = nn.Linear(6, 8), nn.Linear(6, 8).requires_grad_(False)
+        model.key.load_state_dict(model.query.state_dict())
+        model.register_buffer("queue", F.normalize(numbers(16, 8), dim=1))
+        model.register_buffer("center", torch.zeros(6))
+        return model
+
+    def train_data(self) -> Dataset[Any]:
+        x = numbers(32, 6)
+        return TensorDataset(x, x[:, 0])

@@ -78,22 +78,29 @@ class Loss:
     `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names, and none is `loss`, `lr`,
     `grad_norm`, `clipped_norm`, `scale` or `skipped`, which each step records anyway.
     A loss of several means with different denominators is made by `Loss.of_terms`.
+    `statistics` are for `after_step`, like those of `Job.step_statistics`: what the loss has computed anyway.
     """
 
     total: Tensor
     weight: Tensor | float
     parts: Mapping[str, Mean] = field(default_factory=dict)
     terms: Mapping[str, Term] = field(default_factory=dict)
+    statistics: Mapping[str, Mean | Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_terms(cls, terms: Mapping[str, Term], parts: Mapping[str, Mean] | None = None) -> Loss:
+    def of_terms(
+        cls,
+        terms: Mapping[str, Term],
+        parts: Mapping[str, Mean] | None = None,
+        statistics: Mapping[str, Mean | Tensor] | None = None,
+    ) -> Loss:
         """The sum of several terms, each divided by its own weight over the whole step; every micro-batch gives the same ones.
 
         Each term is also recorded as the part of its name, without its coefficient.
         """
         total = reduce(operator.add, [term.mean(term.weight) for term in terms.values()])
         own = {name: Mean(term.total.detach(), term.weight) for name, term in terms.items()}
-        return cls(total, 1.0, {**own, **(parts or {})}, terms)
+        return cls(total, 1.0, {**own, **(parts or {})}, terms, statistics or {})
 
 
 Rows = Tensor | Mapping[str, Tensor]
@@ -248,8 +255,18 @@ class Job:
         """
         return None
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def step_statistics(self, model: nn.Module, batch: Any) -> Mapping[str, Mean | Tensor]:
+        """What `after_step` needs of one micro-batch, beside what the loss gives in `Loss.statistics`: means or rows, by name.
+
+        Each `Mean` is summed over the step along the tree, total and weight, which may be tensors of any shape. Each tensor has a row for each sample; those of the step are
+        joined in the order of the epoch. It is called after the backward of each micro-batch, without gradients and with the seeds of its loss.
+        """
+        return {}
+
+    def after_step(self, model: nn.Module, step: int, *statistics: Any, **_: Any) -> None:
         """Called after each update, the same on every rank: move a teacher, clip weights, lower a temperature.
+
+        Written as `after_step(model, step)`, or as `after_step(model, step, statistics)` with the statistics of the step by name.
 
         `step` is the number of the step, counted from 1; a step that the loss scaler skips is no update. Gradients are
         disabled and the generators are seeded. It may write to the model's parameters and buffers, but do not replace them;

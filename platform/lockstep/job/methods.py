@@ -65,6 +65,7 @@ _CALLS = {
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
     "phases": (), "frozen_parameters": ("model", "step"),
     "embed": ("model", "batch"), "batch_loss": ("model", "rows"), "term_weights": ("batch",),
+    "step_statistics": ("model", "batch"),
 }  # fmt: skip
 """How each method of a job is called."""
 
@@ -91,6 +92,7 @@ def check_methods(job_class: type[Job], use: str) -> None:
             "(lockstep.Phase(…, optimizer=…)), or take it out"
         )
     _check_outputs(use, methods)
+    _check_statistics(job_class, use, methods)
     for name, names in _CALLS.items():
         if name in methods and (name != "embed" or "batch_loss" in methods):
             _check_call(job_class, use, name, names)
@@ -106,6 +108,14 @@ def _check_batch_loss(use: str, own: dict[str, Any]) -> None:
         raise JobImportError(
             f"job.use: nothing calls batch_loss() of {use!r} beside its phases(); give it to one of them "
             "(lockstep.Phase(…, loss=…, embed=…)) under another name"
+        )
+
+
+def _check_statistics(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
+    """Statistics of a step need an `after_step` that takes them."""
+    if "step_statistics" in own and "statistics" not in inspect.signature(job_class.after_step).parameters:
+        raise JobImportError(
+            f"job.use: nothing takes what step_statistics() of {use!r} returns; write after_step(model, step, statistics), or take step_statistics() out"
         )
 
 
@@ -156,6 +166,8 @@ def _check_call(job_class: type[Job], use: str, name: str, names: tuple[str, ...
     method = inspect.getattr_static(job_class, name)
     bound = () if isinstance(method, staticmethod) else ("self",)
     function = _function(method)
+    if name == "after_step" and "statistics" in inspect.signature(function).parameters:  # type: ignore[arg-type]
+        names = (*names, "statistics")
     try:
         inspect.signature(function).bind(*bound, *names)  # type: ignore[arg-type]
     except TypeError as error:

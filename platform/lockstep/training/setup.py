@@ -99,6 +99,7 @@ class Run:
             self.state,
             parts=old.parts,
             terms=old.terms,
+            statistics=old.loss_statistics,
             written_buffers=old.buffers.written,
         )
         step.settings = old.settings
@@ -295,8 +296,19 @@ def make_stepper(
     """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
     parts = {phase: result.parts for phase, result in rehearsal.items()}
     terms = {phase: result.terms for phase, result in rehearsal.items()}
+    statistics = any(result.statistics for result in rehearsal.values())
     written = frozenset[int]().union(*(result.written for result in rehearsal.values()))
-    return Stepper(job, spec, plan, group, state, parts=parts, terms=terms, written_buffers=written)
+    return Stepper(
+        job,
+        spec,
+        plan,
+        group,
+        state,
+        parts=parts,
+        terms=terms,
+        statistics=statistics,
+        written_buffers=written,
+    )
 
 
 def watch_bits(

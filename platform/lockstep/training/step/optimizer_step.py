@@ -24,7 +24,7 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
-from lockstep.job.interface import Job, Loss, Mean
+from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.record.events.union import Digests
@@ -50,6 +50,7 @@ from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 
@@ -112,14 +113,24 @@ class Stepper:
         *,
         parts: Mapping[str, tuple[str, ...]],
         terms: Mapping[str, tuple[str, ...]] | None = None,
+        statistics: bool = False,
         written_buffers: frozenset[int],
     ) -> None:
-        """`parts` and `terms` are the names of those of each phase's loss, by phase name; without phases by the empty name."""
+        """`parts` and `terms` are the names of those of each phase's loss, by phase name; without phases by the empty name.
+
+        `statistics` is whether the losses give some.
+        """
         self.spec = spec
         self.plan = plan
         self.group = group
         self.state = state
-        self.parts, self.terms = parts, terms or {}
+        self.parts, self.terms, self.loss_statistics = parts, terms or {}, statistics
+        self.statistics: StepStatistics | None = None
+        """Those of the step under way; None where the job gives none."""
+        self._computes_statistics = overrides(job, "step_statistics")
+        if statistics or self._computes_statistics:
+            self.statistics = StepStatistics(group, plan, "the statistics of the step")
+        self._gathered: Mapping[str, Any] = {}
         self.assigned = plan.ranges(group.size)[group.rank]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
@@ -183,6 +194,8 @@ class Stepper:
         if not phases:
             raise all_rest(position.number)
         scale_down = self.scale_down(position)
+        if self.statistics is not None:
+            self.statistics.begin(self.places(position))
         self.digests.begin(
             position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
         )
@@ -212,6 +225,11 @@ class Stepper:
             if last:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
             phase.agree_on_unused()
+            if self.statistics is not None:
+                if phase.whole is not None:
+                    self.statistics.note_whole(phase.whole.statistics, phase.phase.loss_label)
+                if last:
+                    self._gathered = self.statistics.gather(f" (step {position.number})")
             # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
@@ -243,7 +261,8 @@ class Stepper:
             with job_at(f"the schedule after step {position.number}"):
                 phase.rates.schedule.follow()
         if updated:
-            follow_update(state, seed=self.spec.seed, device=self.group.device)
+            follow_update(state, seed=self.spec.seed, device=self.group.device, statistics=self._gathered)
+        self._gathered = {}
         if self.hooks and self.spec.determinism == "strict":
             self.settings.check(f"between steps {position.number} and {position.number + 1}")
         if self.updates_by_job:
@@ -417,6 +436,29 @@ class Stepper:
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
         self.modules.check(self._where(phase, position, m))
+        self._leave_no_trace()
+        if batch is not None:
+            self._note_statistics(phase, position, m, batch, loss)
+
+    def _note_statistics(self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss) -> None:
+        """Note what a micro-batch gives for `after_step`: with its loss, and in the first phase of a step by a method of its own."""
+        label, where = phase.phase.loss_label, self._where(phase, position, m)
+        if self.statistics is None:
+            if loss.statistics:
+                raise JobError(
+                    f"{label}: gives statistics ({where}), and gave none in the first micro-batch; give them in every micro-batch"
+                )
+            return
+        wanted = self._computes_statistics and self.statistics.wants(m)
+        self.statistics.note(m, loss.statistics, label)
+        if not wanted:
+            return
+        self.settings.put_back()
+        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, device=self.group.device)
+        with self._of_job(phase, position, m), torch.no_grad(), self.state.precision.autocast():
+            given = self.state.job.step_statistics(self.state.model, batch)
+        self.statistics.note(m, given, "job.step_statistics")
+        self.watched.check(where)
         self._leave_no_trace()
 
     def _leave_no_trace(self) -> None:

@@ -89,6 +89,8 @@ class StepRows:
         """
         kinds = self._agreed()
         count = len(self._places)
+        if not kinds:
+            return {}
         if count == 1 and self._group.size == 1:
             return self._only()
         order = torch.from_numpy(np.argsort(np.concatenate(self._places), kind="stable"))

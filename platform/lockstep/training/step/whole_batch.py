@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -26,6 +27,7 @@ from lockstep.training.step.means import as_float, check_form, check_same_parts,
 from lockstep.training.step.phases import ModelPhase
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.rows import StepRows
+from lockstep.training.step.statistics import Statistics
 
 Settle = Callable[[Any], Loss]
 """Makes the loss of a micro-batch from what the job has returned for it."""
@@ -78,6 +80,11 @@ class WholeBatch:
         self, model: nn.Module, parameters: Sequence[nn.Parameter], precision: Precision, scale_down: float
     ) -> None:
         """Compute what all micro-batches take, for `parameters` that learn and totals that are multiplied by `scale_down` before their backward."""
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the loss of the whole batch gives for `after_step`."""
+        return {}
 
     def check(self, totals: Totals) -> None:
         """Compare the totals of the step with what was gathered; the same on every rank."""
@@ -134,8 +141,12 @@ class BatchLoss(WholeBatch):
         of_rows, of_parameters = gradients[: len(leaves)], gradients[len(leaves) :]
         self._gradients = {name: g for name, g in zip(leaves, of_rows, strict=True) if g is not None}
         self._used = [(p, g) for p, g in zip(parameters, of_parameters, strict=True) if g is not None]
-        self._loss = Loss(loss.total.detach(), loss.weight, loss.parts)
+        self._loss = Loss(loss.total.detach(), loss.weight, loss.parts, statistics=loss.statistics)
         self._unit = scale_down * precision.scale
+
+    @property
+    def statistics(self) -> Statistics:
+        return {} if self._loss is None else self._loss.statistics
 
     def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
         rows, first = self.rows.named(m, returned, where), self.rows.own(m)
@@ -273,7 +284,8 @@ class TermWeights(WholeBatch):
     def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
         terms = self._terms(returned, where)
         total = reduce(operator.add, [term.mean(self._totals[name]) for name, term in terms.items()])
-        return Loss(total, 1.0 if m == self._carrier else 0.0, returned.parts)
+        loss: Loss = returned
+        return replace(loss, total=total, weight=1.0 if m == self._carrier else 0.0)
 
     def check(self, totals: Totals) -> None:
         """JobError where the losses of the second pass have other weights than those that divided them."""

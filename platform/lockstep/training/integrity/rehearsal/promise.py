@@ -135,6 +135,7 @@ class StepRehearsal:
                 first.written,
                 first.digest,
                 tuple(first.loss.terms),
+                bool(first.loss.statistics),
             )
             for module, first in zip(modules, firsts, strict=True)
         }
@@ -219,7 +220,7 @@ class StepRehearsal:
 
     def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
-        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules)
+        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules, self.plan.global_batch)
         if not steps.can_update:
             return
         fetched = partial(self._fetch_again, keys)
