@@ -31,14 +31,23 @@ HEAD = """# Every part of a job
 What a job is written with, as its docstrings say it; [Writing a job](writing-a-job.md) shows how it goes together. This page is generated:
 `make docs` writes it anew, and a test holds it against the code.
 
-`model`, `train_data` and `loss` have to be written, and everything else has a default. No method is told a rank, a device or a
+`model`, `train_data` and `loss` (or `embed` and `batch_loss`) have to be written, and everything else has a default. No method is told a rank, a device or a
 number of workers.
 """
 
 
 def reference() -> str:
     """The text of the page."""
-    return "\n".join([HEAD, *_class(lockstep.Job), *_class(lockstep.Loss), *_class(lockstep.Mean), *_rest()])
+    return "\n".join(
+        [
+            HEAD,
+            *_class(lockstep.Job),
+            *_class(lockstep.Loss),
+            *_class(lockstep.Term),
+            *_class(lockstep.Mean),
+            *_rest(),
+        ]
+    )
 
 
 def _class(kind: type) -> Iterator[str]:

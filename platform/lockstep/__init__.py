@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `Plateau`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `Plateau`, `Term`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.calls.runs import train
     from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
-    from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement, Plateau
+    from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement, Plateau, Term
     from lockstep.randomness import rng
     from lockstep.spec.fields import Spec
     from lockstep.spec.loading import load_spec
@@ -35,6 +35,7 @@ __all__ = [
     "Result",
     "Spec",
     "SweepResult",
+    "Term",
     "load_spec",
     "resume",
     "rng",
@@ -54,6 +55,7 @@ _HOME = {
     "Result": "lockstep.driver.result",
     "Spec": "lockstep.spec.fields",
     "SweepResult": "lockstep.sweeps.driver",
+    "Term": "lockstep.job.interface",
     "load_spec": "lockstep.spec.loading",
     "resume": "lockstep.calls.resume",
     "rng": "lockstep.randomness",

@@ -54,6 +54,11 @@ def update_key(seed: int, step: int, phase: Phase = ()) -> Key:
     return Key((seed, "update", step, *phase))
 
 
+def whole_batch_key(seed: int, step: int, phase: Phase = ()) -> Key:
+    """The loss of all rows of a global batch."""
+    return Key((seed, "batch loss", step, *phase))
+
+
 def after_step_key(seed: int, step: int) -> Key:
     """The job's `after_step`."""
     return Key((seed, "after step", step))
@@ -67,6 +72,11 @@ def frozen_key(seed: int, step: int) -> Key:
 def evaluation_key(seed: int, micro_batch: int) -> Key:
     """A micro-batch of an evaluation: the same in each evaluation."""
     return Key((seed, "eval", micro_batch))
+
+
+def evaluation_batch_key(seed: int, batch: int) -> Key:
+    """The loss of all rows of one batch of an evaluation: the same in each evaluation."""
+    return Key((seed, "eval batch", batch))
 
 
 def whole_set_key(seed: int) -> Key:
@@ -145,6 +155,7 @@ def seeds(seed: int, *, phases: bool = False, frozen: bool = False) -> dict[str,
         "train_data and eval_data, each opened": str(digest64(datasets_key(seed))),
         "micro-batch m of step t, computed": f"digest64({step_key(seed, t, m, phase)})",
         "micro-batch m of step t, fetched": f"digest64({fetch_key(seed, 'data', t, m)})",
+        "the loss of the whole batch of step t": f"digest64({whole_batch_key(seed, t, phase)})",
         "update t of an optimizer with code of the job's own": f"digest64({update_key(seed, t, phase)})",
         "after_step of step t": f"digest64({after_step_key(seed, t)})",
         **({"frozen_parameters of step t": f"digest64({frozen_key(seed, t)})"} if frozen else {}),

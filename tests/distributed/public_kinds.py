@@ -37,21 +37,26 @@ class SimClr(Kind):
 
 
 class Clip(Kind):
-    """openai/CLIP: two towers and a learned temperature, whose logarithm is clamped after each step."""
+    """openai/CLIP: two towers over the whole batch and a learned temperature, whose logarithm is clamped after each step."""
+
+    loss = lockstep.Job.loss
 
     def model(self) -> nn.Module:
         towers = nn.ModuleDict({"image": perceptron(FEATURES, 4), "text": nn.Embedding(CLASSES, 4)})
         towers.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         return towers
 
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
+    def embed(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         x, y = batch
-        image, text = (F.normalize(one, dim=1) for one in (model["image"](x), model["text"](y)))
-        logits, pairs = model.scale.exp() * image @ text.T, torch.arange(len(x))
+        return {"image": F.normalize(model["image"](x), dim=1), "text": F.normalize(model["text"](y), dim=1)}
+
+    def batch_loss(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
+        logits = model.scale.exp() * rows["image"] @ rows["text"].T
+        pairs = torch.arange(len(logits))
         total = F.cross_entropy(logits, pairs, reduction="sum") + F.cross_entropy(
             logits.T, pairs, reduction="sum"
         )
-        return Loss(total / 2, len(x))
+        return Loss(total / 2, len(pairs))
 
     def after_step(self, model: nn.Module, step: int) -> None:
         model.scale.clamp_(0, math.log(100))

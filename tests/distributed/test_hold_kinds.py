@@ -53,6 +53,9 @@ ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 THIRD, OTHERS = ALL[::3], [kind for i, kind in enumerate(ALL) if i % 3]
 """Those of the default run, and those that wait to be asked for."""
 
+COMPARING = (further_kinds.SupervisedContrast, further_kinds.Survival, further_kinds.Recommendation)
+"""Jobs whose losses compare the samples of a micro-batch."""
+
 TOLD = {
     kinds.RateByHook,
     kinds.BuffersInEvaluation,
@@ -61,6 +64,7 @@ TOLD = {
     further_kinds.FakeQuantised,
     further_kinds.SelfDistillation,
     further_kinds.QueueInABuffer,
+    *COMPARING,
     further_kinds.HalfWeights,
     step_kinds.LargestGradients,
     *mode_kinds.TOLD,

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -22,7 +23,7 @@ from lockstep.cli.main import app
 from lockstep.communication.group import Group
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import tell_nobody
+from lockstep.record.events.union import Event, StepRow, Warned, tell_nobody
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
@@ -268,3 +269,40 @@ def test_the_job_that_is_shown_trains(tmp_path: Path, monkeypatch: pytest.Monkey
     assert summary is not None
     assert summary["metrics"].keys() >= {"train/accuracy", "eval/accuracy", "eval/accuracy_inside"}
     assert summary["metrics"]["eval/accuracy"] > 0.8
+
+
+SHOWN = {
+    "A loss over the whole batch": "tests.unit.shown_jobs:Towers",
+    "Terms with weights of their own": "tests.unit.shown_jobs:Boxes",
+    "Statistics of a step": "tests.unit.shown_jobs:Queued",
+}
+"""The job that each section of writing-a-job.md goes on, which lacks what the section shows."""
+
+
+@pytest.mark.parametrize("section", SHOWN)
+def test_what_a_section_shows_trains(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DOCS / "writing-a-job.md").read_text()
+    text = page[page.index(f"## {section}\n") :]
+    methods = textwrap.indent(FENCE.findall(text)[0][1], "    ")
+    module, base = SHOWN[section].split(":")
+    source = f"from {module} import *\n\n\nclass Shown({base}):\n{methods}"
+    name = f"shown_{base.lower()}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = {
+        "job": {"use": f"{name}:Shown"},
+        "batch": {"global": 8, "micro": 2},
+        "optimizer": {"name": "adamw", "lr": 0.05},
+        "length": {"epochs": 12},
+    }
+    spec, told, losses = load_spec(run), list[str](), list[float]()
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Warned):
+            told.append(event.text)
+        if isinstance(event, StepRow):
+            losses.append(event.loss)
+
+    job = load_job(spec.job.use, spec.job.params)
+    assert fit(spec, job, Group.join(torch.device("cpu")), tell, NoRequests()) is not None
+    assert told == [] and losses[-1] < 0.95 * losses[0]

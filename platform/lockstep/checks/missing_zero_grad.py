@@ -23,6 +23,7 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.after_step import call_after_step, has_after_step
 from lockstep.training.step.phase_step import runs_own_code
 from lockstep.training.step.phases import phases_of
+from lockstep.training.step.statistics import takes_statistics
 
 NAME = "zero_grad"
 
@@ -96,7 +97,7 @@ class _Updates:
                     raise as_lockstep_error(error, "first update") from error
             if added:
                 return _stale(added[0], "the optimizer's step")
-        if not has_after_step(state.job):
+        if not has_after_step(state.job) or takes_statistics(state.job):  # which no step has gathered here
             return None
         with _poisoned(self._leaves()) as added:
             call_after_step(state, update + 1, seed=spec.seed, device=None)

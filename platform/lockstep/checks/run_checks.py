@@ -174,6 +174,7 @@ def evaluation(fixture: Fixture) -> list[Finding]:
         fixture.group,
         state.precision,
         micro_batch=fixture.plan.micro_batch,
+        global_batch=fixture.plan.global_batch,
         seed=spec.seed,
         processes=0,
     )

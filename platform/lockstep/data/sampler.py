@@ -165,9 +165,24 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def at(self, position: Position, m: int) -> MicroBatch:
         """Micro-batch `m` of the step at `position`, whoever it is assigned to."""
+        return self._micro_batch(self._order_of(position), position, m)._replace(due=())
+
+    def _order_of(self, position: Position) -> Order:
         if self._last is None or self._last[0] != position.epoch:
             self._last = position.epoch, self._order(position.epoch)
-        return self._micro_batch(self._last[1], position, m)._replace(due=())
+        return self._last[1]
+
+    def places(self, position: Position) -> list[Ids]:
+        """For each micro-batch of the step at `position`, the places of its samples among those of the step, in the order of the epoch, from 0."""
+        start = self.plan.sample_slice(position, 0).start
+        slices = [self._slice(position, m) for m in range(position.micro_batches)]
+        places = [np.arange(each.start, each.stop, each.step or 1) for each in slices]
+        if self.without.count:
+            order = self._order_of(position)
+            places = [
+                every[~self.without.has(order[each])] for each, every in zip(slices, places, strict=True)
+            ]
+        return [every - start for every in places]
 
     def check_order(self) -> None:
         """Refuse an order of the dataset's own that is another one when it is asked for again. Raises JobError."""
@@ -199,9 +214,12 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             )
         return sizes.astype(np.int64, copy=False)
 
+    def _slice(self, position: Position, m: int) -> slice:
+        """The positions in the epoch of the samples of a micro-batch."""
+        return (self.plan.neighbours if self.neighbours_together else self.plan.sample_slice)(position, m)
+
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
-        of_neighbours = self.neighbours_together
-        places = (self.plan.neighbours if of_neighbours else self.plan.sample_slice)(position, m)
+        places = self._slice(position, m)
         ids, due = self.without.rest(order[places]), list[int]()
         if self.reads_ahead and isinstance(order, BlockOrder) and len(ids):
             due = order.due(places.start)

@@ -6,8 +6,10 @@ Importing this module costs nothing but torch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -51,17 +53,58 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """A term of a loss that has a denominator of its own: its sum, the weight that the sum is divided by, and a factor.
+
+    `total` is a tensor of no dimension; `weight` counts what the sum is over, such as boxes. A step takes
+    `coefficient * (total / weight)`, with total and weight over its whole global batch; a term whose weight is 0 there adds nothing.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+    coefficient: float = 1.0
+
+    def mean(self, weight: Tensor | float) -> Tensor:
+        """The term over `weight`; with a weight of 0 its total, which is then 0 as well."""
+        divisor = weight + (weight == 0) if isinstance(weight, Tensor) else weight or 1.0
+        return self.coefficient * (self.total / divisor)
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """The loss of one micro-batch as a sum and its weight, with further means to record.
 
     `total` is a tensor of no dimension with a gradient: the *sum* of the losses, never their mean.
     `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names, and none is `loss`, `lr`,
     `grad_norm`, `clipped_norm`, `scale` or `skipped`, which each step records anyway.
+    A loss of several means with different denominators is made by `Loss.of_terms`.
+    `statistics` are for `after_step`, like those of `Job.step_statistics`: what the loss has computed anyway.
     """
 
     total: Tensor
     weight: Tensor | float
     parts: Mapping[str, Mean] = field(default_factory=dict)
+    terms: Mapping[str, Term] = field(default_factory=dict)
+    statistics: Mapping[str, Mean | Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_terms(
+        cls,
+        terms: Mapping[str, Term],
+        parts: Mapping[str, Mean] | None = None,
+        statistics: Mapping[str, Mean | Tensor] | None = None,
+    ) -> Loss:
+        """The sum of several terms, each divided by its own weight over the whole step; every micro-batch gives the same ones.
+
+        Each term is also recorded as the part of its name, without its coefficient.
+        """
+        total = reduce(operator.add, [term.mean(term.weight) for term in terms.values()])
+        own = {name: Mean(term.total.detach(), term.weight) for name, term in terms.items()}
+        return cls(total, 1.0, {**own, **(parts or {})}, terms, statistics or {})
+
+
+Rows = Tensor | Mapping[str, Tensor]
+"""A tensor whose first dimension counts samples, or several by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +114,8 @@ class Phase:
     `loss` takes the model and a micro-batch, as `Job.loss` does. `parameters` are names of parameters, or of modules for all
     parameters in them. `optimizer` makes an optimizer from those parameters, such as `partial(torch.optim.Adam, lr=2e-4)`; by default
     it is of the kind that the spec names. `draws_as` is another phase of the step whose seeds this one takes:
-    both then draw the same numbers in the same order.
+    both then draw the same numbers in the same order. With `embed`, which takes model and micro-batch as `Job.embed` does, the `loss` is
+    one over the whole global batch: it takes the model and the rows, as `Job.batch_loss` does.
     """
 
     name: str
@@ -79,6 +123,7 @@ class Phase:
     parameters: Sequence[str]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     draws_as: str | None = None
+    embed: Callable[[nn.Module, Any], Rows] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +164,31 @@ class Job:
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Loss of one collated micro-batch, already on the worker's device. With `phases`, used only in evaluation."""
+        """Loss of one collated micro-batch, already on the worker's device. With `phases` or `batch_loss`, used only in evaluation."""
+        raise NotImplementedError
+
+    def embed(self, model: nn.Module, batch: Any) -> Rows:
+        """What `batch_loss` needs of one collated micro-batch: a row for each sample, in their order, such as embeddings and labels.
+
+        A tensor whose first dimension counts the samples, or a mapping of such tensors by name. Names, types and shapes of a row are the same in
+        all micro-batches. It is called twice for each micro-batch of a step, and must give the same bits.
+        """
+        raise NotImplementedError
+
+    def batch_loss(self, model: nn.Module, rows: Any) -> Loss:
+        """The loss of a whole global batch, from what `embed` gave for all of its samples, in the order of the epoch.
+
+        `rows` has the form that `embed` returns: a tensor, or a mapping. A job with `embed` and `batch_loss` needs no `loss`. Every
+        worker computes it alike. The total is a sum with its weight, or a mean with the weight 1.
+        """
+        raise NotImplementedError
+
+    def term_weights(self, batch: Any) -> Mapping[str, Tensor | float]:
+        """The weights of the terms of `Loss.of_terms` in one collated micro-batch, by their names, where the data alone give them.
+
+        A step divides each term by its weight over all of its micro-batches, which it must know before the first backward. Without this method
+        it computes each forward twice to learn them.
+        """
         raise NotImplementedError
 
     def phases(self) -> Sequence[Phase]:
@@ -186,8 +255,18 @@ class Job:
         """
         return None
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def step_statistics(self, model: nn.Module, batch: Any) -> Mapping[str, Mean | Tensor]:
+        """What `after_step` needs of one micro-batch, beside what the loss gives in `Loss.statistics`: means or rows, by name.
+
+        Each `Mean` is summed over the step along the tree, total and weight, which may be tensors of any shape. Each tensor has a row for each sample; those of the step are
+        joined in the order of the epoch. It is called after the backward of each micro-batch, without gradients and with the seeds of its loss.
+        """
+        return {}
+
+    def after_step(self, model: nn.Module, step: int, *statistics: Any, **_: Any) -> None:
         """Called after each update, the same on every rank: move a teacher, clip weights, lower a temperature.
+
+        Written as `after_step(model, step)`, or as `after_step(model, step, statistics)` with the statistics of the step by name.
 
         `step` is the number of the step, counted from 1; a step that the loss scaler skips is no update. Gradients are
         disabled and the generators are seeded. It may write to the model's parameters and buffers, but do not replace them;

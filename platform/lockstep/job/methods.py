@@ -64,6 +64,8 @@ _CALLS = {
     "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (), "identity": (), "save_pretrained": ("model", "folder"), "load_pretrained": ("model", "folder"),
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
     "phases": (), "frozen_parameters": ("model", "step"),
+    "embed": ("model", "batch"), "batch_loss": ("model", "rows"), "term_weights": ("batch",),
+    "step_statistics": ("model", "batch"),
 }  # fmt: skip
 """How each method of a job is called."""
 
@@ -73,10 +75,12 @@ def check_methods(job_class: type[Job], use: str) -> None:
     methods = _own_methods(job_class)
     _check_unused(job_class, use, methods)
     phased = "phases" in methods
+    _check_batch_loss(use, methods)
+    without_loss = phased or "batch_loss" in methods
     missing = [
         name
         for name in NEEDED
-        if getattr(job_class, name) is getattr(Job, name) and not (name == "loss" and phased)
+        if getattr(job_class, name) is getattr(Job, name) and not (name == "loss" and without_loss)
     ]
     if missing:
         raise JobImportError(
@@ -88,9 +92,31 @@ def check_methods(job_class: type[Job], use: str) -> None:
             "(lockstep.Phase(…, optimizer=…)), or take it out"
         )
     _check_outputs(use, methods)
+    _check_statistics(job_class, use, methods)
     for name, names in _CALLS.items():
-        if name in methods:
+        if name in methods and (name != "embed" or "batch_loss" in methods):
             _check_call(job_class, use, name, names)
+
+
+def _check_batch_loss(use: str, own: dict[str, Any]) -> None:
+    """A loss over the rows of a whole batch needs rows, and does not go beside phases. An `embed` alone is a method of the job's own."""
+    if "batch_loss" in own and "embed" not in own:
+        raise JobImportError(
+            f"job.use: {use!r} has batch_loss() and no embed(model, batch), which gives it a row for each sample; write it, or take batch_loss() out"
+        )
+    if "batch_loss" in own and "phases" in own:
+        raise JobImportError(
+            f"job.use: nothing calls batch_loss() of {use!r} beside its phases(); give it to one of them "
+            "(lockstep.Phase(…, loss=…, embed=…)) under another name"
+        )
+
+
+def _check_statistics(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
+    """Statistics of a step need an `after_step` that takes them."""
+    if "step_statistics" in own and "statistics" not in inspect.signature(job_class.after_step).parameters:
+        raise JobImportError(
+            f"job.use: nothing takes what step_statistics() of {use!r} returns; write after_step(model, step, statistics), or take step_statistics() out"
+        )
 
 
 def _check_outputs(use: str, own: dict[str, Any]) -> None:
@@ -140,6 +166,8 @@ def _check_call(job_class: type[Job], use: str, name: str, names: tuple[str, ...
     method = inspect.getattr_static(job_class, name)
     bound = () if isinstance(method, staticmethod) else ("self",)
     function = _function(method)
+    if name == "after_step" and "statistics" in inspect.signature(function).parameters:  # type: ignore[arg-type]
+        names = (*names, "statistics")
     try:
         inspect.signature(function).bind(*bound, *names)  # type: ignore[arg-type]
     except TypeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
-from lockstep.job.interface import Job, Mean, overrides
+from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import evaluation_ranges
-from lockstep.randomness import evaluation_key, seed_all
+from lockstep.randomness import evaluation_batch_key, evaluation_key, seed_all
 from lockstep.training import whole_set
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.child_process import in_child
@@ -32,6 +32,7 @@ from lockstep.training.step.means import means_alone, means_of
 from lockstep.training.step.parameters import ParameterWatch
 from lockstep.training.step.phases import own_phases
 from lockstep.training.step.precision import Precision
+from lockstep.training.step.rows import rows_by_name
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""
@@ -62,9 +63,11 @@ class Evaluation:
         precision: Precision,
         *,
         micro_batch: int,
+        global_batch: int,
         seed: int,
         processes: int,
     ) -> None:
+        """`global_batch` is how many samples a loss over a whole batch sees at once."""
         self.job = job
         self.precision = precision
         self.seed = seed
@@ -81,6 +84,10 @@ class Evaluation:
         """The job's figures of the newest evaluation, as text by file name; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
         self._has_loss = has_evaluation_loss(job)
+        self._has_batch_loss = overrides(job, "batch_loss") and not overrides(job, "loss")
+        self._global_batch = global_batch
+        self._coefficients: dict[str, float] = {}
+        """Of the terms of the loss, as this rank's micro-batches of the newest evaluation have given them."""
         self._repeats = False
         self._values: list[Mapping[str, str]] = []
         """What the job held after each call of its whole-set functions that changed something."""
@@ -92,13 +99,21 @@ class Evaluation:
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
-        own_rows, outputs = self._own_results(model, alive)
+        self._coefficients = {}
+        own_rows, outputs, embedded = self._own_results(model, alive)
+        every = self.group.gather((own_rows, self._coefficients, embedded))
+        rows = [row for rank_rows, *_ in every for row in rank_rows]
+        if self._has_batch_loss:
+            rows = [*self._batch_losses(model, [each for *_, rank in every for each in rank]), *rows]
         totals: dict[str, tuple[float, float]] = {}
-        for rank_rows in self.group.gather(own_rows):
-            for row in rank_rows:
-                for name, (total, weight) in row.items():
-                    subtotal = totals.get(name, (0.0, 0.0))
-                    totals[name] = (subtotal[0] + total, subtotal[1] + weight)
+        for row in rows:
+            for name, (total, weight) in row.items():
+                subtotal = totals.get(name, (0.0, 0.0))
+                totals[name] = (subtotal[0] + total, subtotal[1] + weight)
+        coefficients = {name: value for _, rank, _ in every for name, value in rank.items()}
+        if coefficients:  # each term over its own weight of the whole set
+            means = [(coefficients[name], *totals[name]) for name in coefficients]
+            totals["loss"] = (sum(factor * (total / (weight or 1.0)) for factor, total, weight in means), 1.0)
         metrics = {
             f"eval/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in totals.items()
@@ -108,6 +123,22 @@ class Evaluation:
             whole_set.check_names(over_all, totals)
             metrics |= {f"eval/{name}": value for name, value in over_all.items()}
         return metrics
+
+    @torch.no_grad()
+    def _batch_losses(self, model: nn.Module, embedded: Sequence[Mapping[str, Tensor]]) -> Iterator[Row]:
+        """A loss over a whole batch, for each stretch of `batch.global` samples of the set, from the rows of all ranks. Each rank computes all of them."""
+        device, size = self.group.device, self._global_batch
+        rows = {name: torch.cat([each[name] for each in embedded]) for name in embedded[0]}
+        for i in range(-(-self.samples // size)):
+            batch = {
+                name: each[i * size : (i + 1) * size].to(device, copy=True) for name, each in rows.items()
+            }
+            seed_all(evaluation_batch_key(self.seed, i), device)
+            with job_at(f"evaluation, the loss of batch {i}"):
+                with evaluating(model), self.precision.autocast():
+                    loss = self.job.batch_loss(model, batch.get("", batch))
+                yield _numbers({name: _own(mean) for name, mean in means_of(loss, {}).items()})
+            self.restore_buffers()
 
     def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
@@ -327,31 +358,33 @@ class Evaluation:
     @torch.no_grad()
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
-    ) -> tuple[list[Row], whole_set.Outputs]:
-        """Totals of each micro-batch of this rank, and their outputs joined in order."""
+    ) -> tuple[list[Row], whole_set.Outputs, list[dict[str, Tensor]]]:
+        """Totals of each micro-batch of this rank, their outputs joined in order, and their rows for a loss over a whole batch."""
         keys = list(map(self._key, self.assigned))
         loader = Loader(
             self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
         )
         try:
-            means, outputs = [], []
+            means, outputs, embedded = [], [], list[dict[str, Tensor]]()
             # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
             with nullcontext() if any(map(has_own_train, model.modules())) else evaluating(model):
                 for i, batch in zip(self.assigned, loader, strict=True):
-                    batch_means, batch_outputs = self._results(model, i, batch)
+                    batch_means, batch_outputs = self._results(model, i, batch, embedded)
                     means.append(batch_means)
                     outputs.append(batch_outputs)
                     alive()
         finally:
             loader.close()
-        return [_numbers(row) for row in means], whole_set.joined(outputs)
+        return [_numbers(row) for row in means], whole_set.joined(outputs), embedded
 
     def _key(self, i: int) -> MicroBatch:
         end = min((i + 1) * self.micro_batch, self.samples)
         return MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, end)))
 
-    def _results(self, model: nn.Module, i: int, batch: Any) -> tuple[dict[str, Mean], whole_set.Outputs]:
-        """Means and outputs of one micro-batch, in memory of their own.
+    def _results(
+        self, model: nn.Module, i: int, batch: Any, embedded: list[dict[str, Tensor]] | None = None
+    ) -> tuple[dict[str, Mean], whole_set.Outputs]:
+        """Means and outputs of one micro-batch, in memory of their own. A loss over a whole batch has its rows added to `embedded`, if given.
 
         The means stay on the device, so that nothing waits for it before the last micro-batch is launched. Modes are set for each
         micro-batch, because its worker may have run others before it.
@@ -362,15 +395,30 @@ class Evaluation:
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():
-                    loss = self.job.loss(model, batch) if self._has_loss else None
+                    loss = self._loss(model, i, batch, embedded)
                     further = self.job.metrics(model, batch)
                     outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
                 parameters.check(where)
-                means = means_of(loss, further) if self._has_loss else means_alone(further)
+                means = means_alone(further) if loss is None else means_of(loss, further)
                 copies = {name: _own(mean) for name, mean in means.items()}
         finally:
             self.restore_buffers()
         return copies, outputs
+
+    def _loss(self, model: nn.Module, i: int, batch: Any, embedded: list[dict[str, Tensor]] | None) -> Any:
+        """The loss of one micro-batch; None where there is none by itself."""
+        if self._has_batch_loss:
+            if embedded is None:
+                return evaluation_loss(self.job)(model, batch)
+            given = self.job.embed(model, batch)
+            count, where = len(self._key(i).ids), f" (evaluation micro-batch {i})"
+            named = rows_by_name(given, count, "job.embed", where)
+            embedded.append({name: row.detach().to("cpu", copy=True) for name, row in named.items()})
+            return None
+        loss = self.job.loss(model, batch) if self._has_loss else None
+        if isinstance(loss, Loss):
+            self._coefficients |= {name: float(term.coefficient) for name, term in loss.terms.items()}
+        return loss
 
 
 def check_modes(model: nn.Module) -> None:
@@ -408,6 +456,13 @@ def has_evaluation_loss(job: Job) -> bool:
             "outputs(model, batch): there is nothing to evaluate; write one of them, or return None"
         )
     return False
+
+
+def evaluation_loss(job: Job) -> Callable[[nn.Module, Any], Loss]:
+    """The loss of an evaluation micro-batch by itself: of one over the whole batch, that of its rows alone."""
+    if overrides(job, "batch_loss") and not overrides(job, "loss"):
+        return lambda model, batch: job.batch_loss(model, job.embed(model, batch))
+    return job.loss
 
 
 def _own(mean: Mean) -> Mean:

@@ -98,6 +98,8 @@ class Run:
             group,
             self.state,
             parts=old.parts,
+            terms=old.terms,
+            statistics=old.loss_statistics,
             written_buffers=old.buffers.written,
         )
         step.settings = old.settings
@@ -251,6 +253,7 @@ def rehearse(
             group,
             state.precision,
             micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
@@ -308,8 +311,20 @@ def make_stepper(
 ) -> Stepper:
     """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
     parts = {phase: result.parts for phase, result in rehearsal.items()}
+    terms = {phase: result.terms for phase, result in rehearsal.items()}
+    statistics = any(result.statistics for result in rehearsal.values())
     written = frozenset[int]().union(*(result.written for result in rehearsal.values()))
-    return Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
+    return Stepper(
+        job,
+        spec,
+        plan,
+        group,
+        state,
+        parts=parts,
+        terms=terms,
+        statistics=statistics,
+        written_buffers=written,
+    )
 
 
 def watch_bits(
@@ -323,6 +338,7 @@ def watch_bits(
     """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
+    step.places = sampler.places
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None

@@ -91,7 +91,16 @@ class Ids(lockstep.Job):
 
 def evaluation(job: Any, micro_batch: int = 4, processes: int = 0) -> Evaluation:
     precision = Precision("fp32", CPU)
-    return Evaluation(job, job.data, ALONE, precision, micro_batch=micro_batch, seed=5, processes=processes)
+    return Evaluation(
+        job,
+        job.data,
+        ALONE,
+        precision,
+        micro_batch=micro_batch,
+        global_batch=2 * micro_batch,
+        seed=5,
+        processes=processes,
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])

@@ -101,6 +101,7 @@ def test_keys_are_what_they_were() -> None:
         randomness.step_key(5, 2, 3), randomness.step_key(5, 2, 3, phase), randomness.update_key(5, 2, phase),
         randomness.after_step_key(5, 2), randomness.frozen_key(5, 2), randomness.evaluation_key(5, 3),
         randomness.whole_set_key(5), randomness.rehearsal_key(5), randomness.rehearsal_key(5, "again", 1),
+        randomness.whole_batch_key(5, 2, phase), randomness.evaluation_batch_key(5, 3),
         randomness.recheck_key(5, 2, "micro-batch"), randomness.epoch_order_key(5, 1),
         randomness.sample_key(5, "fingerprint", 7), randomness.sample_key(5, "leakage"),
         randomness.code_key("job", "m:Job"), randomness.final_model_key(),
@@ -109,6 +110,7 @@ def test_keys_are_what_they_were() -> None:
         (5, "step", 2, 3), (5, "step", 2, 3, "critic"), (5, "update", 2, "critic"),
         (5, "after step", 2), (5, "frozen", 2), (5, "eval", 3),
         (5, "eval set"), (5, "rehearsal"), (5, "rehearsal", "again", 1),
+        (5, "batch loss", 2, "critic"), (5, "eval batch", 3),
         (5, "recheck", 2, "micro-batch"), (5, "epoch order", 1),
         (5, "fingerprint", 7), (5, "leakage"), ("job", "m:Job"), ("final model",),
     ]  # fmt: skip
@@ -120,6 +122,7 @@ def test_the_record_says_the_keys_that_are_used() -> None:
         "train_data and eval_data, each opened": str(digest64((17, "train data"))),
         "micro-batch m of step t, computed": "digest64((17, 'step', t, m, phase))",
         "micro-batch m of step t, fetched": "digest64((17, 'data', t, m))",
+        "the loss of the whole batch of step t": "digest64((17, 'batch loss', t, phase))",
         "update t of an optimizer with code of the job's own": "digest64((17, 'update', t, phase))",
         "after_step of step t": "digest64((17, 'after step', t))",
         "frozen_parameters of step t": "digest64((17, 'frozen', t))",

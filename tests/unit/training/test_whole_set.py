@@ -212,6 +212,7 @@ def evaluation(job: Given) -> Evaluation:
         Group(0, 1, CPU),
         Precision("fp32", CPU),
         micro_batch=4,
+        global_batch=4,
         seed=5,
         processes=0,  # type: ignore[arg-type]
     )

@@ -8,7 +8,7 @@ sent; constant ones cost one comparison of numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,15 @@ class StepBuffers:
     def _changed(self) -> list[int]:
         """Which buffers were written to since the step's start or the last restoration."""
         return [i for i in range(len(self.buffers)) if i in self.written or self._is_counted(i)]
+
+    def written_now(self) -> dict[int, Tensor]:
+        """Copies of the buffers whose values are other ones than the step's."""
+        values = {i: self._written_value(i) for i in self._changed()}
+        return {i: value.clone() for i, value in values.items() if not same_bits(value, self._before[i])}
+
+    def put(self, values: Mapping[int, Tensor]) -> None:
+        """Write some buffers, as a forward does; the next restoration undoes it."""
+        copy_all([self.buffers[i] for i in values], list(values.values()))
 
     def check_unseen(self, where: str) -> None:
         """JobError where a write past torch's count (`.data`, NumPy) has changed a small buffer; `where` is the place in the run.

@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.data.cache import cache_path
 from lockstep.data.loader import map_tensors
 from lockstep.errors import JobError, SpecError, first_line
-from lockstep.job.interface import Loss
 
 NAME = "compile.json"
 """The document that says what was compiled, and how far its results are from eager."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-LossFunction = Callable[[nn.Module, Any], Loss]
+LossFunction = Callable[[nn.Module, Any], Any]
+"""What gives the loss of a micro-batch, or its rows for a loss over the whole batch."""
 
 _INDUCTOR: dict[str, Any] = {
     "fallback_random": True,  # draws the random numbers of an eager run
@@ -176,8 +176,8 @@ class CompiledLoss:
             self._shapes = shapes
         return shapes == self._shapes
 
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        """The loss of `batch`. JobError where it cannot be compiled."""
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of `batch`, or its rows. JobError where it cannot be compiled."""
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 

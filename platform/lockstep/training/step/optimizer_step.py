@@ -11,7 +11,7 @@ next phase sees the result. A job without phases has a single one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.communication.group import Group
+from lockstep.data.order import Ids
 from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
-from lockstep.job.interface import Job, Loss, Mean
+from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan, Position, clip
-from lockstep.randomness import seed_all, step_key, update_key
+from lockstep.randomness import seed_all, step_key, update_key, whole_batch_key
 from lockstep.record.events.union import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
@@ -49,7 +50,9 @@ from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
+from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +113,32 @@ class Stepper:
         state: TrainState,
         *,
         parts: Mapping[str, tuple[str, ...]],
+        terms: Mapping[str, tuple[str, ...]] | None = None,
+        statistics: bool = False,
         written_buffers: frozenset[int],
     ) -> None:
-        """`parts` are the names of the parts of each phase's loss, by phase name; without phases by the empty name."""
+        """`parts` and `terms` are the names of those of each phase's loss, by phase name; without phases by the empty name.
+
+        `statistics` is whether the losses give some.
+        """
         self.spec = spec
         self.plan = plan
         self.group = group
         self.state = state
-        self.parts = parts
+        self.parts, self.terms, self.loss_statistics = parts, terms or {}, statistics
+        self.statistics: StepStatistics | None = None
+        """Those of the step under way; None where the job gives none."""
+        self._computes_statistics = overrides(job, "step_statistics")
+        if statistics or self._computes_statistics:
+            self.statistics = StepStatistics(group, plan, "the statistics of the step")
+        self._gathered: Mapping[str, Any] = {}
         self.assigned = plan.ranges(group.size)[group.rank]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
         self.modules = ModuleWatch(state.model)
         self.modes = Modes(state.model)
+        self._of_whole: dict[int, Tensor] = {}
+        """The buffers that the loss of the whole batch has written, which go with micro-batch 0's."""
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
         self.probe: Probe = NoProbe()
@@ -130,9 +146,21 @@ class Stepper:
         self.recheck: Recheck | None = None
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
+        self.places: Callable[[Position], Sequence[Ids]] = lambda position: ()
+        """For each micro-batch of a step, the places of its samples among those of the step."""
         buffers = len(self.buffers.buffers)
         self.each_phase = [
-            PhaseStep(job, spec, plan, group, state, phase, parts=parts[phase.name], buffers=buffers)
+            PhaseStep(
+                job,
+                spec,
+                plan,
+                group,
+                state,
+                phase,
+                parts=parts[phase.name],
+                terms=self.terms.get(phase.name, ()),
+                buffers=buffers,
+            )
             for phase in phases_of(job, state.model)
         ]
         self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
@@ -170,6 +198,8 @@ class Stepper:
         if not phases:
             raise all_rest(position.number)
         scale_down = self.scale_down(position)
+        if self.statistics is not None:
+            self.statistics.begin(self.places(position))
         self.digests.begin(
             position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
         )
@@ -193,6 +223,8 @@ class Stepper:
         if self._looks_at_buffers(position):
             self.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
         agreed = phase.exchange.read(position.micro_batches)
+        if phase.whole is not None:
+            phase.whole.check(agreed.totals)
         if self.recheck is not None:
             self.recheck.compare(position, self.digests.gradients())
         try:
@@ -200,6 +232,11 @@ class Stepper:
             if last:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
             phase.agree_on_unused()
+            if self.statistics is not None:
+                if phase.whole is not None:
+                    self.statistics.note_whole(phase.whole.statistics, phase.phase.loss_label)
+                if last:
+                    self._gathered = self.statistics.gather(f" (step {position.number})")
             # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
@@ -231,7 +268,8 @@ class Stepper:
             with job_at(f"the schedule after step {position.number}"):
                 phase.rates.schedule.follow()
         if updated:
-            follow_update(state, seed=self.spec.seed, device=self.group.device)
+            follow_update(state, seed=self.spec.seed, device=self.group.device, statistics=self._gathered)
+        self._gathered = {}
         if self.hooks and self.spec.determinism == "strict":
             self.settings.check(f"between steps {position.number} and {position.number + 1}")
         if self.updates_by_job:
@@ -289,6 +327,8 @@ class Stepper:
         phase.forget_gradients()
         phase.module.used.clear()
         self.watched.note()  # the update since the last step wrote to parameters rightly
+        if phase.whole is not None:
+            batches = self._first_pass(phase, phase.whole, position, batches, scale_down)
         if self.recheck is not None:
             self.recheck.compute(position)
         for m in assigned[:-1]:
@@ -320,6 +360,44 @@ class Stepper:
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
+    def _first_pass(
+        self,
+        phase: PhaseStep,
+        whole: WholeBatch,
+        position: Position,
+        batches: Iterator[Any],
+        scale_down: float,
+    ) -> Iterator[Any]:
+        """Learn what the losses of the step take from all of its micro-batches. Returns this worker's micro-batches for the second pass.
+
+        Its draws are those of the second pass, and it leaves nothing: buffers get their values there, once.
+        """
+        assigned = clip(self.assigned, position.micro_batches)
+        turns = each_in_turn(batches, len(assigned), 2)
+        n = position.number
+        is_looked_at = self.group.device.type == "cpu" or n & (n - 1) == 0
+        whole.begin(self.places(position), compares=is_looked_at and self.spec.determinism == "strict")
+        for m, batch in zip(assigned, next(turns), strict=True):
+            if batch is None:
+                whole.take_none()
+            elif isinstance(whole, TermWeights) and whole.weights is not None:
+                with self._of_job(phase, position, m):
+                    whole.take(whole.weights(batch))
+            else:
+                self._forward(phase, phase.module, position, m, batch)
+                self.watched.check(self._where(phase, position, m))
+                self._leave_no_trace()
+        whole.gather()
+        where = f"step {position.number}, the loss of the whole batch, rank {self.group.rank}"
+        seed_all(whole_batch_key(self.spec.seed, position.step, phase.phase.key), self.group.device)
+        with job_at(where):
+            whole.close(self.state.model, phase.parameters, self.state.precision, scale_down)
+        self.watched.check(where)
+        self._of_whole = self.buffers.written_now()
+        self._leave_no_trace()
+        self.times.mark("forward")
+        return next(turns)
+
     def _compute(
         self,
         phase: PhaseStep,
@@ -347,6 +425,8 @@ class Stepper:
         with self.watch:
             batch = next(batches)
             self.probe.batch(position, m, batch)
+            if m == 0 and phase.whole is not None:
+                self.buffers.put(self._of_whole)
             loss = self._forward(phase, phase.wrapped, position, m, batch)
             self.probe.loss(position, m, loss.total)
         self.times.mark("forward")
@@ -364,6 +444,29 @@ class Stepper:
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
         self.modules.check(self._where(phase, position, m))
+        self._leave_no_trace()
+        if batch is not None:
+            self._note_statistics(phase, position, m, batch, loss)
+
+    def _note_statistics(self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss) -> None:
+        """Note what a micro-batch gives for `after_step`: with its loss, and in the first phase of a step by a method of its own."""
+        label, where = phase.phase.loss_label, self._where(phase, position, m)
+        if self.statistics is None:
+            if loss.statistics:
+                raise JobError(
+                    f"{label}: gives statistics ({where}), and gave none in the first micro-batch; give them in every micro-batch"
+                )
+            return
+        wanted = self._computes_statistics and self.statistics.wants(m)
+        self.statistics.note(m, loss.statistics, label)
+        if not wanted:
+            return
+        self.settings.put_back()
+        seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)
+        with self._of_job(phase, position, m), torch.no_grad(), self.state.precision.autocast():
+            given = self.state.job.step_statistics(self.state.model, batch)
+        self.statistics.note(m, given, "job.step_statistics")
+        self.watched.check(where)
         self._leave_no_trace()
 
     def _leave_no_trace(self) -> None:
@@ -384,6 +487,9 @@ class Stepper:
         self.settings.put_back()
         # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
         seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)
+        if phase.whole is not None:
+            where = f" ({self._where(phase, position, m)})"
+            phase.module.settle = phase.whole.settle(m, where, again=precision is None)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
             if batch is not None and not has_form(loss, phase.exchange.names):

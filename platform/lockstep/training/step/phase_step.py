@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,6 +31,7 @@ from lockstep.training.step.phases import ModelPhase, phases_of
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.whole_batch import whole_batch
 
 
 class LossModule(nn.Module):
@@ -55,8 +56,11 @@ class LossModule(nn.Module):
         self.job = job
         self.model = model
         self.phase = phases_of(job, model)[0] if phase is None else phase
-        loss = self.phase.loss
-        self._loss = loss if compiled is None else compiled.of(self.phase.name, loss)
+        # A loss over the whole batch runs eager: it has other shapes in a ragged step, and is computed once.
+        of_batch = self.phase.loss if self.phase.embed is None else self.phase.embed
+        self._of_batch = of_batch if compiled is None else compiled.of(self.phase.name, of_batch)
+        self.settle: Callable[[Any], Loss] | None = None
+        """Makes the loss of a micro-batch of a step from what the job returns for it; None where it stands alone."""
         parameters = dict(model.named_parameters())
         conditional = list(job.conditional_parameters(model))
         unknown = [name for name in conditional if name not in parameters]
@@ -81,11 +85,14 @@ class LossModule(nn.Module):
         self._without_batch = batch is None
         if batch is None:
             return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
-        return self._loss(self.model, batch)
+        returned = self._of_batch(self.model, batch)
+        if self.settle is not None:
+            return self.settle(returned)
+        return returned if self.phase.embed is None else self.phase.loss(self.model, returned)  # type: ignore[return-value]
 
     def compiles(self, batch: Any) -> bool:
         """Whether the loss of such a batch runs compiled."""
-        return isinstance(self._loss, CompiledLoss) and self._loss.compiles(batch)
+        return isinstance(self._of_batch, CompiledLoss) and self._of_batch.compiles(batch)
 
     def backward(self, total: Tensor) -> None:
         """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
@@ -124,9 +131,10 @@ class PhaseStep:
         phase: ModelPhase,
         *,
         parts: Sequence[str],
+        terms: Sequence[str] = (),
         buffers: int,
     ) -> None:
-        """`parts` are the names of the parts of its loss, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
+        """`parts` and `terms` are those of its loss by name, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
         self._spec, self._plan, self._group = spec, plan, group
         self.phase, self.name = phase, phase.name
         self.optimizer = state.optimizer_of(phase.name)
@@ -134,6 +142,8 @@ class PhaseStep:
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
         self.module = LossModule(job, state.model, phase, state.compiled)
+        self.whole = whole_batch(job, phase, group, plan, parts, terms)
+        """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
         self._every = phase.parameters(state.model)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []

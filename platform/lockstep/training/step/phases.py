@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, SpecError, nearest
-from lockstep.job.interface import Job, Loss, Phase, overrides
+from lockstep.job.interface import Job, Loss, Phase, Rows, overrides
 from lockstep.randomness import frozen_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
@@ -29,15 +29,27 @@ class ModelPhase:
 
     name: str
     loss: Callable[[nn.Module, Any], Loss]
+    """Of the model and a micro-batch; with `embed`, of the model and the rows of a whole global batch."""
     names: tuple[str, ...]
     key: tuple[str, ...] = ()
     """What its seeds are keyed by, beside step and micro-batch."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    embed: Callable[[nn.Module, Any], Rows] | None = None
 
     @property
     def loss_label(self) -> str:
         """Its loss, as messages name it."""
-        return f"the loss of phase {self.name!r}" if self.name else "job.loss"
+        method = "job.loss" if self.embed is None else "job.batch_loss"
+        return f"the loss of phase {self.name!r}" if self.name else method
+
+    @property
+    def embed_label(self) -> str:
+        """What gives its rows, as messages name it."""
+        return f"embed of phase {self.name!r}" if self.name else "job.embed"
+
+    def of_micro_batch(self, model: nn.Module, batch: Any) -> Loss:
+        """Its loss of a micro-batch by itself: one over the whole batch sees the rows of this micro-batch alone."""
+        return self.loss(model, batch if self.embed is None else self.embed(model, batch))
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Its parameters, in the order of `names`."""
@@ -49,6 +61,10 @@ def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
     """The phases of a step, in order. JobError where a phase is invalid, or a parameter that requires a gradient is in none."""
     declared = own_phases(job)
     asking = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not declared and overrides(job, "batch_loss"):
+        # By lambdas, here and below: a method may be put in the place of the job's own later.
+        embed = lambda model, batch: job.embed(model, batch)  # noqa: E731
+        return (ModelPhase("", lambda model, rows: job.batch_loss(model, rows), tuple(asking), embed=embed),)
     if not declared:
         return (ModelPhase("", lambda model, batch: job.loss(model, batch), tuple(asking)),)
     phases = tuple(_on_model(phase, declared, model, asking) for phase in declared)
@@ -92,7 +108,8 @@ def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: li
         raise JobError(
             f"job.phases: no parameter of phase {phase.name!r} asks for a gradient; there is nothing to train"
         )
-    return ModelPhase(phase.name, phase.loss, trainable, (phase.draws_as or phase.name,), phase.optimizer)
+    key = (phase.draws_as or phase.name,)
+    return ModelPhase(phase.name, phase.loss, trainable, key, phase.optimizer, phase.embed)
 
 
 def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.statistics import rehearsed, takes_statistics
 
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""
@@ -81,6 +82,9 @@ class FirstSteps:
     state: TrainState
     device: torch.device
     modules: Sequence[LossModule]
+    global_batch: int
+    """How many samples a step has, and so how many rows its statistics."""
+    _statistics: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def can_update(self) -> bool:
@@ -171,7 +175,8 @@ class FirstSteps:
             if not self._update(module, step, fetched, again):
                 return None
         self.state.counters.step = step + 1
-        follow_update(self.state, seed=self.seed, device=self.device)
+        statistics, self._statistics = self._statistics, {}
+        follow_update(self.state, seed=self.seed, device=self.device, statistics=statistics)
         watch.check_asking(_WHERE)
         watch.check_places()
         modules.check(_WHERE)
@@ -192,6 +197,9 @@ class FirstSteps:
             for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
         ]
         weight = sum(float(result.loss.weight) for result in computed)
+        if takes_statistics(self.job):
+            statistics = rehearsed([result.statistics for result in computed], self.global_batch)
+            self._statistics = {**statistics, **self._statistics}
         if again:
             self._compute(module, *next(iter(fetched())))
         if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in sums):

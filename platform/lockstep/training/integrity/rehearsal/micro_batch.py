@@ -6,14 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError, NumericsError
-from lockstep.job.interface import Loss, Mean
+from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import rehearsal_key, seed_all
 from lockstep.training.determinism import filled_memory
@@ -25,6 +25,7 @@ from lockstep.training.step.means import check_form, check_parts, number
 from lockstep.training.step.parameters import ParameterWatch, written_parameter
 from lockstep.training.step.phase_step import LossModule, missing_gradient
 from lockstep.training.step.precision import Precision
+from lockstep.training.step.statistics import own_statistics, takes_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class Rehearsal:
     written: frozenset[int]
     digest: str = ""
     """Of the loss, its parts and each gradient."""
+    terms: tuple[str, ...] = ()
+    """The names of the loss's terms."""
+    statistics: bool = False
+    """Whether the loss gives statistics for `after_step`."""
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -109,6 +114,8 @@ class Computed:
     results: dict[str, str]
     gradients: dict[str, Tensor]
     written: frozenset[int]
+    statistics: dict[str, Mean | Tensor] = field(default_factory=dict)
+    """What it gives for `after_step`."""
 
     @property
     def digest(self) -> str:
@@ -159,8 +166,23 @@ def compute(
             if tensor_digest(parameter) != values[name]:
                 raise written_parameter(name, where)
         gradients = _gradients(module, where)
-        written = buffers.written()
-        return Computed(loss, _results(loss, gradients, buffers), gradients, written)
+        written, results = buffers.written(), _results(loss, gradients, buffers)
+        statistics = own_statistics(loss.statistics, module.phase.loss_label)
+        if statistics and not takes_statistics(module.job):
+            raise JobError(
+                f"{module.phase.loss_label}: gives the statistic {next(iter(statistics))!r}, which nothing takes; write after_step(model, step, statistics)"
+            )
+        if overrides(module.job, "step_statistics"):
+            buffers.restore()
+            seed_all(rehearsal_key(seed, *([m] if m else [])), device)
+            with job_at(where), torch.no_grad(), precision.autocast():
+                given = module.job.step_statistics(model, batch)
+            statistics |= own_statistics(given, "job.step_statistics")
+            parameters.check(where)
+        for name, value in statistics.items():
+            tensors = (value.total, value.weight) if isinstance(value, Mean) else (value,)
+            results[f"the statistic {name!r}"] = " ".join(map(tensor_digest, tensors))  # type: ignore[arg-type]
+        return Computed(loss, results, gradients, written, statistics)
     finally:
         buffers.restore()
         model.zero_grad(set_to_none=True)

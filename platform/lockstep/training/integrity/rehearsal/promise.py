@@ -29,6 +29,7 @@ from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
+from lockstep.data.own_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DeterminismError, JobError, SpecError
 from lockstep.job.interface import Job, Loss
@@ -51,7 +52,7 @@ from lockstep.training.integrity.rehearsal.generators import of_training
 from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory
-from lockstep.training.integrity.rehearsal.sums import check_sum
+from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
 from lockstep.training.integrity.rehearsal.thread_pools import out_of_order
 from lockstep.training.interleaving import is_unsaid, told_interleaved
 from lockstep.training.job_data import make_sampler
@@ -129,7 +130,12 @@ class StepRehearsal:
             self._compare_here(modules, firsts)
         return {
             module.phase.name: Rehearsal(
-                tuple(first.loss.parts), float(first.loss.total.detach()), first.written, first.digest
+                tuple(first.loss.parts),
+                float(first.loss.total.detach()),
+                first.written,
+                first.digest,
+                tuple(first.loss.terms),
+                bool(first.loss.statistics),
             )
             for module, first in zip(modules, firsts, strict=True)
         }
@@ -192,6 +198,8 @@ class StepRehearsal:
             extent = self._compare_micro_batches(modules, keys, extent)
         if extent == "full":
             self._compare_histories(modules, keys)
+        if extent != "off":
+            self._tell_compared(modules, keys[0])
         learning = [name for module in modules for name in module.phase.names]
         FrozenRule(self.job, self.state.model, self.spec.seed).check(self.plan.total_steps, learning)
 
@@ -212,7 +220,7 @@ class StepRehearsal:
 
     def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
-        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules)
+        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules, self.plan.global_batch)
         if not steps.can_update:
             return
         fetched = partial(self._fetch_again, keys)
@@ -283,6 +291,19 @@ class StepRehearsal:
                     return float(self._forward(module, self._fetch(key), seed).total)
 
                 for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
+                    self.warn(text)
+
+    def _tell_compared(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
+        """Warn where a loss compares samples within its micro-batch, though a step has several. A dataset may say which ones share one."""
+        samples = self.batches.samples
+        if is_unsaid(samples) or says_of_neighbours(samples):
+            return
+        model, compiled = self.state.model, self.state.compiled
+        own = [module for module in modules if module.phase.embed is None and self.plan.micro_batches > 1]
+        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+            for module in own:
+                forward = partial(self._forward, module)
+                for text in told_compared(self._fetch, forward, key, module.phase.loss_label):
                     self.warn(text)
 
     # --- what is fetched --------------------------------------------------------------------------------------

@@ -71,6 +71,36 @@ def check_sum(
     )
 
 
+def told_compared(
+    fetch: Callable[[MicroBatch], Any], forward: Callable[[Any, int], Loss], key: MicroBatch, label: str
+) -> list[str]:
+    """A warning where a loss compares the samples of a micro-batch with each other, so that it depends on `batch.micro`.
+
+    The signature: the whole micro-batch's total is more than those of its halves together, as with negatives within the batch. `forward` takes a
+    batch and the number of a seed, in evaluation mode. A loss that draws is not looked at: its halves draw other numbers.
+    """
+    size = len(key.ids)
+    if size < 2:
+        return []
+    halves = [key._replace(ids=key.ids[: size // 2], due=()), key._replace(ids=key.ids[size // 2 :], due=())]
+    try:
+        total, weight = _numbers(forward(fetch(key), 0))
+        if (total, weight) != _numbers(forward(fetch(key), 1)):
+            return []
+        (one, of_one), (two, of_two) = (_numbers(forward(fetch(half), 0)) for half in halves)
+    except Exception:  # noqa: BLE001 - as above: then nothing is known
+        return []
+    if not math.isclose(weight, of_one + of_two, rel_tol=1e-3) or min(one, two) < 0:
+        return []
+    if not total > (1 + SURE) * (one + two):
+        return []
+    return [
+        f"{label}: total is {total:.6g} for the first micro-batch of {size} samples, and {one:.6g} and {two:.6g} for its halves: it compares the "
+        "samples of a micro-batch with each other, and batch.micro decides with how many; to compare all samples of batch.global, write "
+        "embed(model, batch) and batch_loss(model, rows)"
+    ]
+
+
 def distance_from_mean(total: float, weight: float, halves: Sequence[tuple[float, float]]) -> float:
     """How far a total is from the weighted mean of its halves' totals, relative to that mean; infinite where it cannot be one.
 

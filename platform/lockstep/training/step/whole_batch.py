@@ -1,0 +1,315 @@
+"""What the loss of a micro-batch takes from all the others of its step: the rows of a loss over the whole global batch, or the weights of its terms.
+
+A step of such a loss goes over its micro-batches twice. The first pass computes what is taken from all, and every rank gets it; with it each
+micro-batch has a loss of its own in the second pass, whose gradients are added along the tree like any other. Both passes have the same seeds and
+begin with the same buffers, and both build the graph of gradients: kernels without one may give other bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.communication.group import Group
+from lockstep.data.order import Ids
+from lockstep.errors import DeterminismError, JobError
+from lockstep.job.interface import Job, Loss, Mean, overrides
+from lockstep.plan import Plan, clip
+from lockstep.training.integrity.rehearsal.object_state import same_bits
+from lockstep.training.step.exchange import Totals
+from lockstep.training.step.means import as_float, check_form, check_same_parts, has_form
+from lockstep.training.step.phases import ModelPhase
+from lockstep.training.step.precision import Precision
+from lockstep.training.step.rows import StepRows
+from lockstep.training.step.statistics import Statistics
+
+Settle = Callable[[Any], Loss]
+"""Makes the loss of a micro-batch from what the job has returned for it."""
+
+
+class WholeBatch:
+    """What is taken from all micro-batches of a step. `begin`, the first pass, `gather`, `close`, then the second pass."""
+
+    def __init__(self, phase: ModelPhase, group: Group, plan: Plan, parts: Sequence[str]) -> None:
+        self.phase, self.group, self.plan, self.parts = phase, group, plan, parts
+        self._gathered = False
+        self.compares = False
+        """Whether the second pass is compared with the first, which waits for a CUDA device."""
+        self._places: Sequence[Ids] = ()
+        self._carrier = 0
+        """The first micro-batch with a sample, whose row in the exchange has what belongs to the whole batch."""
+
+    def begin(self, places: Sequence[Ids], *, compares: bool) -> None:
+        """Begin a step. `places` are those of the samples of each micro-batch; `compares`: see there."""
+        self._places, self.compares, self._gathered = places, compares, False
+        self._carrier = next((m for m, each in enumerate(places) if len(each)), 0)
+
+    def settle(self, m: int, where: str, *, again: bool) -> Settle:
+        """Makes the loss of micro-batch `m`. `again` is whether it is the one of the step itself, and not one beside it."""
+        if not self._gathered:
+            return partial(self._first, m, where)
+        return partial(self._second, m, where, again)
+
+    def _nothing(self) -> Loss:
+        return Loss(
+            torch.zeros((), device=self.group.device), 0.0, {name: Mean(0.0, 0.0) for name in self.parts}
+        )
+
+    def _first(self, m: int, where: str, returned: Any) -> Loss:
+        """Note what the job returned for micro-batch `m` in the first pass."""
+        raise NotImplementedError
+
+    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
+        """The loss of micro-batch `m`, by what was gathered."""
+        raise NotImplementedError
+
+    def gather(self) -> None:
+        """Give every rank what the first pass has noted. All ranks call it."""
+        raise NotImplementedError
+
+    def take_none(self) -> None:
+        """Note that this rank's next micro-batch has no sample."""
+
+    def close(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], precision: Precision, scale_down: float
+    ) -> None:
+        """Compute what all micro-batches take, for `parameters` that learn and totals that are multiplied by `scale_down` before their backward."""
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the loss of the whole batch gives for `after_step`."""
+        return {}
+
+    def check(self, totals: Totals) -> None:
+        """Compare the totals of the step with what was gathered; the same on every rank."""
+
+
+class BatchLoss(WholeBatch):
+    """A loss over the rows of all samples of a step: each micro-batch takes its rows' part of the gradient.
+
+    Every rank computes it, from the same bits in the same order. Parameters that it uses by itself, such as a temperature, get their gradient
+    with the first micro-batch.
+    """
+
+    def __init__(self, phase: ModelPhase, group: Group, plan: Plan, parts: Sequence[str]) -> None:
+        super().__init__(phase, group, plan, parts)
+        self.rows = StepRows(group, plan.micro_batches, phase.embed_label)
+        self._all: dict[str, Tensor] = {}
+        self._loss: Loss | None = None
+        self._gradients: dict[str, Tensor] = {}
+        self._used: list[tuple[Tensor, Tensor]] = []
+        """The parameters that the loss itself uses, with their gradients."""
+        self._unit = 1.0
+
+    def begin(self, places: Sequence[Ids], *, compares: bool) -> None:
+        super().begin(places, compares=compares)
+        self.rows.begin(places)
+        self._loss, self._gradients, self._used = None, {}, []
+
+    def _first(self, m: int, where: str, returned: Any) -> Loss:
+        self.rows.note(m, returned, where)
+        return self._nothing()
+
+    def gather(self) -> None:
+        self._all = self.rows.gather()
+        self._gathered = True
+
+    def close(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], precision: Precision, scale_down: float
+    ) -> None:
+        kinds, label = self.rows.kinds or {}, self.phase.loss_label
+        leaves = {name: rows.requires_grad_() for name, rows in self._all.items() if kinds[name].learns}
+        with precision.autocast():
+            loss = self.phase.loss(model, self.rows.form(self._all))
+        self._all = {}
+        if not has_form(loss, set(self.parts)):
+            check_form(loss, label)
+            check_same_parts(loss, self.parts, label, "")
+        if not leaves or not loss.total.requires_grad:
+            raise JobError(
+                f"{label}: total has no gradient; it must come from the rows, without detach() or no_grad(), and {self.phase.embed_label} must "
+                "compute them from the model"
+            )
+        wanted = [*leaves.values(), *parameters]
+        gradients = torch.autograd.grad(precision.scaled(loss.total * scale_down), wanted, allow_unused=True)
+        of_rows, of_parameters = gradients[: len(leaves)], gradients[len(leaves) :]
+        self._gradients = {name: g for name, g in zip(leaves, of_rows, strict=True) if g is not None}
+        self._used = [(p, g) for p, g in zip(parameters, of_parameters, strict=True) if g is not None]
+        self._loss = Loss(loss.total.detach(), loss.weight, loss.parts, statistics=loss.statistics)
+        self._unit = scale_down * precision.scale
+
+    @property
+    def statistics(self) -> Statistics:
+        return {} if self._loss is None else self._loss.statistics
+
+    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
+        rows, first = self.rows.named(m, returned, where), self.rows.own(m)
+        if again and self.compares and first is not None:
+            self._check_same(first, rows, where)
+        assert self._loss is not None
+        carries = m == self._carrier
+        learning = {name: row for name, row in rows.items() if name in self._gradients}
+        parts = [self._of(m, name) for name in learning]
+        used = [gradient if carries else torch.zeros_like(gradient) for _, gradient in self._used]
+        value = self._loss.total if carries else torch.zeros_like(self._loss.total)
+        inputs = [*learning.values(), *(parameter for parameter, _ in self._used)]
+        total: Tensor = _Given.apply(value, self._unit, (*parts, *used), *inputs)  # type: ignore[no-untyped-call]
+        if carries:
+            return Loss(total, self._loss.weight, self._loss.parts)
+        return Loss(total, 0.0, {name: Mean(0.0, 0.0) for name in self.parts})
+
+    def _of(self, m: int, name: str) -> Tensor:
+        """The gradient of a micro-batch's own rows. That of the only one is passed on as it is: its strides may choose a kernel."""
+        gradient = self._gradients[name]
+        if len(self._places) == 1:
+            return gradient
+        return gradient.index_select(0, self.rows.at(m).to(gradient.device))
+
+    def _check_same(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], where: str) -> None:
+        for name, row in second.items():
+            if not same_bits(first[name], row):
+                what = f" in {name!r}" if name else ""
+                raise DeterminismError(
+                    f"determinism strict: {self.phase.embed_label} gives other bits{what} when it is called again for the same micro-batch{where}; its "
+                    "gradient would be that of other rows: draw from the default generators or from lockstep.rng(), and keep nothing from one call to the next"
+                )
+
+
+class _Given(torch.autograd.Function):
+    """A total whose gradient is given: backward passes it on as it is where it begins with `unit`, the factor that is in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, unit: float, gradients: tuple[Tensor, ...], *inputs: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.unit = gradients, unit
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, start: Tensor) -> tuple[Tensor | None, ...]:
+        factor = start / ctx.unit
+        gradients = ctx.gradients
+        if factor.device.type != "cpu" or factor != 1.0:  # on a CUDA device a look would wait
+            gradients = tuple(gradient.float() * factor for gradient in gradients)
+        return (None, None, None, *gradients)
+
+
+class TermWeights(WholeBatch):
+    """Terms with denominators of their own: each micro-batch takes the weights of the whole step, and its loss is a part of the sum of means.
+
+    The weights are what `weights` gives for a batch, where the job says so; else those of the losses of the first pass.
+    """
+
+    def __init__(
+        self,
+        phase: ModelPhase,
+        group: Group,
+        plan: Plan,
+        parts: Sequence[str],
+        terms: Sequence[str],
+        weights: Callable[[Any], Mapping[str, Any]] | None,
+    ) -> None:
+        super().__init__(phase, group, plan, parts)
+        self.terms, self.weights = terms, weights
+        self._ranges = plan.ranges(group.size)
+        self._own: list[float | Tensor] = []
+        self._totals: dict[str, float] = {}
+
+    def begin(self, places: Sequence[Ids], *, compares: bool) -> None:
+        super().begin(places, compares=compares)
+        self._own = []
+
+    def take(self, weights: object) -> None:
+        """Note what `weights` gave for this rank's next micro-batch."""
+        if not isinstance(weights, Mapping) or weights.keys() != set(self.terms):
+            got = ", ".join(map(repr, weights)) if isinstance(weights, Mapping) else type(weights).__name__
+            raise JobError(
+                f"job.term_weights: returned {got or 'no weight'}, wanted a weight for each of {', '.join(map(repr, self.terms))}"
+            )
+        self._own += [self._as_number(name, weights[name]) for name in self.terms]
+
+    def take_none(self) -> None:
+        """Note a micro-batch of this rank that has no sample."""
+        self._own += [0.0] * len(self.terms)
+
+    def _as_number(self, name: str, weight: Any) -> float | Tensor:
+        if isinstance(weight, Tensor):
+            return weight.detach().reshape(()).double()
+        return as_float(f"the weight of the term {name!r}", weight)
+
+    def _first(self, m: int, where: str, returned: Any) -> Loss:
+        terms = self._terms(returned, where)
+        self._own += [self._as_number(name, terms[name].weight) for name in self.terms]
+        return self._nothing()
+
+    def _terms(self, returned: Any, where: str) -> Mapping[str, Any]:
+        terms = returned.terms if isinstance(returned, Loss) else {}
+        if terms.keys() != set(self.terms):
+            got = ", ".join(map(repr, terms)) or "none"
+            raise JobError(
+                f"{self.phase.loss_label}: the terms are {got}{where}, wanted {', '.join(map(repr, self.terms))} as in the first micro-batch; give every "
+                "term in each, with a total and a weight of 0 where there is nothing to add"
+            )
+        return terms
+
+    def gather(self) -> None:
+        count, width = len(self._places), len(self.terms)
+        device = self.group.device
+        own = (
+            torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in self._own])
+            if self._own
+            else torch.empty(0, dtype=torch.float64, device=device)
+        )
+        rows = own
+        if self.group.size > 1:
+            lengths = [len(clip(assigned, count)) * width for assigned in self._ranges]
+            largest, lengths[self.group.rank] = max(lengths), 0
+            received, wait = self.group.swap(own, lengths, largest)
+            wait()
+            every = list(torch.split(received, lengths))
+            every[self.group.rank] = own
+            rows = torch.cat(every)
+        sums = [0.0] * width
+        for row in rows.view(count, width).tolist():  # in index order, on every rank alike
+            sums = [total + weight for total, weight in zip(sums, row, strict=True)]
+        self._totals = dict(zip(self.terms, sums, strict=True))
+        self._gathered = True
+
+    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
+        terms = self._terms(returned, where)
+        total = reduce(operator.add, [term.mean(self._totals[name]) for name, term in terms.items()])
+        loss: Loss = returned
+        return replace(loss, total=total, weight=1.0 if m == self._carrier else 0.0)
+
+    def check(self, totals: Totals) -> None:
+        """JobError where the losses of the second pass have other weights than those that divided them."""
+        for name, weight in self._totals.items():
+            _, of_losses = totals.parts[name]
+            if of_losses != weight:
+                source = (
+                    "job.term_weights"
+                    if self.weights is not None
+                    else "the first pass over the step's micro-batches"
+                )
+                raise JobError(
+                    f"{self.phase.loss_label}: the weight of the term {name!r} is {of_losses:g} over the step, and {source} gave {weight:g}; both must be "
+                    "the same, for the gradient was divided by the latter"
+                )
+
+
+def whole_batch(
+    job: Job, phase: ModelPhase, group: Group, plan: Plan, parts: Sequence[str], terms: Sequence[str]
+) -> WholeBatch | None:
+    """What the losses of a phase take from the whole batch; None where each is known by itself. `terms` are those of its loss."""
+    if phase.embed is not None:
+        return BatchLoss(phase, group, plan, parts)
+    if not terms:
+        return None
+    weights = job.term_weights if overrides(job, "term_weights") and not phase.name else None
+    return TermWeights(phase, group, plan, parts, terms, weights)
