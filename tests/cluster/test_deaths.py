@@ -18,7 +18,7 @@ from tests.processes import named
 
 FEW = [
     ("raylet", "training"), ("gcs_server", "created"), ("gcs_server", "starting"), ("driver", "saved"), ("local trainer", "training"),
-    ("sweep's raylet", "training"), ("sweep's recorders", "saved"), ("sweep's driver", "created"),
+    ("sweep's raylet", "training"), ("sweep's recorders", "created"), ("sweep's recorders", "saved"), ("sweep's driver", "created"),
     ("joined raylet", "training"), ("joined gcs_server", "training"),
 ]  # fmt: skip
 

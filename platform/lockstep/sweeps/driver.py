@@ -235,8 +235,8 @@ class _Driver:
 
     def _recorded_by_guardian(self, error: KeyboardInterrupt | LockstepError) -> BaseException:
         """Have the guardian record the end of a sweep whose recorders cannot, as where they are lost. The error that says so."""
-        if self._guardian.run_id is None:
-            return error  # there is no sweep yet
+        if self._guardian.run_id is None and not isinstance(error, ClusterError):
+            return error  # there is no sweep yet; recorders that are lost may have begun it, and not lived to name it
         status, text = ("KILLED", _AT_ONCE) if was_signalled(error) else ("FAILED", str(error))
         sweep_id, problem = self._guardian.record(text, traceback.format_exc(), status)
         if isinstance(error, KeyboardInterrupt) or sweep_id is None:
