@@ -84,7 +84,7 @@ def _told(execution: Executed) -> Iterator[None]:
         raise
     except LockstepError as error:
         kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "lockstep.errors")
-        execution.tell("error", error=kind, text=str(error))
+        execution.tell("error", error=kind, text=str(error), code=error.code)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         execution.tell("error", error="LockstepError", text=f"the run's code broke: {first_line(error)}")

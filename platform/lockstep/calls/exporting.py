@@ -13,8 +13,8 @@ import safetensors.torch
 
 from lockstep.calls.executions import execution_of
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ExportError, SpecError
-from lockstep.export import arrays
+from lockstep.errors import SpecError
+from lockstep.export import arrays, problems
 from lockstep.export.artifact import Artifact, description, files_of, read
 from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import ExportFormat, Safetensors, check_predicts, format_named, loaded, place
@@ -215,9 +215,7 @@ def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
         raise SpecError(f"weights: cannot read {str(path)!r}: {error}") from error
     digest = weights_digest(state)
     if digest != (recorded := found.summary[DIGEST_OF[name]]):
-        raise ExportError(
-            f"weights: {str(path)!r} has the digest {digest}, and the run's record {recorded}; restore the file"
-        )
+        raise problems.WEIGHTS_CHANGED(file=path, got=digest, wanted=recorded)
     step = found.summary["best_step" if best else "step"]
     return Weights(found.run_id, int(step), name, digest, state)
 
@@ -278,9 +276,7 @@ def _check(path: Path, weights: Weights, form: ExportFormat) -> None:
     described = artifact.run, artifact.step, artifact.weights, artifact.weights_digest, artifact.format
     expected = weights.run, weights.step, weights.name, weights.digest, form.name
     if described != expected:
-        raise ExportError(
-            f"export: {path.name} is described as {described}, wanted {expected}; nothing was kept"
-        )
+        raise problems.ANOTHER_DESCRIPTION(file=path.name, got=described, wanted=expected)
 
 
 def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mapping[str, Any]:
@@ -291,7 +287,5 @@ def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mappi
         return {}
     path = folder / "weights" / f"{name}.safetensors"
     if (digest := tree_digest(extra_state := load_beside(path))) != recorded:
-        raise ExportError(
-            f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {recorded}; restore the file"
-        )
+        raise problems.WEIGHTS_CHANGED(file=beside_path(path), got=digest, wanted=recorded)
     return extra_state
