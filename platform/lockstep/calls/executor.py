@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.calls import problems
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
-from lockstep.errors import JobImportError, LockstepError, SpecError, first_line
+from lockstep.errors import JobImportError, LockstepError, first_line
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.inputs.imports import FIELD, files_here, recorded_beside, source_fields
 from lockstep.job.recorded_source import imported_from, shadows
@@ -165,9 +166,7 @@ class Executed:
             shown = Inspection(wanted, Path(aside))
             ids = sample_ids(spec, wanted.step)
             if wanted.micro_batch is not None and wanted.micro_batch not in ids:
-                raise SpecError(
-                    f"micro-batch: got {wanted.micro_batch}, wanted one of the {len(ids)} of step {wanted.step + 1}, counted from 0"
-                )
+                raise problems.MICRO_BATCH(got=wanted.micro_batch, wanted=len(ids), step=wanted.step + 1)
             self.tell("beginning")
             replay_here(spec, replace(replay, source=self.recorded, probe=shown), shown)
             assert shown.row_found is not None  # the step was taken, or an error raised
