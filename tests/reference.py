@@ -7,24 +7,32 @@ made of one in the code; it ends with the first blank line.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import lockstep
-from lockstep import exit_codes
+from lockstep import errors, exit_codes
 from lockstep.job import interface
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "job-reference.md"
 
-TABLES: dict[str, Callable[[], str]] = {"exit_codes.py": exit_codes.table}
-"""What the tables are made of, by the end of the path of the module that the comment names."""
+
+def table_of(path: str, kind: str) -> str:
+    """The table that a comment asks for: of exit codes, or of the problems of a room that are errors of a kind."""
+    module = importlib.import_module("lockstep." + path.removesuffix(".py").replace("/", "."))
+    if module is exit_codes:
+        return exit_codes.table()
+    problems = [value for value in vars(module).values() if isinstance(value, errors.Problem)]
+    return errors.table(problem for problem in problems if problem.error.__name__ == kind)
+
 
 HEAD = """# Every part of a job
 
@@ -97,7 +105,9 @@ def _below(name: str) -> str:
     raise LookupError(name)
 
 
-_MADE = re.compile(r"(<!-- made by `make docs` of platform/lockstep/(\S+) -->\n)\n.*?\n(?=\n|\Z)", re.DOTALL)
+_MADE = re.compile(
+    r"(<!-- made by `make docs` of platform/lockstep/(\S+)(?: \((\w+)\))? -->\n)\n.*?\n(?=\n|\Z)", re.DOTALL
+)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
@@ -106,7 +116,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if _MADE.search(text):
-            yield page, _MADE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n", text)
+            yield page, _MADE.sub(lambda match: f"{match[1]}\n{table_of(match[2], match[3])}\n", text)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,11 @@ there is one. Every error takes that one string, so all of them survive pickling
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lockstep.exit_codes import ExitCode
 
@@ -47,6 +50,19 @@ class LockstepError(Exception):
     exit_code: int = ExitCode.FAILED
     place: FailedAt | None = None
     """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
+    code: str = ""
+    """Which `Problem` it is; empty for one that is in no table yet, as are the facts below."""
+    facts: Mapping[str, str] = MappingProxyType({})
+    """What its line says of this case, by name: `got`, `wanted`, `where`, …"""
+    evidence: str = ""
+    """Its line without the remedy."""
+    remedy: str = ""
+    field: str = ""
+    """The field of the spec that it is about, dotted, where one alone is."""
+    check: str = ""
+    """The check of `lockstep check` that it belongs to, in whichever check it shows."""
+    unclear: bool = False
+    """Whether its line does not say what is wrong, so that the traceback is needed."""
 
     def with_message(self, message: str) -> LockstepError:
         """The same error with another message. Its place and other attributes are kept; its traceback and causes are not."""
@@ -59,6 +75,64 @@ class LockstepError(Exception):
         """One of a class that a job has derived arrives as the class here that it is: its own may want other arguments, or not be known there."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "lockstep")
         return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
+
+
+ErrorT = TypeVar("ErrorT", bound=LockstepError)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem(Generic[ErrorT]):
+    """One kind of error as data: calling it with the facts of a case makes the error, and docs/failures.md has a row of it.
+
+    `text` and `remedy` are templates of the line, whose halves a semicolon parts.
+    """
+
+    code: str
+    """Its name for programs, which stays as it is when the words change."""
+    error: type[ErrorT]
+    text: str
+    """What, what was got, what is wanted: with the facts in braces, `{got!r}` in quotation marks. A fact `field` is the error's."""
+    remedy: str = ""
+    cause: str = field(kw_only=True)
+    """For the page, in Markdown: when it comes."""
+    advice: str = field(kw_only=True)
+    """For the page: what to do."""
+    shown: str = field(default="", kw_only=True)
+    """The line as the page has it, where that is not the template with its facts left out."""
+    check: str = field(default="", kw_only=True)
+    unclear: bool = field(default=False, kw_only=True)
+
+    def __call__(self, **facts: object) -> ErrorT:
+        """The error of one case."""
+        values = {name: str(value) for name, value in facts.items()}
+        evidence, remedy = self.text.format(**values), self.remedy.format(**values)
+        error = self.error(f"{evidence}; {remedy}" if remedy else evidence)
+        error.code, error.facts, error.evidence, error.remedy = self.code, values, evidence, remedy
+        error.check, error.unclear, error.field = self.check, self.unclear, values.get("field", "")
+        return error
+
+    @property
+    def row(self) -> str:
+        """Its row in docs/failures.md."""
+        shown = self.shown
+        if not shown:
+            shown = re.sub(r"\{\w+\}", "…", re.sub(r"\{\w+!r\}", "'…'", self.text)) + (
+                "; …" if self.remedy else ""
+            )
+        return f"| `{shown}` | {self.cause} | {self.advice} |"
+
+
+def table(problems: Iterable[Problem[Any]]) -> str:
+    """A table of docs/failures.md."""
+    return "\n".join(
+        ["| message | cause | remedy |", "|---|---|---|", *(problem.row for problem in problems)]
+    )
+
+
+def evidence_and_remedy(line: str) -> tuple[str, str]:
+    """The halves of a line that is in no table: by the form of all lines, what to do comes after the last semicolon. Empty where it has none."""
+    evidence, _, remedy = line.rpartition("; ")
+    return (evidence, remedy) if evidence else (line, "")
 
 
 class SpecError(LockstepError):
@@ -138,12 +212,16 @@ class SilentError(ClusterError):
     """Something did not answer in time. Example: a mailbox whose process is stopped."""
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that was probably meant; None where none is close."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.55)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'lr'?` for the closest of `known`, or the list of them where none is close."""
     candidates = sorted(known)
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.55)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if (close := closest(name, candidates)) is not None:
+        return f"; did you mean {close!r}?"
     return f"; known here: {', '.join(candidates)}" if candidates else ""
 
 

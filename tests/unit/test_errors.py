@@ -6,11 +6,13 @@ import importlib
 import pickle
 import re
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 import pytest
 
 from lockstep import errors
-from lockstep.errors import FailedAt, JobError, LockstepError, SpecError, nearest
+from lockstep.errors import FailedAt, JobError, LockstepError, Problem, SpecError, nearest
 from lockstep.job.frames import place_in_job
 
 
@@ -38,6 +40,79 @@ def test_an_error_with_another_message_keeps_all_that_it_says_of_itself(kind: ty
     error.place = FailedAt("job", 7, 1, (3, 4))
     back = pickle.loads(pickle.dumps(error.with_message("the job failed; run 12")))
     assert (type(back), str(back), back.place) == (kind, "the job failed; run 12", error.place)
+
+
+# --- errors as data ---------------------------------------------------------------------------------------
+
+PACKAGE = Path(errors.__file__).parent
+
+
+def problems() -> dict[str, Problem[Any]]:
+    """Every problem of the product, by room and name."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("problems.py")):
+        module = importlib.import_module(f"lockstep.{file.parent.name}.problems")
+        entries = {name: value for name, value in vars(module).items() if isinstance(value, Problem)}
+        assert entries, file
+        found |= {f"{file.parent.name}.{name}": problem for name, problem in entries.items()}
+    return found
+
+
+PROBLEMS = problems()
+
+
+def facts_of(problem: Problem[Any]) -> dict[str, str]:
+    names = {name for _, name, *_ in Formatter().parse(problem.text + problem.remedy) if name}
+    return {name: f"<{name}>" for name in names}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_an_error_of_a_table_keeps_what_it_is_and_says_on_its_way(name: str) -> None:
+    """Its code and its facts survive pickling and another message; its line is one line."""
+    problem = PROBLEMS[name]
+    error = problem(**facts_of(problem))
+    assert type(error) is problem.error
+    line = f"{error.evidence}; {error.remedy}" if error.remedy else error.evidence
+    assert str(error) == line
+    assert "\n" not in line
+    for back in (pickle.loads(pickle.dumps(error)), error.with_message(f"{error}; run 12")):
+        assert (back.code, back.facts, back.remedy, back.check) == (
+            problem.code, facts_of(problem), error.remedy, problem.check
+        )  # fmt: skip
+
+
+def test_codes_are_unique_and_every_problem_is_raised() -> None:
+    codes = [problem.code for problem in PROBLEMS.values()]
+    assert len(set(codes)) == len(codes)
+    sources = {file: file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "problems.py"}
+    for name in PROBLEMS:
+        entry = name.partition(".")[2]
+        assert any(re.search(rf"\b{entry}\b", text) for text in sources.values()), name
+
+
+def test_a_row_of_the_page_is_the_template_without_its_facts() -> None:
+    problem = Problem("a.b", SpecError, "a: got {got!r} in {where}", "leave {got} out", cause="x", advice="y")
+    assert problem.row == "| `a: got '…' in …; …` | x | y |"
+    assert str(problem(got="it's", where="b")) == "a: got \"it's\" in b; leave it's out"
+
+
+def test_nothing_looks_for_words_in_a_message_of_its_own() -> None:
+    """What an error is, its code and its facts say. Texts of other libraries are another matter: no code comes with those."""
+    searched = re.compile(
+        r"\bin str\((?:error|failure)\)(?!\.splitlines)|str\(error\)\.(?:startswith|endswith|removeprefix|r?partition)\("
+    )
+    found = {
+        f"{file.relative_to(PACKAGE)}: {line.strip()}"
+        for file in PACKAGE.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if searched.search(line)
+    }
+    assert {entry.partition(":")[0] for entry in found} == {
+        "parsing.py",  # of a YAML parser
+        "proof/signatures.py",  # of cryptography
+        "data/loader.py",  # of torch's DataLoader
+        "clusters/submission.py",  # of Ray's job API
+    }, found
 
 
 class TwoArguments(JobError):

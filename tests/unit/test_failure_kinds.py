@@ -213,7 +213,8 @@ def test_a_gpu_without_room_for_nccl_is_told_as_one_without_room_for_the_job() -
         if kind == "job" and "ncclUnhandledCudaError" in text:
             error = as_lockstep_error(torch.distributed.DistBackendError(text), "step 1, rank 0")
             assert type(error) is JobError
-            assert str(error).startswith("out of GPU memory (step 1, rank 0): lower batch.micro")
+            assert (error.code, error.remedy[:17]) == ("job.gpu_memory", "lower batch.micro")
+            assert error.facts["where"] == "step 1, rank 0"
 
 
 @pytest.mark.parametrize("number", sorted(ERRNOS))

@@ -273,7 +273,10 @@ def test_a_spec_that_cannot_be_read_is_told_where(text: str, message: str) -> No
 def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"job: \xff")
     for name, reason in [
-        ("missing.yaml", "cannot read 'missing.yaml': No such file or directory"),
+        (
+            "zzz.yaml",
+            "cannot read 'zzz.yaml': No such file or directory; name another file, or have `lockstep init NAME` write one with its job",
+        ),
         (".", "cannot read '.': Is a directory"),
         ("binary.yaml", "'binary.yaml' is not text in UTF-8: invalid start byte at byte 5"),
     ]:

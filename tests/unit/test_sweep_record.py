@@ -180,7 +180,7 @@ def test_the_source_of_a_class_is_kept_with_the_sweep_and_found_there(tmp_path: 
         assert recorded_main(sweep.base, record.run_id) == kept
         assert (record.folder / "source").exists() is (kept is not None)
     with pytest.raises(
-        JobImportError, match=r"in the record of its run and nowhere else: give the class itself"
+        JobImportError, match=r"in the record of its run and nowhere else; give the class itself"
     ):
         check_job_source("lockstep_main:Mine")
 

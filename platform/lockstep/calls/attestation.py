@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.calls import problems
 from lockstep.calls.verify import verify
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.parsing import MOST_BYTES, json_value
 from lockstep.paths import read_bounded
@@ -91,10 +92,7 @@ def attest(
     stated = statement(run, summary, folder)
     wrong = next(contradictions(run, summary, folder), None)
     if wrong is not None:
-        raise SpecError(
-            f"attest: the record of run {run_id} contradicts itself: {wrong.what} is {wrong.stated} and was found as {wrong.found}; "
-            "lockstep record check and lockstep verify tell more"
-        )
+        raise problems.RECORD_CONTRADICTS(run=run_id, what=wrong.what, wanted=wrong.stated, got=wrong.found)
     payload, signed_by = plain(stated), None
     if key is not None:
         envelope = signatures.signed(payload, key)
@@ -129,12 +127,12 @@ def check_statement(
     """
     options = options or RunOptions(local=True)
     if share is not None and not 0 < share <= 1:
-        raise SpecError(f"sample: got {share:g}, wanted a share of the run's steps, above 0 and at most 1")
+        raise problems.SHARE(got=f"{share:g}")
     payload, signed_by, signature = _opened(path, key)
     stated = parsed(payload)
     stated_run = str(stated["predicate"]["run"])
     if run_id not in (None, stated_run):
-        raise SpecError(f"statement: it is of run {stated_run}, and not of {run_id}")
+        raise problems.OTHER_STATEMENT(got=stated_run, wanted=run_id)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     run, summary, folder = _finished(stated_run, uri, Path(storage).absolute())
     recomputed = statement(run, summary, folder)
@@ -173,7 +171,7 @@ def _opened(path: Path, key: Path | None) -> tuple[bytes, str | None, str]:
         content = read_bounded(path, MOST_BYTES)
         document = json_value(content)
     except (OSError, ValueError) as error:
-        raise SpecError(f"statement: {str(path)!r} cannot be read: {error}") from error
+        raise problems.STATEMENT_UNREADABLE(file=path, got=error) from error
     if not signatures.is_envelope(document):
         if key is not None:
             signatures.public_key(key)
@@ -188,12 +186,8 @@ def _finished(run_id: str, uri: str | None, storage: Path) -> tuple[RecordedRun,
     run = recorded_run(run_id, store, storage)
     stored_run = named_run(run_id, store, storage)
     if stored_run.status != "FINISHED":
-        raise SpecError(
-            f"attest: run {run_id} is {stored_run.status}, wanted one that is finished; resume it first"
-        )
+        raise problems.NOT_FINISHED(run=run_id, got=stored_run.status)
     lacking = [name for name in ("identity", DIGEST_OF["final"]) if not stored_run.summary.get(name)]
     if lacking:
-        raise SpecError(
-            f"attest: the summary of run {run_id} has no {lacking[0]}; `lockstep record check {run_id} --repair` writes it again"
-        )
+        raise problems.SUMMARY_LACKS(run=run_id, got=lacking[0])
     return run, stored_run.summary, folder_of(run_id, run.spec, storage)

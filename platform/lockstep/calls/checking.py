@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.calls import problems
 from lockstep.checks.findings import Finding, Report
 from lockstep.checks.preflight import advise, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.errors import SpecError
 from lockstep.job.source import check_job_source
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec, named_store
@@ -79,9 +79,7 @@ def bench_spec(
     file = None if plot is None else measurement_figures.destination(plot, "bench")
     cluster = LOCAL if local else cluster_address(None)
     if cluster != LOCAL:
-        raise SpecError(
-            f"bench: a run would join the cluster at {cluster}, and a bench measures processes of this machine; give --local"
-        )
+        raise problems.BENCH_ON_CLUSTER(got=cluster)
     with interruptible():
         benched = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
     if file is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
+from lockstep.calls import problems
 from lockstep.calls.leased_run import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
 from lockstep.calls.runs import run_attempt
@@ -29,7 +30,7 @@ from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import StorageError
 from lockstep.files import private
 from lockstep.job.identity import PARAM, changed_fields, shown
 from lockstep.job.loading import check_params
@@ -105,9 +106,7 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
     """SpecError for the first field that a resume may not change, and for one whose secret the record has not and nobody gives."""
     hidden = set(redacted_fields(before.document()))
     for name in redacted_fields({**after.document(), "record": {}}):
-        raise SpecError(
-            f"resume: {name} of run {run_id} is or has a secret, which is not recorded; give it again: {name}=…"
-        )
+        raise problems.SECRET_FIELD(field=name, run=run_id)
     source = recorded_main(before, run_id)
     with imported_from(source) if source else nullcontext():
         changed = changed_fields(before, after)
@@ -117,10 +116,7 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
         if any(name.startswith(field) for field in hidden):
             continue  # the workers compare it with the checkpoint
         was = "not set" if old is None and name.startswith(PARAM) else shown(old)
-        raise SpecError(
-            f"resume: {name} is {was} in run {run_id}, got {shown(new)}; a resumed run is the same run: leave it, "
-            "or start a new run from its state with --fork"
-        )
+        raise problems.FIELD_CHANGED(field=name, wanted=was, run=run_id, got=shown(new))
 
 
 def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: Progress) -> None:

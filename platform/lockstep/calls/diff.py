@@ -6,11 +6,11 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.calls.executions import execution_of, named_in
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
 from lockstep.proof.difference import Difference, Side, Unwatched, difference
 from lockstep.proof.execution import Execution, Place, take_steps
 from lockstep.proof.recorded_run import recorded_run
@@ -53,7 +53,7 @@ def _of_spec(
     name: str, steps: int, uri: str | None, options: RunOptions, stack: ExitStack, *, sandboxed: bool
 ) -> Side:
     if not Path(name).is_file():
-        raise SpecError(f"diff: there is no file {name!r}; give the id of a run or a spec file")
+        raise problems.DIFF_NO_FILE(got=name)
     spec = find_initial_weights(load_spec(name, uri=uri))
     options.progress.say(f"{name}: {steps} steps are trained")
     confined = Sandbox(needed=[*named_in(spec)]) if sandboxed else None

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.calls import problems
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.data.table_pins import FIELD as TABLE_VERSION
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
 from lockstep.job.inputs.imports import FIELD
 from lockstep.proof.execution import Execution, Place
 from lockstep.proof.recorded_run import RecordedRun
@@ -38,14 +38,9 @@ def execution_of(
     sandbox = None
     if sandboxed:
         if cluster is not None:
-            raise SpecError(
-                "sandbox: it holds one process of this machine, and the steps are to be taken on Ray; add --local, or --no-sandbox"
-            )
+            raise problems.SANDBOX_ON_RAY()
         if run.spec.reduction == "native" and run.fields.get("workers", 1) != 1:
-            raise SpecError(
-                f"sandbox: it holds one worker, and run {run.run_id} has the bits of {run.fields['workers']} (reduction: native); "
-                "give --no-sandbox"
-            )
+            raise problems.SANDBOX_NATIVE(run=run.run_id, got=run.fields["workers"])
         unseen = [] if hidden is None else [*_record_of(run), *hidden]
         sandbox = Sandbox(unseen, [*needed, *named_in(run.spec)])
     fields = {

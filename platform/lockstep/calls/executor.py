@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.calls import problems
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions
-from lockstep.errors import JobImportError, LockstepError, SpecError, first_line
+from lockstep.errors import JobImportError, LockstepError, first_line
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.inputs.imports import FIELD, files_here, recorded_beside, source_fields
 from lockstep.job.recorded_source import imported_from, shadows
@@ -85,7 +86,7 @@ def _told(execution: Executed) -> Iterator[None]:
         raise
     except LockstepError as error:
         kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "lockstep.errors")
-        execution.tell("error", error=kind, text=str(error))
+        execution.tell("error", error=kind, text=str(error), code=error.code)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         execution.tell("error", error="LockstepError", text=f"the run's code broke: {first_line(error)}")
@@ -166,9 +167,7 @@ class Executed:
             shown = Inspection(wanted, Path(aside))
             ids = sample_ids(spec, wanted.step)
             if wanted.micro_batch is not None and wanted.micro_batch not in ids:
-                raise SpecError(
-                    f"micro-batch: got {wanted.micro_batch}, wanted one of the {len(ids)} of step {wanted.step + 1}, counted from 0"
-                )
+                raise problems.MICRO_BATCH(got=wanted.micro_batch, wanted=len(ids), step=wanted.step + 1)
             self.tell("beginning")
             replay_here(spec, replace(replay, source=self.recorded, probe=shown), shown)
             assert shown.row_found is not None  # the step was taken, or an error raised

@@ -11,10 +11,11 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
+from lockstep.calls import problems
 from lockstep.calls.executions import execution_of
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ExportError, SpecError
 from lockstep.export import arrays
+from lockstep.export import problems as export_problems
 from lockstep.export.artifact import Artifact, description, files_of, read
 from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import ExportFormat, Safetensors, check_predicts, format_named, loaded, place
@@ -89,7 +90,7 @@ def export(
     options = options or RunOptions(local=True)
     export_format = format_named(form)
     if rtol is not None and not 0 <= rtol < 1:
-        raise SpecError(f"rtol: got {rtol:g}, wanted a relative difference from 0 to below 1")
+        raise problems.RTOL(got=f"{rtol:g}")
     export_format.check_installed()
     store, storage = tracking_uri(uri), Path(storage).absolute()
     stored_run, spec, folder = _found(run_id, store, storage)
@@ -135,19 +136,15 @@ def predict(
     export_format.check_installed()
     arrays.check_suffix("inputs", inputs_path)
     if out is not None and Path(out).exists() and inputs_path.exists() and inputs_path.samefile(out):
-        raise SpecError(
-            f"output: got {str(out)!r}, the file of the inputs, which it would replace; name another"
-        )
+        raise problems.REPLACES_INPUTS(got=out)
     stored_run, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
     path = place(folder, export_format, _name(stored_run, best=best))
     command = f"lockstep export {run_id} --format {export_format.name}{' --best' if best else ''}"
     if not path.exists():
-        raise SpecError(f"predict: run {run_id} has no {path.relative_to(folder)}; make it with `{command}`")
+        raise problems.NOT_EXPORTED(run=run_id, got=path.relative_to(folder), command=command)
     artifact = read(path)
     if artifact.weights_digest != stored_run.summary[DIGEST_OF[artifact.weights]]:
-        raise SpecError(
-            f"predict: {path.name} is of step {artifact.step}, and the run has other weights since; make it again with `{command}`"
-        )
+        raise problems.EXPORTED_BEFORE(got=path.name, step=artifact.step, command=command)
     several = inputs_path.suffix == ".npy" and len(artifact.outputs) > 1
     target = Path(
         out or inputs_path.with_name(f"{inputs_path.stem}.outputs{'.npz' if several else inputs_path.suffix}")
@@ -178,15 +175,11 @@ def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Pat
     """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
     stored_run = named_run(run_id, store, storage)
     if owner := stored_run.summary.get("reused_from"):
-        raise SpecError(
-            f"run {run_id} reuses the result of run {owner} and has no weights of its own; give run {owner}"
-        )
+        raise problems.REUSES(run=run_id, owner=owner)
     spec = load_spec(stored_run.spec)
     folder = folder_of(run_id, spec, storage)
     if not folder.is_dir():
-        raise SpecError(
-            f"run {run_id}: its folder {str(folder)!r} is not here; name the folder of runs with --storage"
-        )
+        raise problems.FOLDER_ELSEWHERE(run=run_id, got=folder)
     return stored_run, spec, folder
 
 
@@ -194,14 +187,10 @@ def _name(found: StoredRun, *, best: bool) -> str:
     """Which file of weights is meant. SpecError where the run has none."""
     if best:
         if not found.summary.get(DIGEST_OF["best"]):
-            raise SpecError(
-                f"best: run {found.run_id} has no best weights; a run with early_stop keeps them; leave out --best"
-            )
+            raise problems.NO_BEST(run=found.run_id)
         return "best"
     if not found.summary.get(DIGEST_OF["final"]):
-        raise SpecError(
-            f"run {found.run_id} is {found.status} and has no final weights; they are written when a run ends: wait, or resume it"
-        )
+        raise problems.NO_FINAL_WEIGHTS(run=found.run_id, got=found.status)
     return "ema" if found.summary.get(DIGEST_OF["ema"]) else "final"
 
 
@@ -212,12 +201,10 @@ def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
     try:
         state = read_tensors(path)
     except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
-        raise SpecError(f"weights: cannot read {str(path)!r}: {error}") from error
+        raise problems.WEIGHTS_UNREADABLE(file=path, got=error) from error
     digest = weights_digest(state)
     if digest != (recorded := found.summary[DIGEST_OF[name]]):
-        raise ExportError(
-            f"weights: {str(path)!r} has the digest {digest}, and the run's record {recorded}; restore the file"
-        )
+        raise export_problems.WEIGHTS_CHANGED(file=path, got=digest, wanted=recorded)
     step = found.summary["best_step" if best else "step"]
     return Weights(found.run_id, int(step), name, digest, state)
 
@@ -278,9 +265,7 @@ def _check(path: Path, weights: Weights, form: ExportFormat) -> None:
     described = artifact.run, artifact.step, artifact.weights, artifact.weights_digest, artifact.format
     expected = weights.run, weights.step, weights.name, weights.digest, form.name
     if described != expected:
-        raise ExportError(
-            f"export: {path.name} is described as {described}, wanted {expected}; nothing was kept"
-        )
+        raise export_problems.ANOTHER_DESCRIPTION(file=path.name, got=described, wanted=expected)
 
 
 def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mapping[str, Any]:
@@ -291,7 +276,5 @@ def _beside(summary: Mapping[str, Any], weights: Weights, folder: Path) -> Mappi
         return {}
     path = folder / "weights" / f"{name}.safetensors"
     if (digest := tree_digest(extra_state := load_beside(path))) != recorded:
-        raise ExportError(
-            f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {recorded}; restore the file"
-        )
+        raise export_problems.WEIGHTS_CHANGED(file=beside_path(path), got=digest, wanted=recorded)
     return extra_state

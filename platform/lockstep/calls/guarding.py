@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.checks.processes import interruptible
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
 from lockstep.proof.bisection import first_changed
 from lockstep.proof.guard import (
     Guarded,
@@ -101,9 +101,7 @@ def _bisect(
             return None
 
     if good != answer.base and not same(good):
-        raise SpecError(
-            f"guard: commit {good[:12]} does not train as {answer.base[:12]} does; give one that does"
-        )
+        raise problems.GUARD_OTHER_BASE(good=good[:12], base=answer.base[:12])
     change = first_changed([*line, NOT_COMMITTED], same)
     passed_over = (
         f"commits right before it that cannot be trained, and may be the cause: {len(change.untold)}"
@@ -119,14 +117,12 @@ def _bisect(
 def _spec_path(spec: Path, here: Path, root: Path) -> str:
     """The spec as each tree finds its own: relative to the working directory. One outside the repository is the same for all."""
     if not spec.is_file():
-        raise SpecError(f"guard: there is no file {str(spec)!r}; give a spec file")
+        raise problems.GUARD_NO_FILE(got=spec)
     resolved = spec.resolve()
     if not resolved.is_relative_to(root):
         return str(resolved)
     if not resolved.is_relative_to(here):
-        raise SpecError(
-            f"guard: {str(spec)!r} is not below the working directory; run it where the spec's commands are given"
-        )
+        raise problems.GUARD_OUTSIDE(got=spec)
     return str(resolved.relative_to(here))
 
 

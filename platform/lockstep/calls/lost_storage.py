@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lockstep.calls import problems
 from lockstep.checkpoint.runs.run_checkpoints import on_disk, steps_of
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import SpecError
 from lockstep.record.ledger.journal import newest_checkpoint, newest_step
 from lockstep.record.mirror.stores import find_copies, reader
 from lockstep.spec.fields import Spec
@@ -35,9 +35,8 @@ def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
         copies and on_disk(storage) is not None and find_copies(spec.record.uri or "", run_id)
     ):
         return
-    raise SpecError(
-        f"resume: the record of run {run_id} names a checkpoint of step {recorded.step}, {recorded.place}, and {open_storage(storage).shown!r} has none of the run's; "
-        "mount the storage, or say where the checkpoints are with checkpoint.storage=…; if they are lost, start a new run with its spec"
+    raise problems.STORAGE_LOST(
+        run=run_id, step=recorded.step, wanted=recorded.place, got=open_storage(storage).shown
     )
 
 

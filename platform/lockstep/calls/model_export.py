@@ -9,7 +9,8 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.calls import problems
+from lockstep.errors import JobError, LockstepError
 from lockstep.export import arrays
 from lockstep.export.example import example_of
 from lockstep.export.exporting import Model, Weights, export_model, export_pretrained
@@ -48,10 +49,7 @@ def export_here(
             return export_pretrained(weights, job, make, folder)
         example = example_of(job, make())
         if example is None:
-            raise SpecError(
-                f"format: {form} needs an example of the model's input, and {spec.job.use!r} has no example_input; "
-                "write one and train, or export safetensors"
-            )
+            raise problems.NO_EXAMPLE(format=form, job=spec.job.use)
         further = None
         if inputs is not None:
             values = example.values(example.rows if fixed else None)

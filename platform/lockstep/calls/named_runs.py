@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from lockstep.calls import problems
 from lockstep.calls.leased_run import held_run, leads
 from lockstep.checkpoint.runs.lease import holding
 from lockstep.checkpoint.runs.names import folder_of, give_name, run_of_name
@@ -18,7 +19,6 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
-from lockstep.errors import SpecError
 from lockstep.record.mirror.stores import find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -41,15 +41,13 @@ def train_named(
     holds it; with `takeover` that command is asked to end.
     """
     if name is None and takeover:
-        raise SpecError(
-            "takeover: a new run has no holder to take over from; give the name of the run with --run, or use `lockstep resume`"
-        )
+        raise problems.TAKEOVER_OF_NOTHING()
     if name is None:
         from lockstep.calls.runs import run_attempt
 
         return run_attempt(spec, AttemptOrigin(), options, on_run_id=on_run_id)
     if not re.fullmatch(NAME, name):
-        raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
+        raise problems.RUN_NAME(got=name)
     storage = open_storage(spec.checkpoint.storage)
     run_id = run_of_name(storage, name)
     if run_id is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.checkpoint.runs.pins import ASKED, pin, pinned, unpin
 from lockstep.checkpoint.runs.run_checkpoints import saved_steps
 from lockstep.checkpoint.runs.run_folder import RunFolder
@@ -37,4 +38,4 @@ def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove:
 def _check_saved(run: RunFolder, step: int) -> None:
     if step not in (saved := saved_steps(run)):
         available = ", ".join(map(str, saved)) or "none"
-        raise SpecError(f"pin: run {run.run_id} has no checkpoint of step {step}; it has {available}")
+        raise problems.PIN_WITHOUT_CHECKPOINT(run=run.run_id, got=step, wanted=available)

@@ -10,7 +10,7 @@ from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import NoSuchRunError, RecordError, StorageError
+from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_and_remedy
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
@@ -20,6 +20,7 @@ from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
 from lockstep.record.mirror.sync import check_there, refuse_continued, refuse_living, spec_of, sync
+from lockstep.record.problems import RUN_JSON
 from lockstep.record.runs.check import (
     COPIED,
     InStore,
@@ -91,8 +92,9 @@ def _store(spec: Spec, folder: Path) -> InStore | RecordDifference:
     except NoSuchRunError:
         raise
     except RecordError as error:
-        what = str(error).removeprefix(f"run {folder.name}: its ").partition(";")[0]
-        return RecordDifference("folder", what)
+        if error.code != RUN_JSON.code:
+            return RecordDifference("folder", evidence_and_remedy(str(error))[0])
+        return RecordDifference("folder", f"run.json in {error.facts['folder']!r} {error.facts['got']}")
     return InStore(run["status"], {}, {}, run["tags"].get(PROCESS))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Unpack
 
+from lockstep.calls import problems
 from lockstep.calls.leased_run import held_run, leads, lies_where, refuse_held_run
 from lockstep.calls.lost_storage import refuse_lost
 from lockstep.calls.subprocess_call import apart, unfit
@@ -17,7 +18,6 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import CallOptions, RunOptions, options_of_call
 from lockstep.driver.result import Result
-from lockstep.errors import SpecError
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_run
 from lockstep.record.redaction import redacted_fields
@@ -72,8 +72,8 @@ def resume_with(
         if step is not None:
             check_step(run_id, step, there)
         elif not there:
-            raise SpecError(
-                f"resume: run {run_id} has no checkpoint in {open_storage(recorded_spec.checkpoint.storage).shown!r} to fork from; start a new run"
+            raise problems.NOTHING_TO_FORK(
+                run=run_id, storage=open_storage(recorded_spec.checkpoint.storage).shown
             )
         options.progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)

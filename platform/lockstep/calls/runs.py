@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from lockstep.calls import problems
 from lockstep.calls.leased_run import HeldProgress, held_run, leads
 from lockstep.calls.named_runs import train_named
 from lockstep.calls.subprocess_call import apart, unfit
@@ -22,7 +23,6 @@ from lockstep.driver.notification import Notifications
 from lockstep.driver.options import CallOptions, RunOptions, options_of_call
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import SpecError
 from lockstep.exit_codes import ExitCode
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
@@ -103,7 +103,7 @@ def _run_attempt(
     check_storage(spec)
     check_uri(spec.record.uri or RECORD_OFF)
     if options.local and options.chaos is not None:
-        raise SpecError("chaos: kills what runs on Ray; leave out --local")
+        raise problems.CHAOS_LOCAL()
     shown = HeldProgress(options.progress)
     options = replace(options, progress=shown)
     command = options.notify if leads() else None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.calls.continuation import fetch_copy, refuse_changes
 from lockstep.calls.leased_run import leads
 from lockstep.calls.resume import recorded_and_asked
@@ -16,7 +17,6 @@ from lockstep.data.sampler import FirstUse, LeftOut
 from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
-from lockstep.errors import SpecError
 from lockstep.job.loading import load_job
 from lockstep.proof.recorded_run import recorded_fields
 from lockstep.record.mirror.stores import find_copies, find_history
@@ -40,7 +40,7 @@ def resume_without(
     previous = [] if spec.data.without is None else parse(spec.data.without)
     new = {i for i in sample_ids if not any(i in ids_range for ids_range in previous)}
     if not new:
-        raise SpecError(f"without: run {run_id} leaves out all samples of {str(ids)!r} already")
+        raise problems.LEFT_OUT_ALREADY(run=run_id, file=ids)
     versions = pins_of(recorded_fields(spec.record.uri or "", run_id, spec.folder / run_id))
     first = _first_use(spec, LeftOut(written(new)), run_id, versions)
     without = written([*new, *(i for ids_range in previous for i in ids_range)])
@@ -58,21 +58,17 @@ def read_ids(path: Path) -> set[int]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"without: {str(path)!r} cannot be read ({error}); give a file with an id a line"
-        ) from error
+        raise problems.IDS_UNREADABLE(file=path, got=error) from error
     sample_ids = set()
     for number, line in enumerate(lines, start=1):
         word = line.partition("#")[0].strip()
         if not word:
             continue
         if not (word.isascii() and word.isdigit()):
-            raise SpecError(
-                f"without: line {number} of {str(path)!r} is {word[:40]!r}, wanted the number of a sample, counted from 0"
-            )
+            raise problems.NO_ID(line=number, file=path, got=word[:40])
         sample_ids.add(int(word))
     if not sample_ids:
-        raise SpecError(f"without: {str(path)!r} has no ids; give one a line")
+        raise problems.NO_IDS(file=path)
     return sample_ids
 
 
@@ -85,9 +81,7 @@ def _first_use(spec: Spec, wanted: LeftOut, run_id: str, versions: Mapping[str, 
     check_ids(wanted, train_data, "without")
     first_use = make_sampler(spec, plan, train_data).first_use(wanted)
     if first_use is None:
-        raise SpecError(
-            f"without: run {run_id} uses none of these samples; it is what it would be without them"
-        )
+        raise problems.NOT_USED(run=run_id)
     return first_use
 
 
@@ -107,10 +101,7 @@ def _forked(options: RunOptions, run_id: str, recorded: Spec, spec: Spec, first:
     if spec.fork is not None:
         steps = find_history(store, run_id, recorded.folder).steps
         if not steps or steps[0].step > first + 1:
-            raise SpecError(
-                f"without: run {run_id} is a fork of run {spec.fork.run}, which used one of these samples in step {first + 1} already; "
-                "give that run"
-            )
+            raise problems.LEARNT_BEFORE_FORK(run=run_id, parent=spec.fork.run, step=first + 1)
     options.progress.say(
         f"run {run_id} has no checkpoint from before step {first + 1}: a new run starts over"
     )

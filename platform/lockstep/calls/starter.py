@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.errors import SpecError, StorageError
 from lockstep.spec.schema import spec_schema
 
@@ -25,20 +26,16 @@ def init(folder: str | Path, kind: str = KINDS[0]) -> list[Path]:
     SpecError where something of this name exists or the folder above it does not; StorageError where it cannot be written.
     """
     if kind not in KINDS:
-        raise SpecError(f"kind: got {kind!r}, wanted {' or '.join(KINDS)}")
+        raise problems.STARTER_KIND(got=kind, wanted=" or ".join(KINDS))
     if folder == "":
-        raise SpecError("init: got '', wanted the name of the folder to make")
+        raise problems.NO_NAME()
     target = Path(folder).absolute()
     if os.path.lexists(target):
         raise _exists(folder)
     if not target.parent.is_dir():
-        raise SpecError(
-            f"init: there is no folder {str(target.parent)!r} to write {target.name!r} into; make it first"
-        )
+        raise problems.NO_PARENT(folder=target.parent, got=target.name)
     if "\\" in target.name or not target.name.isprintable():
-        raise SpecError(
-            f"init: got {target.name!r}, wanted a name without backslashes and control characters"
-        )
+        raise problems.STARTER_NAME(got=target.name)
     texts = _texts(kind, target.name)
     aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -72,4 +69,4 @@ def _texts(kind: str, name: str) -> dict[str, str]:
 
 
 def _exists(folder: str | Path) -> SpecError:
-    return SpecError(f"init: {str(folder)!r} exists already; give a name that is free")
+    return problems.STARTER_EXISTS(got=folder)

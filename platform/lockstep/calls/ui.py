@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from lockstep.calls import problems
 from lockstep.clusters.authentication import is_loopback, write_secret
 from lockstep.clusters.local_cluster import state_folder
-from lockstep.errors import SpecError
 from lockstep.record.mirror.store_uri import check_uri
 
 UI_SETTINGS = {
@@ -68,10 +68,7 @@ def guarded(host: str, given: Mapping[str, str]) -> dict[str, str]:
     if is_loopback(host):
         return {}
     if not given.get(USERS) and len(given.get(PASSWORD, "")) < SHORTEST_PASSWORD:
-        raise SpecError(
-            f"host: {host!r} can be reached from other machines, and anyone who reaches MLflow can read and delete what is "
-            f"recorded; export {PASSWORD} of {SHORTEST_PASSWORD} characters or more for the user admin, or {USERS}, or stay on 127.0.0.1"
-        )
+        raise problems.UI_WITHOUT_PASSWORD(got=host, password=PASSWORD, least=SHORTEST_PASSWORD, users=USERS)
     environment = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
     if not given.get(USERS):
         environment[USERS] = str(_write_users(state_folder()))
@@ -100,7 +97,7 @@ class Ui:
     def __init__(self, uri: str, port: int, host: str = "127.0.0.1") -> None:
         check_uri(uri)
         if not 0 < port < 65536:
-            raise SpecError(f"port: got {port}, wanted from 1 to 65535")
+            raise problems.PORT(got=port)
         self.link = f"http://{host}:{port}/#/experiments?workflowType=machine_learning"
         self._command = ui_command(port, host)
         # The URI may hold a password, which a command line would show.

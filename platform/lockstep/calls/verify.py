@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.calls import problems
 from lockstep.calls.executions import execution_of, taken_again
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.replaying import Replayed, Watching
@@ -48,17 +48,15 @@ def verify(
     """
     options = options or RunOptions(local=local, address=address)
     if sum((from_step is not None or steps is not None, all_steps, share is not None)) > 1:
-        raise SpecError("verify: got more than one of --from or --steps, --all and --sample; give one")
+        raise problems.SEVERAL_CHOICES()
     if share is not None and not 0 < share <= 1:
-        raise SpecError(f"sample: got {share:g}, wanted a share of the run's steps, above 0 and at most 1")
+        raise problems.SHARE(got=f"{share:g}")
     if options.local and workers not in (None, 1):
-        raise SpecError(
-            f"workers: got {workers} with --local, which is one process; leave out one of the two"
-        )
+        raise problems.WORKERS_LOCAL(got=workers)
     run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
     if workers is not None and workers > run.spec.batch.micro_batches:
         most = run.spec.batch.micro_batches
-        raise SpecError(f"workers: got {workers}, wanted at most the {most} micro-batches of a step")
+        raise problems.WORKERS_MOST(got=workers, wanted=most)
     spans = _spans(run, from_step, steps, all_steps=all_steps, share=share, seed=seed)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         execution = execution_of(run, options, sandboxed=sandboxed, hidden=hidden, workers=workers)

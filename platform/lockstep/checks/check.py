@@ -154,16 +154,4 @@ def _looked(check: Check, exam: Examination) -> list[Finding]:
     except SpecError:
         raise
     except LockstepError as error:
-        return [failure_of(_name_of(error, check.name), error)]
-
-
-def _name_of(error: LockstepError, name: str) -> str:
-    """The check that an error belongs to, where it shows in the course of another one."""
-    text = str(error)
-    if "a label is out of range" in text:
-        return "labels"
-    if "got no gradient" in text or "total has no gradient" in text or "modified by an inplace" in text:
-        return "gradients"
-    if "(first update" in text:
-        return "optimizer"
-    return name
+        return [failure_of(check.name, error)]

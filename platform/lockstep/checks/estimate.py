@@ -229,7 +229,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         try:
             optimizer.step()  # it makes its state
         except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, "first update") from error
+            raise as_lockstep_error(error, "first update", check="optimizer") from error
     if state.average is not None:
         state.average.move()
     if len(modules) == 1:

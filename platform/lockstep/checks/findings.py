@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, evidence_and_remedy
 
 Kind = Literal["pass", "warning", "failure"]
 
@@ -35,15 +35,15 @@ def failed(name: str, evidence: str, remedy: str) -> Finding:
 
 
 def failure_of(name: str, error: LockstepError) -> Finding:
-    """An error as a failure: its line says what is wrong, and after the last semicolon what to do."""
-    evidence, _, remedy = str(error).rpartition("; ")
-    return failed(name, evidence or remedy, remedy if evidence else "mend what the line names")
+    """An error as a failure, of the check that it belongs to, or of the one called `name`."""
+    evidence, remedy = (error.evidence, error.remedy) if error.evidence else evidence_and_remedy(str(error))
+    return failed(error.check or name, evidence, remedy or "mend what the line names")
 
 
 def advised(name: str, text: str) -> Finding:
-    """A warning of another part as a finding, taken apart as an error is."""
-    evidence, _, remedy = text.rpartition("; ")
-    return warned(name, evidence or text, remedy if evidence else "look at what the line names")
+    """A warning of another part as a finding."""
+    evidence, remedy = evidence_and_remedy(text)
+    return warned(name, evidence, remedy or "look at what the line names")
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class _Updates:
                 try:
                     state.optimizer_of(phase.name).step()
                 except (Exception, SystemExit) as error:
-                    raise as_lockstep_error(error, "first update") from error
+                    raise as_lockstep_error(error, "first update", check="optimizer") from error
             if added:
                 return _stale(added[0], "the optimizer's step")
         if not has_after_step(state.job) or takes_statistics(state.job):  # which no step has gathered here

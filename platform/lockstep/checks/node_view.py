@@ -9,7 +9,7 @@ from lockstep.checks.findings import Finding, failed, passed
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.run_checks import record_answers
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, evidence_and_remedy
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism, numerics_probe, numpy_probe
@@ -58,10 +58,8 @@ def compared(sights: Mapping[str, Sight]) -> list[Finding]:
     findings = [
         failed(
             "nodes",
-            f"{address}: {line.rpartition('; ')[0] or line}",
-            line.rpartition("; ")[2]
-            if "; " in line
-            else f"mend it on {address}, or keep workers away from that node",
+            f"{address}: {evidence_and_remedy(line)[0]}",
+            evidence_and_remedy(line)[1] or f"mend it on {address}, or keep workers away from that node",
         )
         for address, sight in sights.items()
         for line in sight.problems.values()

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from lockstep import printing
-from lockstep.cli.commands import command
+from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import Address, Json, Overrides, Verbose, answered
 from lockstep.driver.options import declared
 from lockstep.errors import SpecError
 
 cluster = typer.Typer(
-    no_args_is_help=True, help="Start Ray nodes on this machine, for testing, and leave a cluster."
+    cls=Groups,
+    no_args_is_help=True,
+    help="Start Ray nodes on this machine, for testing, and leave a cluster.",
 )
 
 NodeId = Annotated[
@@ -46,7 +48,7 @@ def up(
 
 @cluster.command()
 def status(json_: Json = False, verbose: Verbose = False) -> None:
-    """Show nodes, resources, jobs and runs of the cluster that was started here."""
+    """Show nodes, jobs and runs of the cluster that was started here."""
     with answered(json_, verbose) as answer:
         from lockstep.clusters import local_cluster
         from lockstep.clusters.submission import status_of
@@ -95,7 +97,7 @@ def notices(
     node: NodeId = None,
     verbose: Verbose = False,
 ) -> None:
-    """Node agent: drains this machine when a termination notice arrives. Runs until SIGTERM."""
+    """Drain this machine when a termination notice arrives. The agent of a node: it runs until SIGTERM."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.clusters.preemption import Agent, Notice, leave_by_command, sources
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from lockstep.driver.options import RunOptions, declared
+from lockstep.driver.options import RunOptions, declared, taken_by
 
 Group = Literal["train", "look", "prove", "serve", "maintain"]
 
@@ -30,26 +30,33 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., None])
 
 
 class Groups(TyperGroup):
-    """The `lockstep` command, which lists its commands by group, each with its whole first sentence."""
+    """A command of commands, which lists them by group, where they have one, each with its whole first sentence."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        for group, title in GROUPS.items():
+        for group, title in [*GROUPS.items(), (None, "Commands")]:
             rows = [
                 (name, command.get_short_help_str(limit=1000).rstrip("."))
                 for name, command in commands
-                if command is not None and getattr(command, "rich_help_panel", None) == group
+                if command is not None and _group_of(command) == group
             ]
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _group_of(command: Any) -> Group | None:
+    panel = command.rich_help_panel
+    return panel if isinstance(panel, str) and panel in GROUPS else None  # type: ignore[return-value]
 
 
 def command(
-    app: typer.Typer, group: Group, *examples: str, name: str | None = None, options: tuple[str, ...] = ()
+    app: typer.Typer, group: Group, *examples: str, name: str | None = None
 ) -> Callable[[FunctionT], FunctionT]:
-    """Add a function as a command. `options` are those of RunOptions that it takes: it gets them as its argument `given`."""
+    """Add a function as a command. It gets the options of RunOptions that such a command takes as its argument `given`."""
 
     def add(function: FunctionT) -> FunctionT:
+        options = taken_by(name or function.__name__)
         text = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
         app.command(name, rich_help_panel=group, epilog=text if examples else None)(
             _taking(function, options) if options else function

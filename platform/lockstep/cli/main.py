@@ -52,9 +52,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-OF_A_RUN = ("local", "address", "chaos", "retries", "notify")
-"""The options of a run that `train` and `resume` take."""
-
 _TOLD_VERSIONS = ("lockstep", "python", "torch", "ray", "mlflow")
 
 RunName = Annotated[
@@ -148,7 +145,6 @@ def lockstep(
     "lockstep train jobs/digits/train.yaml",
     "lockstep train jobs/digits/train.yaml --local length.epochs=1",
     "lockstep train jobs/digits/train.yaml --dry-run --json",
-    options=OF_A_RUN,
 )
 def train(
     spec: SpecFile,
@@ -194,7 +190,6 @@ def train(
     "lockstep resume RUN",
     "lockstep resume RUN workers.max=4",
     "lockstep resume RUN --fork optimizer.lr=1e-4",
-    options=OF_A_RUN,
 )
 def resume(
     run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run id that lockstep train printed")],

@@ -131,9 +131,10 @@ def answered(as_json: bool, verbose: bool, unanswered: int = ExitCode.FAILED) ->
         if isinstance(error, LockstepError):
             message, code = str(error), error.exit_code
         code = max(code, unanswered)
+        named = {"code": error.code} if isinstance(error, LockstepError) and error.code else {}
         say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
         if as_json:
-            _written(json_text({"status": "FAILED", "error": message, "exit_code": code}), out)
+            _written(json_text({"status": "FAILED", "error": message, "exit_code": code, **named}), out)
         raise typer.Exit(code) from None
     finally:
         os.dup2(out, 1)

@@ -50,7 +50,6 @@ def register(app: typer.Typer) -> None:
         "lockstep verify RUN",
         "lockstep verify RUN --all --workers 2",
         "lockstep verify --statement RUN.intoto.json --key signer.pem",
-        options=("local", "address"),
     )(verify)
     command(app, "prove", "lockstep diff RUN OTHER", "lockstep diff a.yaml b.yaml --steps 50")(diff)
     command(app, "prove", "lockstep guard jobs/digits/train.yaml --base HEAD~1")(guard)

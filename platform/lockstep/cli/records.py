@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.commands import command
+from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
 from lockstep.exit_codes import ExitCode
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.views.terminal import Screen
 
 
-record = typer.Typer(help="Maintain recorded runs.", no_args_is_help=True)
+record = typer.Typer(cls=Groups, help="Maintain recorded runs.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -218,7 +218,7 @@ def sync(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Send the store what a run could not send before its process ended."""
+    """Send a store what a run could not send before its process ended."""
     with answered(json_, verbose) as answer:
         from lockstep.record.mirror.sync import sync as sync_run
 
@@ -272,7 +272,7 @@ def tensorboard(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the recorded curves of runs for TensorBoard. Run it again to add new rows."""
+    """Write curves of runs for TensorBoard. Run it again to add new rows."""
     with answered(json_, verbose) as answer:
         from lockstep.views.tensorboard import check_installed, write_events
 
@@ -299,7 +299,7 @@ def wandb(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the recorded curves of runs as offline runs of Weights & Biases. Run it again to rewrite the file."""
+    """Write curves of runs as offline runs of Weights & Biases. Run it again to rewrite the file."""
     with answered(json_, verbose) as answer:
         from lockstep.views.wandb import check_installed, write_offline_run
 

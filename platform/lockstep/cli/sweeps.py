@@ -36,7 +36,6 @@ def register(app: typer.Typer) -> None:
         "train",
         "lockstep sweep jobs/digits/sweep.yaml",
         "lockstep sweep jobs/digits/sweep.yaml trials=4 spec.length.epochs=5",
-        options=("address", "notify"),
     )(sweep)
     command(app, "train", "lockstep lr-find jobs/digits/train.yaml --plot lr-find.svg", name="lr-find")(
         lr_find

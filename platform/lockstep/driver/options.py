@@ -1,7 +1,7 @@
 """How a call executes a run: where, and what it shows. Nothing here changes a bit of the run.
 
-The command line and the calls from Python have these options from here: a new one is a field of RunOptions, which says how a command
-takes it, and a line of CallOptions. What acts on it reads the field.
+The command line and the calls from Python have these options from here: a new one is a field of RunOptions, which says which commands
+take it and how, and a line of CallOptions. What acts on it reads the field.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ class Declared:
     """How a command takes an option."""
 
     help: str
+    commands: tuple[str, ...]
+    """The commands that take it."""
     metavar: str | None = None
     least: int | None = None
     variable: str | None = None
     """The environment variable that has its value where the command line has none."""
 
 
-def _taken(default: Any, text: str, **more: Any) -> Any:
-    """A field that commands take as an option."""
-    return field(default=default, metadata={"declared": Declared(text, **more)})
+def _taken(commands: str, default: Any, text: str, **more: Any) -> Any:
+    """A field that these commands take as an option."""
+    return field(default=default, metadata={"declared": Declared(text, tuple(commands.split()), **more)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +38,29 @@ class RunOptions:
     """The options that train, resume and sweep have in common."""
 
     progress: Progress = field(default_factory=Silent)
-    local: bool = _taken(False, "train in this process, without Ray; works under torchrun")
+    local: bool = _taken(
+        "train resume verify", False, "train in this process, without Ray; works under torchrun"
+    )
     """Train in this process without Ray, or as one rank under torchrun."""
-    address: str | None = _taken(None, "Ray cluster: an address, auto or local")
+    address: str | None = _taken("train resume sweep verify", None, "Ray cluster: an address, auto or local")
     """The Ray cluster, as `cluster_address` reads it."""
     verbose: bool = False
     """Show what Ray itself logs."""
     chaos: str | None = _taken(
-        None, 'kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
+        "train resume",
+        None,
+        'kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"',
     )
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
     retries: int = _taken(
+        "train resume",
         0,
         "in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
         least=0,
     )
     """How often the run is started again if its driver is lost."""
     notify: str | Sequence[str] | None = _taken(
+        "train resume sweep",
         None,
         "shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
         metavar="COMMAND",
@@ -82,16 +90,25 @@ class CallOptions(SweepCallOptions, total=False):
     chaos: str | None
 
 
-def options_of_call(source: Mapping[str, bytes] | None = None, **options: Unpack[CallOptions]) -> RunOptions:
-    """The options of a call from Python; in a notebook its progress is shown below the cell. TypeError for one that there is not."""
-    if unknown := sorted(options.keys() - CallOptions.__annotations__.keys()):
-        raise TypeError(
-            f"there is no option {unknown[0]!r}; there are {', '.join(CallOptions.__annotations__)}"
-        )
+def options_of_call(
+    source: Mapping[str, bytes] | None = None,
+    taken: type[SweepCallOptions] = CallOptions,
+    **options: Unpack[CallOptions],
+) -> RunOptions:
+    """The options of a call from Python; in a notebook its progress is shown below the cell. TypeError for one that is not among those `taken`."""
+    known = taken.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
     from lockstep.driver.notebook import default_progress
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return RunOptions(**{"progress": default_progress(), "source": source or None, **given})
+
+
+def taken_by(command: str) -> tuple[str, ...]:
+    """The names of the options that a command takes."""
+    declarations = {entry.name: entry.metadata.get("declared") for entry in dataclasses.fields(RunOptions)}
+    return tuple(name for name, found in declarations.items() if found and command in found.commands)
 
 
 def declared(name: str) -> Declared:

@@ -9,7 +9,7 @@ from typing import Literal
 import pydantic
 import torch
 
-from lockstep.errors import ExportError
+from lockstep.export import problems
 
 BATCH = "batch"
 """Stands in a shape for the number of rows, where any number will do."""
@@ -80,17 +80,15 @@ def description(file: Path) -> Path:
 
 def read(file: Path) -> Artifact:
     """What lies beside the artifact `file`. ExportError where it cannot be read, or is not of this file."""
-    again = "export it again"
     try:
         artifact = Artifact.model_validate_json(description(file).read_bytes())
         digest = sha256(file)
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ExportError(f"export: {str(file)!r} cannot be read: {text}; {again}") from error
+        raise problems.UNREADABLE(file=file, got=text) from error
     if digest != artifact.sha256:
-        raise ExportError(
-            f"export: {str(file)!r} has the sha256 {digest}, and {description(file).name} says {artifact.sha256}; {again}"
-        )
+        named = description(file).name
+        raise problems.CHANGED(file=file, got=digest, description=named, wanted=artifact.sha256)
     return artifact
 
 

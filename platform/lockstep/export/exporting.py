@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ExportError, SpecError, StorageError, first_line
+from lockstep.errors import SpecError, StorageError, first_line
+from lockstep.export import problems
 from lockstep.export.artifact import (
     BATCH,
     Artifact,
@@ -27,7 +28,6 @@ from lockstep.export.artifact import (
 )
 from lockstep.export.example import Example, Inputs, slices
 from lockstep.export.formats import (
-    SIZES,
     ExportFormat,
     Outputs,
     Pretrained,
@@ -76,7 +76,7 @@ def export_weights(weights: Weights, folder: Path) -> Path:
         )
         again = weights_digest(safetensors.torch.load_file(path))
         if again != weights.digest:
-            raise ExportError(f"export: safetensors: read again, the weights have the digest {again}")
+            raise problems.OTHER_WEIGHTS(format="safetensors", got=f"the weights have the digest {again}")
         return _artifact(weights, Safetensors(), path, None, (), (), _equal(weights), ())
 
     return _kept(folder, place(folder, Safetensors(), weights.name), made)
@@ -105,9 +105,8 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
         if weights_digest(again) != weights.digest:
             original, others = tensor_digests(weights.state), tensor_digests(again)
             names = [name for name in {**original, **others} if original.get(name) != others.get(name)]
-            raise ExportError(
-                f"export: pretrained: read again, {len(names)} weights are other ones, such as {names[0]!r}; nothing was kept"
-            )
+            found = f"{len(names)} weights are other ones, such as {names[0]!r}"
+            raise problems.OTHER_WEIGHTS(format="pretrained", got=found)
         return _artifact(
             weights, Pretrained(), path, None, (), (), _equal(weights), (), runtime=_library_of(model)
         )
@@ -202,10 +201,8 @@ def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
             except Exception as error:  # the job's own code
                 if len(batch[0]) == len(batches[0][0]):
                     raise as_lockstep_error(error, "in eval mode, on the example input") from error
-                raise ExportError(
-                    f"export: the model does not take any number of rows: on {len(batch[0])} it fails{place_in_job(error)}: "
-                    f"{first_line(error)}; {SIZES}"
-                ) from error
+                failed = f"on {len(batch[0])} it fails{place_in_job(error)}: {first_line(error)}"
+                raise problems.FIXED_ROWS(got=failed) from error
             outputs.append(named_outputs(value))
     return outputs
 
@@ -216,18 +213,16 @@ def _artifacts_own(
     try:
         call = load(form, path)
     except Exception as error:
-        raise ExportError(
-            f"export: {form.name}: what was written cannot be loaded again: {first_line(error)}; nothing was kept"
-        ) from error
+        raise problems.NOT_LOADED(format=form.name, got=first_line(error)) from error
     outputs = []
     with torch.no_grad():
         for batch in batches:
             try:
                 outputs.append(call(_own(batch)))
             except Exception as error:
-                advice = "" if fixed else f"; {SIZES}"
-                raise ExportError(
-                    f"export: {form.name}: the artifact fails on {len(batch[0])} rows: {first_line(error)}; nothing was kept{advice}"
+                advice = "" if fixed else problems.SIZES
+                raise problems.ROWS_FAIL(
+                    format=form.name, rows=len(batch[0]), got=first_line(error), advice=advice
                 ) from error
     return outputs
 
@@ -244,9 +239,7 @@ def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], turned: i
     the same rows of the output.
     """
     if len({tensor.dim() for tensor in tensors}) > 1:
-        raise ExportError(
-            f"export: output {name!r} has another number of dimensions for other batch sizes; squeeze by dimension in forward"
-        )
+        raise problems.OUTPUT_DIMENSIONS(name=name)
     shape: list[int | str | None] = []
     for of_dim in zip(*(tensor.shape for tensor in tensors), strict=True):
         if not fixed and list(of_dim) == list(sizes):

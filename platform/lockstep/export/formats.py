@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ExportError, SpecError, first_line
+from lockstep.export import problems
 from lockstep.export.artifact import BATCH, Artifact
 from lockstep.export.example import Example, Inputs
 from lockstep.job.frames import place_in_job
 
 Outputs = dict[str, Tensor]
 Call = Callable[[Inputs], Outputs]
-
-SIZES = "take sizes from the input's shape wherever forward needs them, or export it with --fixed-batch"
-"""What to do where a number of rows is written into a model."""
 
 
 class ExportFormat:
@@ -96,9 +94,7 @@ def named_outputs(value: Any) -> Outputs:
         named = {"output": value}
     for name, output in named.items():
         if not (isinstance(output, Tensor) and isinstance(name, str)):
-            raise ExportError(
-                f"export: output {name!r} of the model is {type(output).__name__}, wanted a tensor, or a tuple or mapping of tensors"
-            )
+            raise problems.OUTPUT_KIND(name=name, got=type(output).__name__)
     return named
 
 
@@ -118,9 +114,8 @@ def write(
     except (ExportError, OSError):
         raise
     except Exception as error:  # tracing runs the job's own code, and torch's exporters raise anything
-        raise ExportError(
-            f"export: {form.name}: the model cannot be traced{place_in_job(error)}: {first_line(error)}"
-        ) from error
+        where = place_in_job(error)
+        raise problems.NOT_TRACED(format=form.name, where=where, got=first_line(error)) from error
     return tuple(heard)
 
 
@@ -147,10 +142,8 @@ def _program(
         if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
             raise
         reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
-        raise ExportError(
-            f"export: the model does not take any number of rows: {' '.join((reasons or [first_line(error)])[0].split())}; "
-            f"{SIZES}"
-        ) from error
+        reason = " ".join((reasons or [first_line(error)])[0].split())
+        raise problems.FIXED_ROWS(got=reason) from error
 
 
 @contextmanager
@@ -328,14 +321,11 @@ def loaded(artifact: Artifact, path: Path) -> Call:
     """An artifact as a function of its inputs. SpecError where what it needs is not installed, ExportError where it cannot be loaded."""
     form = FORMATS.get(artifact.format)
     if form is None or form.cannot_predict:
-        raise ExportError(
-            f"export: {str(path)!r} is described as {artifact.format!r}, which cannot be run; export it again"
-        )
+        raise problems.CANNOT_RUN(file=path, got=artifact.format)
     form.check_installed()
     try:
         return load(form, path)
     except Exception as error:
-        raise ExportError(
-            f"export: {str(path)!r} cannot be loaded by {form.runtime}: {first_line(error)}; "
-            f"it was exported with {artifact.runtime}: export it again"
+        raise problems.OTHER_VERSION(
+            file=path, runtime=form.runtime, got=first_line(error), wanted=artifact.runtime
         ) from error

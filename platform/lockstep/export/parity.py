@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ExportError
+from lockstep.export import problems
 from lockstep.export.artifact import Parity
 from lockstep.export.formats import ExportFormat, Outputs
 
@@ -45,19 +46,16 @@ def compare(
     every: list[_Difference] = []
     for size, wanted, got in zip(sizes, expected, found, strict=True):
         if list(wanted) != list(got):
-            raise ExportError(
-                f"export: {form.name}: wanted the outputs {', '.join(wanted)}, got {', '.join(got)}"
-            )
+            names = {"wanted": ", ".join(wanted), "got": ", ".join(got)}
+            raise problems.OTHER_OUTPUTS(format=form.name, **names)
         for name, one in wanted.items():
             other = got[name]
             if (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise ExportError(
-                    f"export: {form.name}: output {name!r} for {size} rows: wanted {tuple(one.shape)} of {one.dtype} as in "
-                    f"eager mode, got {tuple(other.shape)} of {other.dtype}; nothing was kept"
-                )
+                forms = {"wanted": _form(one), "got": _form(other)}
+                raise problems.OTHER_SHAPE(format=form.name, name=name, rows=size, **forms)
             every.append(_difference(one, other, within))
             if every[-1].beyond:
-                raise ExportError(_difference_message(form, name, size, every[-1], within))
+                raise _different(form, name, size, every[-1], within)
     return Parity(
         rtol=within.rtol,
         atol=within.atol,
@@ -69,14 +67,17 @@ def compare(
     )
 
 
-def _difference_message(
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _different(
     form: ExportFormat, name: str, size: int, difference: _Difference, within: Tolerance
-) -> str:
+) -> ExportError:
     allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
-    return (
-        f"export: {form.name}: output {name!r} for {size} rows is not that of eager mode: {difference.differing} of "
-        f"{difference.elements} elements have other bits, by up to {difference.absolute:.3g}, where {allowed} is allowed; "
-        f"nothing was kept: {form.advice}"
+    found = f"{difference.differing} of {difference.elements} elements have other bits, by up to {difference.absolute:.3g}"
+    return problems.DIFFERENT(
+        format=form.name, name=name, rows=size, got=found, wanted=allowed, advice=form.advice
     )
 
 

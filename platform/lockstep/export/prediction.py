@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.errors import ExportError, SpecError, first_line
+from lockstep.errors import SpecError, first_line
+from lockstep.export import problems
 from lockstep.export.artifact import Artifact
 from lockstep.export.example import Example, slices
 from lockstep.export.exporting import AT_ONCE
@@ -40,14 +41,13 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
             try:
                 parts.append(call(inputs.take(taken)))
             except Exception as error:
-                raise ExportError(f"predict: {artifact.format}: {where} fail: {first_line(error)}") from error
+                failed = first_line(error)
+                raise problems.PREDICTION_FAILED(format=artifact.format, rows=where, got=failed) from error
             for name, output in () if without_rows else parts[-1].items():
                 shape = (len(taken), *parts[0][name].shape[1:])
                 if output.shape != shape:
-                    raise ExportError(
-                        f"predict: {artifact.format}: {where} have an output {name!r} of {tuple(output.shape)}, wanted {shape} as of the rows before; "
-                        "how many there are follows from the data, and outputs of several calls cannot be joined"
-                    )
+                    shapes = {"got": tuple(output.shape), "wanted": shape}
+                    raise problems.PREDICTION_SHAPE(format=artifact.format, rows=where, name=name, **shapes)
     if without_rows:
         return parts[0]
     return {name: torch.cat([part[name] for part in parts])[:rows] for name in parts[0]}

@@ -17,7 +17,8 @@ import pydantic
 import pydantic_core
 import torch.distributed as dist
 
-from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
+from lockstep.errors import JobError, first_line, nearest
+from lockstep.job import problems
 from lockstep.job.frames import place_in_job
 from lockstep.job.inputs.imports import Asked, imported, imports_noted, note_imports
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
@@ -27,7 +28,7 @@ from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, forget_stale_bytecode, note_files
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.randomness import code_key, seed_all
-from lockstep.spec.messages import one_line
+from lockstep.spec.messages import refusal
 from lockstep.threads import one_library_thread, one_thread
 
 
@@ -86,7 +87,7 @@ def _checked(job_class: type[Job], params: Mapping[str, Any]) -> Params:
     try:
         return job_class.Params.model_validate(dict(params))
     except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+        raise refusal(error, job_class.Params, params, within="job.params") from error
 
 
 def placement_params(use: str) -> frozenset[str]:
@@ -159,12 +160,12 @@ def _job_class(use: str) -> type[Job]:
     if candidate is None:
         classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
         hint = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
-        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{hint}")
+        raise problems.NO_CLASS(module=module_name, got=class_name, hint=hint)
     if not _is_job(candidate):
-        raise JobImportError(f"job.use: {use!r} is no subclass of lockstep.Job")
+        raise problems.NO_JOB(got=use)
     job_class: type[Job] = candidate
     if not (isinstance(job_class.Params, type) and issubclass(job_class.Params, Params)):
-        raise JobImportError(f"job.use: the Params of {use!r} are no subclass of lockstep.Params")
+        raise problems.NO_PARAMS(got=use)
     return job_class
 
 
@@ -186,9 +187,7 @@ def import_job(name: str) -> ModuleType:
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits
-        raise JobImportError(
-            f"job.use: cannot import {name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
-        ) from error
+        raise problems.IMPORT_FAILED(what=name, got=_brief(error), folder=sys.path[0] or ".") from error
 
 
 def _brief(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.errors import JobImportError
+from lockstep.job import problems
 from lockstep.job.source import MAIN_MODULE, imported_sources
 
 _BUILTINS = frozenset(dir(builtins)) - {"get_ipython", "display"}  # the last two are a notebook's
@@ -37,11 +37,11 @@ def main_use(job_class: type, main: ModuleType | None = None) -> tuple[str, dict
     main = main or sys.modules["__main__"]
     name = job_class.__qualname__
     if "." in name:
-        raise JobImportError(f"job: {name} is defined inside a function or class; define it at the top")
+        raise problems.NESTED(got=name)
     if job_class.__module__ != "__main__":
         return f"{job_class.__module__}:{name}", {}
     if vars(main).get(name) is not job_class:
-        raise JobImportError(f"job: {name} is no longer the {name} of __main__; pass the one that is")
+        raise problems.REPLACED(got=name)
     text = module_source(name, vars(main), cells_of(main, name))
     files = {f"{MAIN_MODULE}.py": text.encode()}
     for root in dict.fromkeys([_folder(main), Path.cwd()]):
@@ -58,9 +58,7 @@ def cells_of(main: ModuleType, name: str) -> list[str]:
         return [str(cell) for cell in shell.history_manager.input_hist_parsed]
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
-        raise JobImportError(
-            f"job: the source of {name} is not available: __main__ is neither a notebook nor a script; put {name} into a file"
-        )
+        raise problems.NO_SOURCE(got=name)
     return ["".join(linecache.getlines(str(file)))]
 
 
@@ -78,10 +76,7 @@ def module_source(name: str, namespace: Mapping[str, Any], cells: Sequence[str])
     slice_.take(name, None)
     if slice_.missing:
         names, them = sorted(slice_.missing), "it" if len(slice_.missing) == 1 else "them"
-        raise JobImportError(
-            f"job: {name} uses {', '.join(names)} of __main__, of which its source has no definition; "
-            f"define {them} in the same cell, import {them}, or make {them} params of the job"
-        )
+        raise problems.SOURCE_MISSING(name=name, got=", ".join(names), them=them)
     return slice_.text()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from lockstep.errors import JobImportError
+from lockstep.job import problems
 from lockstep.job.interface import Job
 
 NEEDED = ("model", "train_data", "loss")
@@ -83,14 +83,9 @@ def check_methods(job_class: type[Job], use: str) -> None:
         if getattr(job_class, name) is getattr(Job, name) and not (name == "loss" and without_loss)
     ]
     if missing:
-        raise JobImportError(
-            f"job.use: {use!r} has no {missing[0]}(); a job has model(), train_data() and loss(model, batch)"
-        )
+        raise problems.METHOD_MISSING(got=use, method=missing[0])
     if phased and "optimizer" in methods:
-        raise JobImportError(
-            f"job.use: nothing calls optimizer() of {use!r} beside its phases(), of which each has one; give it to the phases "
-            "(lockstep.Phase(…, optimizer=…)), or take it out"
-        )
+        raise problems.OPTIMIZER_BESIDE_PHASES(got=use)
     _check_outputs(use, methods)
     _check_statistics(job_class, use, methods)
     for name, names in _CALLS.items():
@@ -101,35 +96,24 @@ def check_methods(job_class: type[Job], use: str) -> None:
 def _check_batch_loss(use: str, own: dict[str, Any]) -> None:
     """A loss over the rows of a whole batch needs rows, and does not go beside phases. An `embed` alone is a method of the job's own."""
     if "batch_loss" in own and "embed" not in own:
-        raise JobImportError(
-            f"job.use: {use!r} has batch_loss() and no embed(model, batch), which gives it a row for each sample; write it, or take batch_loss() out"
-        )
+        raise problems.NO_EMBED(got=use)
     if "batch_loss" in own and "phases" in own:
-        raise JobImportError(
-            f"job.use: nothing calls batch_loss() of {use!r} beside its phases(); give it to one of them "
-            "(lockstep.Phase(…, loss=…, embed=…)) under another name"
-        )
+        raise problems.BATCH_LOSS_BESIDE_PHASES(got=use)
 
 
 def _check_statistics(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
     """Statistics of a step need an `after_step` that takes them."""
     if "step_statistics" in own and "statistics" not in inspect.signature(job_class.after_step).parameters:
-        raise JobImportError(
-            f"job.use: nothing takes what step_statistics() of {use!r} returns; write after_step(model, step, statistics), or take step_statistics() out"
-        )
+        raise problems.STATISTICS_UNUSED(got=use)
 
 
 def _check_outputs(use: str, own: dict[str, Any]) -> None:
     """What is made of the outputs and the outputs themselves need each other."""
     consumers = [name for name in ("whole_set_metrics", "figures") if name in own]
     if consumers and "outputs" not in own:
-        raise JobImportError(
-            f"job.use: {consumers[0]}() of {use!r} has no outputs(model, batch) to work on; write it, or take {consumers[0]}() out"
-        )
+        raise problems.NO_OUTPUTS(got=use, method=consumers[0])
     if "outputs" in own and not consumers:
-        raise JobImportError(
-            f"job.use: nothing uses outputs() of {use!r}; write whole_set_metrics(outputs) or figures(outputs), or take it out"
-        )
+        raise problems.OUTPUTS_UNUSED(got=use)
 
 
 def _own_methods(job_class: type[Job]) -> dict[str, Any]:
@@ -150,7 +134,7 @@ def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
             continue
         used = set(_names_used(job_class)) if used is None else used
         if name not in used:
-            raise JobImportError(f"job.use: nothing calls {name}() of {use!r}; {meant}, or take it out")
+            raise problems.METHOD_UNUSED(got=use, method=name, hint=meant)
 
 
 def _misspelt(name: str, known: list[str], own: dict[str, Any]) -> str | None:
@@ -171,9 +155,8 @@ def _check_call(job_class: type[Job], use: str, name: str, names: tuple[str, ...
     try:
         inspect.signature(function).bind(*bound, *names)  # type: ignore[arg-type]
     except TypeError as error:
-        raise JobImportError(
-            f"job.use: {name}() of {use!r} cannot be called as {name}({', '.join(names)}): {error}"
-        ) from error
+        call = f"{name}({', '.join(names)})"
+        raise problems.SIGNATURE(use=use, method=name, call=call, got=error) from error
 
 
 def _function(value: Any) -> FunctionType | None:

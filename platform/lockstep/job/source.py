@@ -11,7 +11,8 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from lockstep.errors import JobImportError, nearest
+from lockstep.errors import nearest
+from lockstep.job import problems
 from lockstep.job.frames import is_installed
 
 MAIN_MODULE = "lockstep_main"
@@ -118,12 +119,9 @@ def class_of(use: str) -> tuple[str, str]:
     """The module and the name of the class of a `job.use`. Raises JobImportError where it has not this form."""
     module, colon, class_name = use.partition(":")
     if not colon or not module or not class_name or "/" in module:
-        raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+        raise problems.FORM(got=use)
     if module == "__main__":
-        raise JobImportError(
-            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: give the class itself, "
-            "lockstep.train(spec, job=Class), or put it into a module of its own"
-        )
+        raise problems.OF_SCRIPT(got=use)
     return module, class_name
 
 
@@ -138,24 +136,19 @@ def check_job_source(use: str) -> None:
         if _importable(module):
             return
         if module == MAIN_MODULE:
-            raise JobImportError(
-                f"job.use: got {use!r}, a class of a notebook or script, whose source is in the record of its run and nowhere else: "
-                "give the class itself, job=Class, or go on with the run, lockstep resume RUN_ID --fork"
-            )
-        raise JobImportError(
-            f"job.use: there is no module {module!r}; modules are looked up from {sys.path[0] or '.'!r}"
-        )
+            raise problems.OF_RECORD(got=use)
+        raise problems.NO_MODULE(got=module, folder=sys.path[0] or ".")
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
-        raise JobImportError(f"job.use: {path}, line {error.lineno}: SyntaxError: {error.msg}") from error
+        raise problems.SYNTAX(file=path, line=error.lineno, got=error.msg) from error
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     mentioned = {
         (node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)
     }
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if class_name not in classes | mentioned | assigned and "*" not in mentioned and classes:
-        raise JobImportError(f"job.use: {module!r} has no {class_name!r}{nearest(class_name, classes)}")
+        raise problems.NO_CLASS(module=module, got=class_name, hint=nearest(class_name, classes))
 
 
 def _is_of_job(name: str, module: str) -> bool:

@@ -133,7 +133,9 @@ def error_told(document: Mapping[str, Any]) -> LockstepError:
     """The error that a process tells of, as one of Lockstep's own and one plain line."""
     kind = getattr(errors, str(document.get("error")), None)
     is_known = isinstance(kind, type) and issubclass(kind, LockstepError)
-    return (kind if is_known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
+    error: LockstepError = (kind if is_known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
+    error.code = plain_text(document.get("code", ""), 60)
+    return error
 
 
 def plain_text(value: Any, most: int = 4000) -> str:

@@ -25,7 +25,7 @@ from pydantic import (
 
 from lockstep.errors import nearest
 from lockstep.plan import Position, is_due
-from lockstep.spec.messages import shown
+from lockstep.spec.messages import FieldError, shown
 from lockstep.spec.optimizers import AdamW, Optimizer
 from lockstep.spec.sample_ids import normal
 from lockstep.spec.schedules import Constant, Schedule
@@ -292,15 +292,15 @@ class Spec(Section):
             return given
         parts = {"mode": "strict", "recheck": None, **given["determinism"]}
         if unknown := sorted(map(str, parts.keys() - {"mode", "recheck"})):
-            raise ValueError(
-                f"determinism.{unknown[0]}: unknown key{nearest(unknown[0], ('mode', 'recheck'))}"
+            raise FieldError(
+                f"determinism.{unknown[0]}", f"unknown key{nearest(unknown[0], ('mode', 'recheck'))}"
             )
         share = parts["recheck"]
         if share is not None and (
             isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
         ):
-            raise ValueError(
-                f"{RECHECK}: got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
+            raise FieldError(
+                RECHECK, f"got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
             )
         return {**given, "determinism": parts["mode"], RECHECK: share}
 
@@ -308,18 +308,20 @@ class Spec(Section):
     def _rechecks_bits(self) -> Self:
         for name, value in (("determinism.mode", self.determinism), ("reduction", self.reduction)):
             if self.recheck and value in ("fast", "native"):
-                raise ValueError(
-                    f"{RECHECK}: got {self.recheck:g} with {name} {value}, which keeps no micro-batch's gradient to the bit; "
-                    f"leave it out, or set {name}={'strict' if value == 'fast' else 'exact'}"
+                raise FieldError(
+                    RECHECK,
+                    f"got {self.recheck:g} with {name} {value}, which keeps no micro-batch's gradient to the bit; "
+                    f"leave it out, or set {name}={'strict' if value == 'fast' else 'exact'}",
                 )
         return self
 
     @model_validator(mode="after")
     def _workers_fit(self) -> Self:
         if self.workers.min > self.batch.micro_batches:
-            raise ValueError(
-                f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
-                "since every worker runs at least one; lower workers.min or batch.micro"
+            raise FieldError(
+                "workers.min",
+                f"got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
+                "since every worker runs at least one; lower workers.min or batch.micro",
             )
         return self
 

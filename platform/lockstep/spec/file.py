@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import SpecError, nearest
+from lockstep.errors import closest
 from lockstep.parsing import MOST_YAML_BYTES, BoundedLoader, yaml_value
 from lockstep.paths import read_bounded
+from lockstep.spec import problems
 from lockstep.spec.messages import shown
 
 ONE_VALUE = {"determinism": "mode"}
@@ -65,37 +66,36 @@ def _parse(text: str, what: str) -> Any:
     try:
         return yaml_value(text, _Loader)
     except ValueError as error:
-        raise SpecError(f"{what} is not YAML: {error}") from error
+        raise problems.NOT_YAML(what=what, got=error) from error
 
 
 def _another(path: Path) -> str:
     """What to do where there is no such file: the one that was meant, or how to make one."""
     folder = path.parent
     names = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []
-    suggestion = nearest(path.name, names)
-    if suggestion.startswith("; did"):
-        return f"; did you mean {str(folder / suggestion.split(chr(39))[1])!r}?"
-    return "; name another file, or have `lockstep init NAME` write one with its job"
+    close = closest(path.name, names)
+    if close is None:
+        return "name another file, or have `lockstep init NAME` write one with its job"
+    return f"did you mean {str(folder / close)!r}?"
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; SpecError for anything else."""
     try:
         text = read_bounded(path, MOST_YAML_BYTES).decode()
+    except FileNotFoundError as error:
+        raise problems.MISSING(file=path, got=error.strerror, hint=_another(path)) from error
     except OSError as error:
-        advice = _another(path) if isinstance(error, FileNotFoundError) else ""
-        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}{advice}") from error
+        raise problems.UNREADABLE(file=path, got=error.strerror) from error
     except UnicodeDecodeError as error:
-        raise SpecError(
-            f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
-        ) from error
+        raise problems.NOT_TEXT(file=path, got=f"{error.reason} at byte {error.start}") from error
     except ValueError as error:
-        raise SpecError(f"spec: {str(path)!r} cannot be read: {error}") from error
+        raise problems.TOO_LARGE(file=path, got=error) from error
     document = _parse(text, f"spec: {str(path)!r}")
     if document is None:
-        raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')
+        raise problems.EMPTY(file=path)
     if not isinstance(document, dict):
-        raise SpecError(f"spec: {str(path)!r} holds {shown(document)}, wanted a mapping of fields")
+        raise problems.NO_MAPPING(file=path, got=shown(document))
     return document
 
 
@@ -122,7 +122,7 @@ def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
 def _pair(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise SpecError(f"override: got {override!r}, wanted key=value such as optimizer.lr=1e-3")
+        raise problems.NO_OVERRIDE(got=override)
     return key, _parse(text, f"{key}: {text!r}")
 
 
@@ -139,7 +139,7 @@ def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
             value = {ONE_VALUE[part]: value}
         if value is not None and not isinstance(value, dict):
             name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(value)} and has no fields; set {name} itself")
+            raise problems.NO_FIELDS(field=key, section=name, got=shown(value))
         section[part] = dict(value or {})
         section = section[part]
     return section

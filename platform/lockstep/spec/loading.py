@@ -18,7 +18,7 @@ from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 from lockstep.spec.file import override, read_document
 from lockstep.spec.locations import absolute, absolute_weights, storage_location, tracking_uri
-from lockstep.spec.messages import one_line, shown
+from lockstep.spec.messages import refusal, shown
 
 
 def load_spec(
@@ -51,7 +51,7 @@ def validate(document: Mapping[str, Any]) -> Spec:
     try:
         return Spec.model_validate(document, by_alias=True, by_name=False)
     except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, Spec, document)) from error
+        raise refusal(error, Spec, document) from error
 
 
 def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:

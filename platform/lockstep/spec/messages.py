@@ -13,17 +13,35 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from lockstep.errors import nearest
+from lockstep.errors import SpecError, nearest
 
 _Model = type[pydantic.BaseModel]
 _Path = tuple[int | str, ...]
 _UNKNOWN = {"extra_forbidden", "invalid_key"}
 
 
-def one_line(
+class FieldError(ValueError):
+    """What a validator of a whole section finds wrong with one `field` of it, dotted."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}")
+        self.field = field
+
+
+def refusal(
     error: pydantic.ValidationError, model: _Model, document: Mapping[str, Any], within: str = ""
-) -> str:
-    """The first finding about `document`, which was read as a `model`; `within` is the field that holds it all."""
+) -> SpecError:
+    """The first finding about `document`, which was read as a `model`, with its field; `within` is the field that holds it all."""
+    field, line = _first(error, model, document, within)
+    refused = SpecError(line)
+    refused.field = field
+    return refused
+
+
+def _first(
+    error: pydantic.ValidationError, model: _Model, document: Mapping[str, Any], within: str
+) -> tuple[str, str]:
+    """The field of the first finding, and the line about it."""
     findings = error.errors(include_url=False)
     known = [finding for finding in findings if finding["type"] not in _UNKNOWN]
     # a key that one alternative of a type lacks and another has is not unknown
@@ -34,19 +52,24 @@ def one_line(
     field = ".".join([*filter(None, [within]), *map(_key, path)])
     match first["type"]:
         case "extra_forbidden":
-            return f"{field}: unknown key{_known_keys(model, path, first['loc'], field)}"
+            return field, f"{field}: unknown key{_known_keys(model, path, first['loc'], field)}"
         case "missing" if isinstance(first["loc"][-1], str):
-            return f"{field}: missing{_example(model, path, first['loc'])}"
+            return field, f"{field}: missing{_example(model, path, first['loc'])}"
         case "union_tag_invalid":
             key = first["ctx"]["discriminator"].strip("'")
             tag = first["input"][key] if _holds(first["input"], key) else first["ctx"]["tag"]
-            return f"{field}.{key}: got {shown(tag)}, wanted {_any_of(first['ctx']['expected_tags'])}"
+            named = f"{field}.{key}"
+            return named, f"{named}: got {shown(tag)}, wanted {_any_of(first['ctx']['expected_tags'])}"
         case "value_error" if not field:
-            return str(first["ctx"]["error"])
+            found = first["ctx"]["error"]
+            return getattr(found, "field", ""), str(found)
         case "dict_type" | "model_type" | "model_attributes_type":
-            return f"{field}: got {shown(first['input'])}, wanted a mapping{_keys_below(model, path, first['loc'])}"
+            return (
+                field,
+                f"{field}: got {shown(first['input'])}, wanted a mapping{_keys_below(model, path, first['loc'])}",
+            )
     same_place = [finding for finding in known + unknown if _path(finding, document) == path]
-    return f"{field}: got {shown(first['input'])}, {_verdict(same_place)}{_advice(first)}"
+    return field, f"{field}: got {shown(first['input'])}, {_verdict(same_place)}{_advice(first)}"
 
 
 def shown(value: object) -> str:

@@ -30,7 +30,7 @@ from lockstep.errors import SpecError, nearest
 from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
-from lockstep.spec.messages import one_line, shown
+from lockstep.spec.messages import refusal, shown
 from lockstep.spec.section import Section
 
 _Bounds = Annotated[tuple[float, float], Field(strict=False)]
@@ -297,8 +297,7 @@ class SweepSpec(Section):
             put(document, [pair])
             validate(document)
         except SpecError as error:
-            failed_field = str(error).partition(":")[0]
-            if f"{other}.".startswith(f"{failed_field}."):
+            if error.field and f"{other}.".startswith(f"{error.field}."):
                 raise ValueError(f"space.{field}.when.{error}") from error
 
     @property
@@ -381,7 +380,7 @@ def load_sweep(
     try:
         sweep = SweepSpec.model_validate(document)
     except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, SweepSpec, document)) from error
+        raise refusal(error, SweepSpec, document) from error
     spec = sweep.spec
     if isinstance(sweep.scheduler, Pbt):
         spec = _in_step(spec, sweep.scheduler.every_steps)

@@ -122,7 +122,7 @@ def sweep(
             spec = {**source.spec, "job": {**source.spec["job"], "use": use}}
             source = load_sweep({**source.document(), "spec": spec})
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
-    return run_sweep(options_of_call(files, **options), loaded)
+    return run_sweep(options_of_call(files, SweepCallOptions, **options), loaded)
 
 
 def run_sweep(

@@ -9,54 +9,50 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.data.loader import process_lost
-from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.failure_kinds import GPU_MEMORY, infrastructure_error, kind_of, may_pass
 from lockstep.job.frames import place_in_job
+from lockstep.training import problems
 
 
-def as_lockstep_error(error: BaseException, where: str) -> LockstepError:
+def as_lockstep_error(error: BaseException, where: str, *, check: str = "") -> LockstepError:
     """A one-line error for an exception from the job's own code, with its file and line there. A LockstepError is kept as it is.
 
-    `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
+    `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`; `check` is the check that it belongs to, where no other does.
     """
     if isinstance(error, LockstepError):
-        return may_pass(error)
+        found = may_pass(error)
+    else:
+        found = _error_of(error, where + place_in_job(error))
+    found.check = found.check or check
+    return found
+
+
+def _error_of(error: BaseException, where: str) -> LockstepError:
     lost = process_lost(error)  # torch raises it from a signal handler, wherever the training thread is
     if lost is not None:
         return lost
     text = " ".join(str(error).split())
-    where += place_in_job(error)
     if isinstance(error, SystemExit):
-        return JobError(
-            f"the job ended the process ({where}) with sys.exit({'' if error.code is None else repr(error.code)}); "
-            "raise an exception instead, or return"
-        )
+        return problems.JOB_EXITED(where=where, got="" if error.code is None else repr(error.code))
     infrastructure = infrastructure_error(error, where)
     if infrastructure is not None:
         return infrastructure
+    # The texts below are torch's own: it raises them as errors of no kind of their own.
     operator = re.match(r"(\S+) does not have a deterministic implementation", text)
     if operator:
-        return DeterminismError(
-            f"determinism strict: {operator[1]} has no deterministic kernel on this device ({where}); "
-            "use another operator, or determinism=fast, whose runs cannot be repeated bit for bit"
-        )
+        return problems.NO_DETERMINISTIC_KERNEL(got=operator[1], where=where)
     if (
         isinstance(error, IndexError) and re.search(r"Target -?\d+ is out of bounds", text)
     ) or "Assertion `t >= 0 && t < n_classes`" in text:
-        return JobError(
-            f"job.loss: a label is out of range ({where}): {text}; labels must be 0 … classes - 1: "
-            "check the labels of the data against the width of the model's output"
-        )
+        return problems.LABEL_RANGE(where=where, got=text)
     if "Expected to mark a variable ready only once" in text:  # DDP's words, which speak of its own options
-        return JobError(
-            f"a parameter's gradient came twice in one backward ({where}); where the job calls torch's checkpoint, set use_reentrant=False, "
-            "and let no code of the job's call backward"
-        )
+        return problems.GRADIENT_TWICE(where=where)
     if isinstance(error, torch.cuda.OutOfMemoryError) or kind_of(error) == GPU_MEMORY:
-        return JobError(
-            f"out of GPU memory ({where}): lower batch.micro, or set activation_checkpointing=true; {text[:200]}"
-        )
-    return JobError(f"the job failed ({where}): {type(error).__name__}: {text or 'no message'}")
+        return problems.GPU_MEMORY(where=where, got=text[:200])
+    in_place = "has been modified by an inplace operation" in text
+    problem = problems.CHANGED_IN_PLACE if in_place else problems.JOB_FAILED
+    return problem(where=where, kind=type(error).__name__, got=text or "no message")
 
 
 @contextmanager

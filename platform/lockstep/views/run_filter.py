@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lockstep.errors import SpecError, nearest
+from lockstep.errors import SpecError, closest
 from lockstep.record.mirror.run_store import RunInfo
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -84,8 +84,8 @@ def matching(
 
 def _suggested(name: str, known: set[str]) -> str:
     """The name that was probably meant; of hundreds of metrics and parameters no list is shown."""
-    suggestion = nearest(name, known)
-    return suggestion if suggestion.startswith("; did") else "; `lockstep show RUN --json` has the names"
+    close = closest(name, known)
+    return "; `lockstep show RUN --json` has the names" if close is None else f"; did you mean {close!r}?"
 
 
 def _values(run: RunInfo, metrics: Mapping[str, float]) -> dict[str, float | str]:

@@ -13,10 +13,9 @@ import pytest
 import typer
 
 from lockstep.calls import named_runs, resume, runs
-from lockstep.cli import main
 from lockstep.cli.commands import GROUPS
 from lockstep.cli.main import app
-from lockstep.driver.options import CallOptions, RunOptions, options_of_call
+from lockstep.driver.options import CallOptions, RunOptions, SweepCallOptions, options_of_call, taken_by
 from lockstep.spec.loading import load_spec
 from tests.in_process import here
 from tests.unit import called_apart
@@ -45,6 +44,18 @@ def test_every_command_is_in_one_group_with_one_whole_line(
     assert all(len(words) > 2 and "..." not in words[-1] for words in listed)
 
 
+@pytest.mark.parametrize("name", ["record", "cluster"])
+def test_commands_of_a_command_have_one_whole_line_each(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = here(monkeypatch, capfd, tmp_path, name, "--help")
+    listed = [line.split() for line in dict(groups_of(out))["Commands"]]
+    assert code == 0
+    assert [words[0] for words in listed] == list(COMMANDS[name].commands)
+    assert all(len(words) > 2 and "..." not in words[-1] for words in listed)
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("record", "cluster")])
 def test_every_command_shows_examples_that_can_be_read(name: str) -> None:
     examples = [line.split("lockstep ", 1)[1] for line in COMMANDS[name].epilog.splitlines()[2:]]
@@ -63,9 +74,20 @@ def test_every_command_shows_examples_that_can_be_read(name: str) -> None:
 def test_what_python_takes_are_fields_of_the_options() -> None:
     fields = {field.name for field in dataclasses.fields(RunOptions)}
     assert CallOptions.__annotations__.keys() <= fields
-    assert set(main.OF_A_RUN) <= fields
+    assert {name: taken_by(name) for name in COMMANDS if taken_by(name)} == {
+        "train": ("local", "address", "chaos", "retries", "notify"),
+        "resume": ("local", "address", "chaos", "retries", "notify"),
+        "sweep": ("address", "notify"),
+        "verify": ("local", "address"),
+    }
+    for name in COMMANDS:
+        taken = {parameter.name for parameter in COMMANDS[name].params}
+        assert set(taken_by(name)) <= taken, name
     with pytest.raises(TypeError, match=r"there is no option 'adress'; there are .*address"):
         options_of_call(adress="auto")  # type: ignore[call-arg]
+    assert options_of_call(local=True).local
+    with pytest.raises(TypeError, match="there is no option 'local'"):
+        options_of_call(None, SweepCallOptions, local=True)
 
 
 GIVEN = {"address": "10.0.0.1:6379", "chaos": "worker:0.5", "notify": "true"}

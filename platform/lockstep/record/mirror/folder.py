@@ -22,6 +22,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.files import as_text, is_there, replacing, write_text
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
+from lockstep.record import problems
 from lockstep.record.events.codec import LATEST
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Opened
@@ -79,9 +80,7 @@ def run_in_folder(
         if not is_there(folder / NAME) or not _is_recorded_here(folder):
             raise no_such_run(run_id, repr(str(storage)), advice) from error
         what = "is missing"
-    raise RecordError(
-        f"run {run_id}: its run.json in {str(folder)!r} {what}; `lockstep record check {run_id} --repair` writes it again"
-    )
+    raise problems.RUN_JSON(run=run_id, folder=folder, got=what)
 
 
 def _is_recorded_here(folder: Path) -> bool:

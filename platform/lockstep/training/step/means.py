@@ -11,6 +11,7 @@ import torch
 
 from lockstep.errors import JobError
 from lockstep.job.interface import Loss, Mean
+from lockstep.training import problems
 
 RECORDED = ("loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped")
 """What is recorded of each step, or phase, beside the parts of its loss; `loss` of each evaluation as well."""
@@ -30,7 +31,7 @@ def means_of(loss: object, further: object) -> dict[str, Mean]:
 def check_form(loss: object, label: str, where: str = "") -> None:
     """Raise JobError for what is no loss with one total and named parts. `label` is the method that returned it, `where` a place in brackets."""
     if not isinstance(loss, Loss):
-        raise JobError(f"{label}: returned {type(loss).__name__}{where}, wanted lockstep.Loss(total, weight)")
+        raise problems.NO_LOSS(label=label, got=type(loss).__name__, where=where)
     total: object = loss.total
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         got = (
@@ -38,9 +39,7 @@ def check_form(loss: object, label: str, where: str = "") -> None:
             if isinstance(total, torch.Tensor)
             else type(total).__name__
         )
-        raise JobError(
-            f"{label}: total is {got}{where}, wanted a tensor of no dimension: the sum of the losses"
-        )
+        raise problems.TOTAL_FORM(label=label, got=got, where=where)
     _check_mapping(label, loss.parts, where)
 
 
@@ -54,10 +53,7 @@ def check_same_parts(loss: Loss, parts: Sequence[str], label: str, where: str) -
     """Raise JobError where a loss has other parts than the first one, whose `parts` every step records."""
     got, wanted = (", ".join(map(repr, names)) or "none" for names in (loss.parts, parts))
     if loss.parts.keys() != set(parts):
-        raise JobError(
-            f"{label}: parts are {got}{where}, wanted {wanted} as in the first micro-batch; give every part in each, with a total and "
-            "a weight of 0 where there is nothing to add"
-        )
+        raise problems.OTHER_PARTS(label=label, got=got, wanted=wanted, where=where)
 
 
 def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({})) -> dict[str, Mean]:
@@ -76,9 +72,7 @@ def check_parts(label: str, parts: object, phase: str = "") -> None:
     for name, part in _check_mapping(label, parts).items():
         check_name(label, name)
         if name in RECORDED:
-            raise JobError(
-                f"{label}: {name!r} is no name for a part: {phase or 'train'}/{name} is recorded already; give it another name"
-            )
+            raise problems.PART_NAME_TAKEN(label=label, got=name, recorded=f"{phase or 'train'}/{name}")
         _check_mean(label, f"part {name!r}", part)
 
 

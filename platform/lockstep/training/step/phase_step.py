@@ -22,6 +22,7 @@ from lockstep.errors import DriftError, JobError, LockstepError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.state import TrainState
 from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
@@ -291,7 +292,4 @@ def named_hook(reduction: Reduction) -> Any:
 
 def missing_gradient(names: Sequence[str], where: str) -> JobError:
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return JobError(
-        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
-        "or name it in conditional_parameters if some micro-batches rightly leave it out"
-    )
+    return problems.NO_GRADIENT(got=names[0], others=others, where=where)

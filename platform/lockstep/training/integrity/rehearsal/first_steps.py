@@ -211,7 +211,7 @@ class FirstSteps:
         try:
             state.optimizer_of(phase.name).step()
         except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, "first update, before training") from error
+            raise as_lockstep_error(error, "first update, before training", check="optimizer") from error
         return True
 
     def _compute(self, module: LossModule, key: MicroBatch, batch: Any) -> Any:

@@ -16,6 +16,7 @@ from lockstep.errors import JobError, NumericsError
 from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import rehearsal_key, seed_all
+from lockstep.training import problems
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
@@ -235,9 +236,7 @@ def check_loss(
     assert isinstance(loss, Loss)
     total = loss.total
     if not total.requires_grad:
-        raise JobError(
-            f"{label}: total has no gradient; it must come from the model, without detach() or no_grad()"
-        )
+        raise problems.TOTAL_DETACHED(label=label)
     value, weight = float(total.detach()), float(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
@@ -245,5 +244,5 @@ def check_loss(
             "a division by zero or a logarithm of zero"
         )
     if not math.isfinite(weight) or weight < 0:
-        raise JobError(f"{label}: weight is {weight}, wanted a number of samples or tokens, at least 0")
+        raise problems.LOSS_WEIGHT(label=label, got=weight)
     check_parts(label, loss.parts, phase)

@@ -1,0 +1,85 @@
+"""What can be wrong with a spec's file and with overrides: each a row of docs/failures.md, and the line that is shown.
+
+What is wrong with a field, pydantic finds; `messages` makes the line of it.
+"""
+
+from __future__ import annotations
+
+from lockstep.errors import Problem, SpecError
+
+UNREADABLE = Problem(
+    "spec.unreadable",
+    SpecError,
+    "spec: cannot read {file!r}: {got}",
+    cause="a folder, a file of another user, or a disk that fails",
+    advice="follow the message",
+)
+
+MISSING = Problem(
+    "spec.missing",
+    SpecError,
+    "spec: cannot read {file!r}: {got}",
+    "{hint}",
+    cause="there is no such file; one with a similar name is suggested",
+    advice="follow the message; `lockstep init NAME` writes a spec with its job",
+)
+
+NOT_TEXT = Problem(
+    "spec.not_text",
+    SpecError,
+    "spec: {file!r} is not text in UTF-8: {got}",
+    cause="a file in another encoding, or another file",
+    advice="save it in UTF-8",
+)
+
+TOO_LARGE = Problem(
+    "spec.too_large",
+    SpecError,
+    "spec: {file!r} cannot be read: {got}",
+    cause="a file that is larger than any spec",
+    advice="name the spec",
+)
+
+NOT_YAML = Problem(
+    "spec.not_yaml",
+    SpecError,
+    "{what} is not YAML: {got}",
+    shown="spec: '…' is not YAML: line …",
+    cause="a mistake at the line that the message names; also in an override",
+    advice="follow the message",
+)
+
+EMPTY = Problem(
+    "spec.empty",
+    SpecError,
+    "spec: {file!r} is empty",
+    'name at least a job: {{use: "package.module:Class"}}',
+    cause="a file without content",
+    advice="name at least a job",
+)
+
+NO_MAPPING = Problem(
+    "spec.no_mapping",
+    SpecError,
+    "spec: {file!r} holds {got}, wanted a mapping of fields",
+    cause="a list or a text at the top of the file",
+    advice="`field: value` on each line",
+)
+
+NO_OVERRIDE = Problem(
+    "spec.no_override",
+    SpecError,
+    "override: got {got!r}, wanted key=value such as optimizer.lr=1e-3",
+    cause="an override without `=`",
+    advice="write `key=value`",
+)
+
+NO_FIELDS = Problem(
+    "spec.no_fields",
+    SpecError,
+    "{field}: {section} is {got} and has no fields",
+    "set {section} itself",
+    shown="<key>: <section> is … and has no fields; set <section> itself",
+    cause="an override below a field that is not a section",
+    advice="set the field itself",
+)

@@ -1,0 +1,145 @@
+"""What can be wrong with a job's own code as training meets it: each a row of docs/failures.md, and the line that is shown."""
+
+from __future__ import annotations
+
+from lockstep.errors import DeterminismError, JobError, Problem
+
+# --- the job's code raised an exception --------------------------------------------------------------------------
+
+JOB_FAILED = Problem(
+    "job.failed",
+    JobError,
+    "the job failed ({where}): {kind}: {got}",
+    cause="any other exception of the job, with its place: `step 7, micro-batch 3, rank 0, jobs/mine.py:58 in loss`",
+    advice="fix the job",
+    unclear=True,
+)
+
+CHANGED_IN_PLACE = Problem(
+    "job.changed_in_place",
+    JobError,
+    "the job failed ({where}): {kind}: {got}",
+    "write a new tensor where forward changes one in place, such as x = x + y for x += y",
+    cause="`one of the variables needed for gradient computation has been modified by an inplace operation`",
+    advice="write a new tensor there",
+    check="gradients",
+    unclear=True,
+)
+
+JOB_EXITED = Problem(
+    "job.exited",
+    JobError,
+    "the job ended the process ({where}) with sys.exit({got})",
+    "raise an exception instead, or return",
+    cause="`sys.exit` in the job",
+    advice="raise an exception",
+)
+
+LABEL_RANGE = Problem(
+    "job.loss.label_range",
+    JobError,
+    "job.loss: a label is out of range ({where}): {got}",
+    "labels must be 0 … classes - 1: check the labels of the data against the width of the model's output",
+    cause="labels start at 1, or the output layer is too narrow",
+    advice="labels from 0, or a wider output",
+    check="labels",
+)
+
+GRADIENT_TWICE = Problem(
+    "job.gradient_twice",
+    JobError,
+    "a parameter's gradient came twice in one backward ({where})",
+    "where the job calls torch's checkpoint, set use_reentrant=False, and let no code of the job's call backward",
+    cause="on several workers, which DDP joins: the job uses a layer twice through torch's reentrant checkpoint, or calls `backward` itself",
+    advice="`use_reentrant=False`, or `activation_checkpointing`",
+)
+
+GPU_MEMORY = Problem(
+    "job.gpu_memory",
+    JobError,
+    "out of GPU memory ({where}): {got}",
+    "lower batch.micro, or set activation_checkpointing=true",
+    cause="the micro-batch is too large for the GPU",
+    advice="lower `batch.micro`, or set `activation_checkpointing=true`; either changes the identity",
+)
+
+NO_DETERMINISTIC_KERNEL = Problem(
+    "determinism.no_kernel",
+    DeterminismError,
+    "determinism strict: {got} has no deterministic kernel on this device ({where})",
+    "use another operator, or determinism=fast, whose runs cannot be repeated bit for bit",
+    cause="the message names the operator",
+    advice="another operator, or `determinism=fast`",
+)
+
+# --- the loss ---------------------------------------------------------------------------------------------------
+# `label` is the method that returned it: `job.loss`, or `the loss of phase 'critic'`.
+
+NO_LOSS = Problem(
+    "job.loss.kind",
+    JobError,
+    "{label}: returned {got}{where}, wanted lockstep.Loss(total, weight)",
+    shown="job.loss: returned …, wanted lockstep.Loss(total, weight)",
+    cause="a bare tensor",
+    advice="wrap it in `lockstep.Loss`",
+)
+
+TOTAL_FORM = Problem(
+    "job.loss.total",
+    JobError,
+    "{label}: total is {got}{where}, wanted a tensor of no dimension: the sum of the losses",
+    shown="job.loss: total is …, wanted a tensor of no dimension: the sum of the losses",
+    cause='`reduction="none"`, or `.item()`',
+    advice="return the sum of the losses as a tensor",
+)
+
+TOTAL_DETACHED = Problem(
+    "job.loss.total_detached",
+    JobError,
+    "{label}: total has no gradient",
+    "it must come from the model, without detach() or no_grad()",
+    shown="job.loss: total has no gradient; …",
+    cause="`detach()` or `no_grad()`",
+    advice="compute the loss with gradients",
+    check="gradients",
+)
+
+LOSS_WEIGHT = Problem(
+    "job.loss.weight",
+    JobError,
+    "{label}: weight is {got}, wanted a number of samples or tokens, at least 0",
+    shown="job.loss: weight is …, wanted a number of samples or tokens, at least 0",
+    cause="the weight is not such a number",
+    advice="the number of samples or tokens",
+)
+
+OTHER_PARTS = Problem(
+    "job.loss.other_parts",
+    JobError,
+    "{label}: parts are {got}{where}, wanted {wanted} as in the first micro-batch",
+    "give every part in each, with a total and a weight of 0 where there is nothing to add",
+    shown="job.loss: parts are … (…), wanted … as in the first micro-batch; …",
+    cause="a part that only some micro-batches give",
+    advice="every part in each micro-batch, with a total and a weight of 0 for nothing",
+)
+
+PART_NAME_TAKEN = Problem(
+    "job.loss.part_name",
+    JobError,
+    "{label}: {got!r} is no name for a part: {recorded} is recorded already",
+    "give it another name",
+    shown="job.loss: '…' is no name for a part: …`, `the loss of phase '…': …",
+    cause="a part called `loss`, `lr`, `grad_norm`, `clipped_norm`, `scale` or `skipped`, names that every step already records",
+    advice="another name",
+)
+
+NO_GRADIENT = Problem(
+    "job.parameter.no_gradient",
+    JobError,
+    "parameter {got!r}{others} got no gradient ({where})",
+    "use it in the loss, set requires_grad to False, or name it in conditional_parameters if some micro-batches rightly leave it out",
+    shown="parameter '…' got no gradient (…); …",
+    cause="the loss does not use it",
+    advice="use it, freeze it, or name it in `conditional_parameters`",
+    check="gradients",
+)
