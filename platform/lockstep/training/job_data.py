@@ -75,11 +75,11 @@ def open_agreed(
     with in_force() as pins:
         pins.given.update(versions)
         data = open_data(job, seed, group)
-        agreed = group.given(pins.opened, 0)
-        if pins.opened != agreed:  # someone wrote into a table while the ranks opened it
+        every = group.gather(pins.opened)
+        if any(opened != every[0] for opened in every):  # someone wrote into a table while the ranks opened it
             pins.opened.clear()
-            pins.given.update(agreed)
-            data = open_data(job, seed, group)
+            pins.given.update(every[0])
+            data = open_data(job, seed, group)  # all of them: it may call for the others
     return *data, pins
 
 
