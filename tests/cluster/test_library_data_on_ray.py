@@ -61,6 +61,15 @@ def test_rows_have_the_order_of_their_sources(tmp_path: Path, monkeypatch: pytes
     assert unordered != list(range(400)) == sorted(unordered)
 
 
+def test_tensors_of_one_shape_are_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images = np.arange(5 * 2 * 3, dtype=np.float32).reshape(5, 2, 3)
+    batch = Table(written_rows(ray.data.from_numpy(images))).__getitems__([3, 1])
+    assert np.array_equal(batch["data"].numpy(), images[[3, 1]].reshape(2, 6))
+
+
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pq.write_table(lake.points(20, 1), tmp_path / "0.parquet")

@@ -76,10 +76,11 @@ def open_agreed(
         pins.given.update(versions)
         data = open_data(job, seed, group)
         every = group.gather(pins.opened)
-        if any(opened != every[0] for opened in every):  # someone wrote into a table while the ranks opened it
+        # Where someone wrote into a table while the ranks opened it, all open theirs again: they may need each other for it.
+        if any(opened != every[0] for opened in every):
             pins.opened.clear()
             pins.given.update(every[0])
-            data = open_data(job, seed, group)  # all of them: it may call for the others
+            data = open_data(job, seed, group)
     return *data, pins
 
 
