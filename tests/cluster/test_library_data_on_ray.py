@@ -16,11 +16,14 @@ import pytest
 
 from lockstep import train
 from lockstep.data import Table
+from lockstep.data.dataset import fetch_one
 from lockstep.data.ray_rows import written_rows
+from lockstep.training.job_data import open_data
 from tests import lake
 from tests.cluster.test_ray_train import columns
 from tests.library_jobs import ray_rows
 from tests.processes import named
+from tests.unit.data.test_data_page import example
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -56,6 +59,22 @@ def test_rows_have_the_order_of_their_sources(tmp_path: Path, monkeypatch: pytes
         for n in batch.column("number").to_pylist()
     ]
     assert unordered != list(range(400)) == sorted(unordered)
+
+
+def test_tensors_of_one_shape_are_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images = np.arange(5 * 2 * 3, dtype=np.float32).reshape(5, 2, 3)
+    batch = Table(written_rows(ray.data.from_numpy(images))).__getitems__([3, 1])
+    assert np.array_equal(batch["data"].numpy(), images[[3, 1]].reshape(2, 6))
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pq.write_table(lake.points(20, 1), tmp_path / "0.parquet")
+    data, _ = open_data(example("import ray.data", {"s3://bucket/points": str(tmp_path / "0.parquet")}), 0)
+    assert fetch_one(data, 3)["label"].tolist() == lake.points(20, 1).column("label")[3:4].to_pylist()
 
 
 def spec(folder: Path, use: str, params: dict[str, Any], **changes: Any) -> dict[str, Any]:

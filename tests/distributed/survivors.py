@@ -89,6 +89,8 @@ class JoiningWorker(NamedTuple):
     environment: Mapping[str, str] = {}
     probe: str = ""
     """What the numerics probe gives there, as on another processor."""
+    table_versions: Mapping[str, str] = {}
+    """In which versions they read tables that change."""
 
 
 ALIKE = JoiningWorker()
@@ -144,10 +146,11 @@ def outlive(
     broken: str = "",
     path: str = "",
     joining_worker: JoiningWorker = ALIKE,
+    table_versions: Mapping[str, str] | None = None,
 ) -> Outlived:
     """Train on so many workers, of which some fall or leave while others join; these have the numbers from `workers` on.
 
-    All import the job from `path`, if any, but for what `joining_worker` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
+    All import the job from `path`, if any, and read tables in `table_versions`, but for what `joining_worker` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
     """
     context = forking()
     calls, told = RollCalls(1, workers), Told()
@@ -157,7 +160,11 @@ def outlive(
         for worker in range(workers + joining_workers):
             here, there = context.Pipe()
             own = [fall for fall in falls if fall.worker == worker]
-            other = joining_worker if worker >= workers else JoiningWorker(path)
+            other = (
+                joining_worker
+                if worker >= workers
+                else JoiningWorker(path, table_versions=table_versions or {})
+            )
             arguments = (there, digested(document), worker, workers, folder, own, run_id, broken, other)
             process = context.Process(target=_live, args=arguments, daemon=False)
             process.start()
@@ -350,7 +357,8 @@ def _live(
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
         with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
             job = load_job(spec.job.use, spec.job.params)
-            origin, cpu = AttemptOrigin() if run_id else None, torch.device("cpu")
+            cpu = torch.device("cpu")
+            origin = AttemptOrigin(table_versions=other.table_versions) if run_id else None
             if number >= workers:
                 answer: Any = join(spec, job, cpu, meeting, origin)
             else:

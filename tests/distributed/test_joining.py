@@ -12,8 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ClusterError
+from tests import lake
 from tests.distributed.small_jobs import Plain, points
-from tests.distributed.survivors import Change, JoiningWorker, outlive
+from tests.distributed.survivors import Change, JoiningWorker, Outlived, outlive
 from tests.distributed.test_survivors import DIGITS, check, undisturbed
 from tests.distributed.training import Document, train, train_attempt
 
@@ -74,6 +75,37 @@ def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: s
 def test_a_joining_worker_that_computes_the_same_bits_is_let_in() -> None:
     """The control: where the data lies is no part of it."""
     check(outlive(PLACED, 1, [], [Change(2, joining=1)]), train(PLACED), [0, 1])
+
+
+@pytest.mark.parametrize("versions", [{"points": "0"}, {}], ids=["that of the others", "the newest"])
+def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
+    tmp_path: Path, versions: dict[str, str]
+) -> None:
+    """It is let in, though the table has a newer one; with that one it would not be."""
+    for seed in (1, 2):
+        lake.append("delta", tmp_path, lake.points(40, seed))
+    params = {"train": str(tmp_path), "evaluation": None, "inputs": lake.FEATURES, "width": 8}
+    job = {"use": "tests.lake:Lake", "params": params}
+    document = SMALL | {"job": job, "checkpoint": {"storage": str(tmp_path / "runs"), "every": None}}
+
+    def joined() -> Outlived:
+        joining_worker = JoiningWorker(table_versions=versions)
+        first = {"points": "0"}
+        return outlive(
+            document,
+            1,
+            [],
+            [Change(2, joining=1)],
+            run_id="run",
+            joining_worker=joining_worker,
+            table_versions=first,
+        )
+
+    if versions:
+        check(joined(), train_attempt(document, "alone", AttemptOrigin(table_versions=versions)), [0, 1])
+    else:
+        with pytest.raises(ClusterError, match="which has just joined, has a different data"):
+            joined()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ rows that follows from the rows themselves.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -130,15 +132,7 @@ def _plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
         storage = pa.chunked_array([chunk.storage for chunk in column.chunks], kind.storage_type)
-        shape = getattr(kind, "shape", None)
-        if shape is not None and not pa.types.is_fixed_size_list(
-            kind.storage_type
-        ):  # Ray's tensors of one shape
-            size = 1
-            for extent in shape:
-                size *= extent
-            storage = storage.cast(pa.list_(kind.storage_type.value_type, size))
-        return _plain_column(storage)
+        return _plain_column(storage if (vectors := _vector_type(kind)) is None else storage.cast(vectors))
     if pa.types.is_dictionary(kind):
         return column.cast(kind.value_type)
     if pa.types.is_string_view(kind):
@@ -146,3 +140,13 @@ def _plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_binary_view(kind):
         return column.cast(pa.binary())
     return column
+
+
+def _vector_type(kind: Any) -> pa.DataType | None:
+    """The type of a vector for Ray's tensors of one shape, which it stores as lists; None for any other type."""
+    shape, storage = getattr(kind, "shape", None), kind.storage_type
+    if shape is None or not (pa.types.is_list(storage) or pa.types.is_large_list(storage)):
+        return None
+    if pa.types.is_nested(storage.value_type):
+        return None
+    return pa.list_(storage.value_type, math.prod(shape))

@@ -75,10 +75,11 @@ def open_agreed(
     with in_force() as pins:
         pins.given.update(versions)
         data = open_data(job, seed, group)
-        agreed = group.given(pins.opened, 0)
-        if pins.opened != agreed:  # someone wrote into a table while the ranks opened it
+        every = group.gather(pins.opened)
+        # Where someone wrote into a table while the ranks opened it, all open theirs again: they may need each other for it.
+        if any(opened != every[0] for opened in every):
             pins.opened.clear()
-            pins.given.update(agreed)
+            pins.given.update(every[0])
             data = open_data(job, seed, group)
     return *data, pins
 
