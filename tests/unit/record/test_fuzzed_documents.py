@@ -37,7 +37,7 @@ from lockstep.record.events.union import EvaluationRow
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import last_words, status_of
+from lockstep.record.ledger.replay import end_of, status_of
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.checkpoint_copies import named_by
 from lockstep.record.mirror.folder import FolderReader, recorded_in_folder
@@ -188,7 +188,7 @@ def read_journal(folder: Path, content: bytes) -> None:
     journal = Journal(run, read_only=True)
     try:
         status_of(journal.events)
-        last_words(journal.events)
+        end_of(journal.events)
         journal.missing_steps()
         rows = list(journal.steps())
         for row in (*rows, *journal.evaluations(), *journal.observations()):
@@ -310,7 +310,7 @@ def read_sweep(folder: Path, content: bytes) -> None:
 
 
 def read_attempts(folder: Path, content: bytes) -> None:
-    from lockstep.record.mirror.projection import attempts_in
+    from lockstep.record.mirror.documents import attempts_in
 
     attempts_in(content)
 

@@ -469,7 +469,7 @@ def test_a_signal_is_named_in_the_verdict(shaky: Shaky, spec: Specs) -> None:
 
 def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes back what a hasty reader said meanwhile."""
-    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     recorder = recorder_on(shaky, spec())
     recorder.run_id()

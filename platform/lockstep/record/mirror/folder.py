@@ -27,7 +27,7 @@ from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Opened
 from lockstep.record.ledger.journal import Journal, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import last_words, status_of
+from lockstep.record.ledger.replay import end_of, status_of
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.documents import as_json
 from lockstep.record.mirror.final_model_files import FinalModel
@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def write_run(folder: Path, name: str, journal: Journal) -> None:
     """Write run.json again, with as much as nothing but the journal and the log have; the rest comes from a sync."""
-    end = last_words(journal.events)[-1]
+    end = end_of(journal.events)
     opened = next((event for event in journal.events if isinstance(event, Opened)), None)
     first = next(journal.steps(), None)
     at = opened.at if opened else first.wall_clock if first else time.time()

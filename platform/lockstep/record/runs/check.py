@@ -26,7 +26,7 @@ from lockstep.record.events.union import (
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
-from lockstep.record.ledger.replay import last_words, lost_end, status_of
+from lockstep.record.ledger.replay import end_of, lost_end, status_of
 from lockstep.record.mirror.documents import as_json
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
@@ -173,7 +173,7 @@ def check_store(
 
 def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Iterator[RecordDifference]:
     """Compare the files of a run that is recorded in its folder alone with its journal, and with the status in `store`, its run.json."""
-    end = last_words(journal.events)[-1]
+    end = end_of(journal.events)
     documents = {}
     for event in journal.events:
         if isinstance(event, Started) and event.facts.get("fields"):
