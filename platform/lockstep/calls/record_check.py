@@ -19,7 +19,7 @@ from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
-from lockstep.record.mirror.sync import check_there, refuse_continued, refuse_living, spec_of, sync
+from lockstep.record.mirror.sync import check_there, refuse_strangers, spec_of, sync
 from lockstep.record.runs.check import (
     COPIED,
     InStore,
@@ -45,8 +45,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     journal = Journal(folder, read_only=not repair)
     try:
         if repair:
-            refuse_continued(folder, journal, spec)
-            refuse_living(folder, journal, spec)
+            refuse_strangers(folder, journal, spec)
         problems += check_journal(journal, history, repair=repair)
         complete, store = not journal.missing_steps(), _store(spec, folder)
         if complete and isinstance(store, InStore):
@@ -130,11 +129,11 @@ def _differences(
     """How the store differs from the journal; for a run that is recorded in its folder alone how its files do."""
     complete = not journal.missing_steps()
     if not isinstance(store, InStore):
-        return [store, *(check_folder(folder, journal, None) if complete else ())]
+        return [store, *(check_folder(folder, journal, None, spec) if complete else ())]
     if not complete:
         return []
     if spec.record.uri in (None, RECORD_OFF):
-        return list(check_folder(folder, journal, store))
+        return list(check_folder(folder, journal, store, spec))
     return list(check_store(folder, journal, store, scaled=spec.precision == "fp16"))
 
 

@@ -57,12 +57,10 @@ class Request:
 
 
 class OpenRecord:
-    """The parts of a record, once `open` was called. `violated` is called for a step with other bits, `on_save` after each checkpoint."""
+    """The parts of a record, once `open` was called. `on_save` is called after each checkpoint."""
 
-    def __init__(
-        self, request: Request, violated: Callable[[str], None], on_save: Callable[[], None]
-    ) -> None:
-        self._request, self._violated, self._on_save = request, violated, on_save
+    def __init__(self, request: Request, on_save: Callable[[], None]) -> None:
+        self._request, self._on_save = request, on_save
         self.folder: Path
         self.store: RunStore
         self.journal: Journal
@@ -131,17 +129,12 @@ class OpenRecord:
         refused = any(isinstance(event, SetAside) for event in self.journal.events)
         thorough = lost or request.replay or (refused and not self.journal.delivered)
         self.projection = Projection(spec, self.folder, self.journal)
-        errors = []
-        for event in self.journal.events:
-            try:
-                self.projection.take(event)
-            except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
-                errors.append(error)
+        errors = self.projection.fold(self.journal.events)
         self.projection.end = None  # that of an earlier attempt, or `last_end`
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
         self._make_parts(last_steps, doubted=doubted, thorough=thorough)
-        for problem in errors:
-            self.reconciler.refuse(problem)
+        for error in errors:
+            self.reconciler.refuse(error)
         self.projection.describe(_sources(spec.job.use))
         self.url = self.store.url()
         self._first_file()
@@ -192,7 +185,6 @@ class OpenRecord:
             request.spec,
             request.source,
             lambda segment: request.fetch(run_id, segment.name),
-            self._violated,
         )
 
     def _first_file(self) -> None:

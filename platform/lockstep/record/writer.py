@@ -34,6 +34,7 @@ from lockstep.record.events.union import (
     Printed,
     Recorded,
     TakenOver,
+    Violated,
 )
 from lockstep.record.mirror.projection import log_line
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
@@ -75,7 +76,7 @@ class Writer:
         self._on_aliases = on_aliases
         self._replay = replay
         request = Request(spec, make_store, run_id, patience_s, source, replay, fetch)
-        self._record = OpenRecord(request, self._violated, self._pin_aliased)
+        self._record = OpenRecord(request, self._pin_aliased)
         self._opening_failure: RecordError | None = None
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
@@ -238,7 +239,10 @@ class Writer:
                 return []
             return [added for event in events for added in self._add([event])]
         diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
-        self._state = self._state._replace(diagnosed=self._state.diagnosed + diagnoses)
+        violation = next((event.text for event in recorded if isinstance(event, Violated)), "")
+        self._state = self._state._replace(
+            diagnosed=self._state.diagnosed + diagnoses, violation=self._state.violation or violation
+        )
         return recorded
 
     def _not_written(self, error: RecordError) -> None:
@@ -317,11 +321,6 @@ class Writer:
             )
             self._record.journal.add([mended])
             self._record.files.log(log_line(mended))
-
-    def _violated(self, violation: str) -> None:
-        self._state = self._state._replace(violation=violation)
-        self._record.projection.violation = violation
-        self._record.files.log(f"determinism violation: {violation}")
 
     def _guarded(self, show: Callable[[], None]) -> None:
         try:

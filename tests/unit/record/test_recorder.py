@@ -31,6 +31,7 @@ from lockstep.record.events.union import (
     Started,
     StepRow,
     TakenOver,
+    Violated,
     Warned,
 )
 from lockstep.record.ledger.journal import Journal
@@ -404,6 +405,23 @@ def test_a_replayed_step_with_another_bit_is_a_determinism_violation(shaky: Shak
     assert f"not exact: {recorder.state.violation}" in tags["lockstep.note"].splitlines()[0]
     assert recorder.state.violation in (recorder.run_folder() / "log.txt").read_text()
     assert losses(shaky.points)[6] == (7, loss)
+
+
+def test_a_violation_is_shown_by_whoever_records_the_run_next(shaky: Shaky, spec: Specs) -> None:
+    """By a sync, and by an attempt that resumes it: it is in the journal, once. The control is a second one of that attempt."""
+    first = violations(shaky, spec(), [step_row(7, loss=0.5), step_row(8, loss=0.5)])
+    sync(first.run_folder(), again=True)
+    assert "not exact: step 7" in run_json(first)["tags"]["lockstep.note"].splitlines()[0]
+    second = Recorder(spec(), lambda _: shaky, first.run_id())
+    second.start()
+    second.tell(Started({}), step_row(9, loss=0.5), Finished({"step": 10}))
+    second.close()
+    assert second.state.violation.startswith("step 9 gave other bits")
+    assert "not exact: step 7" in run_json(second)["tags"]["lockstep.note"].splitlines()[0]
+    journal = Journal(second.run_folder(), read_only=True)
+    recorded = [event.text[:6] for event in journal.events if isinstance(event, Violated)]
+    journal.close()
+    assert recorded == ["step 7", "step 9"]
 
 
 def test_rows_of_corrupted_bits_give_way_to_those_of_the_steps_taken_again(shaky: Shaky, spec: Specs) -> None:

@@ -17,17 +17,17 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lockstep.errors import LockstepError, RecordError, first_line
+from lockstep.errors import LockstepError, first_line
 from lockstep.files import NO_LINKS
 from lockstep.parsing import MOST_BYTES, strict_json, without_hash
 from lockstep.paths import OutsideError, component, open_beneath, read_beneath, shown
-from lockstep.record.mirror.lanes import Call, Lane
+from lockstep.record.mirror.lanes import Call, Lane, Part
 from lockstep.record.mirror.run_store import RunStore
 
 HELD = ".copying"
@@ -37,8 +37,8 @@ SHARED = "shared"
 """The folder beside the checkpoints with the files that several of them name; in a whole copy they lie with the other files."""
 
 
-class Copies:
-    """The checkpoints that a store should have whole, as the source of a lane of its own.
+class Copies(Part):
+    """The checkpoints that a store should have whole (folder by step), in a lane of their own.
 
     `report` is called in the lane with the step that is now whole in the store (and None), or with why one is not.
     `mb_per_s` bounds the mean rate at which files are sent, in megabytes per second.
@@ -47,27 +47,20 @@ class Copies:
     def __init__(
         self, store: RunStore, report: Callable[[int, str | None], None], mb_per_s: float | None = None
     ) -> None:
-        self._store = store
-        self._report = report
+        lane = Lane("copies", lambda what, error: None, low=True)
+        super().__init__(lane, "checkpoint", self._send_copy, delete=store.delete_checkpoint)
+        self._store, self._report = store, report
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
-        self._lane = Lane("copies", lambda what, error: None, low=True)
-        self._lane.sources.append(self)
-        self.refused: dict[str, RecordError] = {}
-        self.wanted: Mapping[int, str] = {}
-        """The folder of each wanted checkpoint by step, newest first."""
         self._known: Container[int] = ()
-        self._whole: dict[int, bool] | None = None
-        """The checkpoints of which the store has something, and whether each is whole."""
-        self._failed: set[int] = set()
-        self._round = 0
-        """How many times `keep` was called: a failure of an earlier round is no reason not to try again."""
+        self._is_known = False
+        """Whether `actual` has what the store had of the run's checkpoints."""
         self._closing = threading.Event()
 
     def keep(self, wanted: Mapping[int, str], known: Container[int]) -> None:
-        """Make the store keep these checkpoints (folder by step), and drop the other `known` ones of the run. Returns at once."""
-        self._round += 1
-        self._known, self._failed = known, set()
+        """Make the store keep these checkpoints, and drop the other `known` ones of the run. Returns at once."""
+        self._known = known
         self.wanted = dict(sorted(wanted.items(), reverse=True))
+        self.retry()
         self._lane.wake()
 
     def close(self, deadline: float) -> bool:
@@ -76,50 +69,48 @@ class Copies:
         while not self._lane.idle and time.monotonic() < deadline:
             time.sleep(0.01)
         self._lane.stop()
-        outage, complete = self._lane.outage, self._whole or {}
-        missing = [step for step in self.wanted if not complete.get(step)]
-        for step in sorted(set(missing) - self._failed):
-            self._report(step, str(outage.error) if outage else "the run ended before it was sent")
+        outage = self._lane.outage
+        missing = [item for item in self.wanted.items() if self.actual.get(item[0]) != item[1]]
+        for step, uri in missing:
+            if self._refused.get(step) != uri:
+                self._report(step, str(outage.error) if outage else "the run ended before it was sent")
         return not missing
 
     def calls(self) -> Iterator[Call]:
-        """The newest wanted checkpoint first; what is not wanted goes once that one is whole."""
-        wanted, complete, failed = self.wanted, self._whole, self._failed
-        newest = next(iter(wanted), None)
+        """The newest checkpoint first; what is not wanted goes once that one is whole."""
+        newest = next(iter(self.wanted.items()), None)
         if newest is None:
             return
-        if complete is None:
-            if newest not in failed:
-                yield self._call(newest, self._look)
+        if not self._is_known:
+            if self._is_due(*newest):
+                yield Call(self._look, partial(self.refuse, [newest]))
             return
-        for step, uri in wanted.items():
-            if not complete.get(step) and step not in failed:
-                yield self._call(step, partial(self._send, complete, step, Path(uri)))
-        if complete.get(newest):
-            for step in sorted(step for step in list(complete) if step in self._known and step not in wanted):
-                if step not in failed:
-                    yield self._call(step, partial(self._delete, complete, step))
+        yield from self._pushes()
+        if self.actual.get(newest[0]) == newest[1]:
+            yield from self._deletions()
 
-    def _call(self, step: int, make: Callable[[], None]) -> Call:
-        return Call(make, partial(self._fail, self._round, step))
-
-    def retry(self) -> bool:
-        return False
+    def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
+        self._refused.update(items)
+        for step, _ in items:
+            if step in self.wanted or step in self.actual:  # else it was deleted during the call
+                self._report(step, str(error) if isinstance(error, LockstepError) else first_line(error))
 
     def _look(self) -> None:
-        self._whole = dict(self._store.checkpoints())
+        wanted = self.wanted
+        self.actual = {
+            step: wanted.get(step, "") if whole else None
+            for step, whole in self._store.checkpoints().items()
+            if step in self._known or step in wanted
+        }
+        self._is_known = True
 
-    def _send(self, complete: dict[int, bool], step: int, folder: Path) -> None:
-        complete[step] = False
-        with _held(folder) as held_folder:
+    def _send_copy(self, items: Mapping[int, str]) -> None:
+        ((step, folder),) = items.items()
+        self.actual[step] = None
+        with _held(Path(folder)) as held_folder:
             self._began = time.monotonic()
-            self._store.log_checkpoint(step, checkpoint_tags(str(folder)), held_folder, self._sent)
-        complete[step] = True
+            self._store.log_checkpoint(step, checkpoint_tags(folder), held_folder, self._sent)
         self._report(step, None)
-
-    def _delete(self, complete: dict[int, bool], step: int) -> None:
-        self._store.delete_checkpoint(step)
-        del complete[step]
 
     def _sent(self, nbytes: int) -> None:
         """Pause after a file to keep the mean rate, unless the run has ended."""
@@ -128,11 +119,6 @@ class Copies:
         until = self._began + nbytes / self._bytes_per_s
         self._closing.wait(max(0.0, until - time.monotonic()))
         self._began = time.monotonic()
-
-    def _fail(self, of_round: int, step: int, error: Exception) -> None:
-        if of_round == self._round:  # else the checkpoint was deleted during the call, or is tried again
-            self._failed.add(step)
-            self._report(step, str(error) if isinstance(error, LockstepError) else first_line(error))
 
 
 @contextmanager

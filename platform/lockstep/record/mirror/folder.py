@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 import threading
 import time
@@ -27,7 +26,6 @@ from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Opened
 from lockstep.record.ledger.journal import Journal, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import end_of, status_of
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.documents import as_json
 from lockstep.record.mirror.final_model_files import FinalModel
@@ -41,7 +39,6 @@ from lockstep.record.mirror.run_store import (
     no_such_run,
     recorded,
 )
-from lockstep.record.mirror.run_texts import LOG
 from lockstep.record.runs.heartbeat import process_tags, same_beat, vanished
 from lockstep.spec.locations import RECORD_OFF
 
@@ -127,27 +124,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_run(folder: Path, name: str, journal: Journal) -> None:
-    """Write run.json again, with as much as nothing but the journal and the log have; the rest comes from a sync."""
-    end = end_of(journal.events)
+    """Write run.json again as that of a run that has just been opened; a sync adds what the journal has."""
     opened = next((event for event in journal.events if isinstance(event, Opened)), None)
     first = next(journal.steps(), None)
-    at = opened.at if opened else first.wall_clock if first else time.time()
-    tags = {name: str(value) for name, value in opened.process.items()} if opened else {}
-    log = folder / LOG
-    log_text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    if violated := re.search("determinism violation: (.*)", log_text):
-        tags["lockstep.violation"] = violated[1]
-    status = status_of(journal.events)
-    ended = None if status == "RUNNING" else getattr(end, "at", None) or journal.last_sign or at
-    run: dict[str, Any] = {
+    run = {
         "run_id": folder.name,
         "name": name,
-        "started": at,
-        "status": status,
-        "ended": ended,
+        "started": opened.at if opened else first.wall_clock if first else time.time(),
+        "status": "RUNNING",
+        "ended": None,
         "params": {},
+        "tags": {name: str(value) for name, value in opened.process.items()} if opened else {},
     }
-    write_text(folder / "run.json", as_json({**run, "tags": tags}))
+    write_text(folder / "run.json", as_json(run))
 
 
 def finished_in_folder(storage: Path, identity: str) -> Iterator[StoredRun]:

@@ -1,6 +1,6 @@
 """Threads that push content to a store, one for each kind, so that no kind waits for another's trouble.
 
-A lane holds no queue. Before each call it asks its sources what is due now, so after an outage the store gets the newest
+A lane holds no queue. Before each call it asks its parts what is due now, so after an outage the store gets the newest
 content, once. The result of a call decides what follows:
 
 * success: the next call.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.errors import RecordError, first_line
 from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
@@ -43,19 +43,6 @@ class Call(NamedTuple):
     refuse: Callable[[Exception], None]
 
 
-class Source(Protocol):
-    """What a lane pushes."""
-
-    refused: dict[str, RecordError]
-    """What the store does not have, and why."""
-
-    def calls(self) -> Iterator[Call]:
-        """The calls that are due now, in order."""
-
-    def retry(self) -> bool:
-        """Make refused content due again. Returns whether there is any."""
-
-
 Note = Callable[[str, RecordError], None]
 """Notes refused content in the journal; RecordError where the disk refuses."""
 
@@ -72,7 +59,7 @@ class Lane:
     """The thread of one kind of content, which `wake` starts. `low` gives it a low priority."""
 
     def __init__(self, name: str, note: Note, *, low: bool = False) -> None:
-        self.sources: list[Source] = []
+        self.parts: list[Part] = []
         self.next_s: Callable[[], float] = lambda: math.inf
         """In how many seconds something is due by itself."""
         self._note, self._low = note, low
@@ -102,7 +89,7 @@ class Lane:
 
     def calls(self) -> Iterator[Call]:
         """The calls that are due now."""
-        return (call for source in self.sources for call in source.calls())
+        return (call for part in self.parts for call in part.calls())
 
     @property
     def idle(self) -> bool:
@@ -119,11 +106,11 @@ class Lane:
     @property
     def refused(self) -> dict[str, RecordError]:
         """What the store does not have, and why."""
-        return {what: error for source in self.sources for what, error in dict(source.refused).items()}
+        return {what: error for part in self.parts for what, error in dict(part.refused).items()}
 
     def retry(self) -> bool:
         """Make refused content due again. Returns whether there is any."""
-        return sum(source.retry() for source in self.sources) > 0  # a sum, so that every source is asked
+        return sum(part.retry() for part in self.parts) > 0  # a sum, so that every part is asked
 
     def has_waited(self, closing_at: float, asked_at: float, patience_s: float) -> bool:
         """Whether the end of a run need not wait for this lane: nothing is due, or it has waited too long.
@@ -135,16 +122,12 @@ class Lane:
         since = max(closing_at, outage.since) if outage else max(asked_at, self.moved_at)
         return self.idle or time.monotonic() > since + patience_s
 
-    def refuse(self, refused: dict[str, RecordError], what: str, error: Exception) -> RecordError:
-        """Note a refusal in the journal and in `refused`. UnavailableError if the journal cannot note it now."""
-        refusal = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
-        if what not in refused:
-            try:
-                self._note(what, refusal)
-            except RecordError as disk:
-                raise UnavailableError(str(disk)) from disk
-            refused[what] = refusal
-        return refusal
+    def note(self, what: str, error: RecordError) -> None:
+        """Note a refusal in the journal. UnavailableError if that is impossible now."""
+        try:
+            self._note(what, error)
+        except RecordError as disk:
+            raise UnavailableError(str(disk)) from disk
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -227,7 +210,7 @@ class Part:
         together: bool = False,
         delete: Callable[[Any], object] | None = None,
     ) -> None:
-        lane.sources.append(self)
+        lane.parts.append(self)
         self._lane, self._what, self._send = lane, what, send
         self._together, self._delete = together, delete
         self.wanted: Mapping[Any, Any] = {}
@@ -237,6 +220,7 @@ class Part:
         self._refused: dict[Any, Any] = {}
         """The values that the store has refused."""
         self.refused: dict[str, RecordError] = {}
+        """What the store does not have, and why."""
         self._lacking: dict[str, set[Any]] = {}
         """The names behind each of these reports that the store still lacks."""
 
@@ -245,25 +229,39 @@ class Part:
         self.actual = dict(self.wanted)
 
     def calls(self) -> Iterator[Call]:
-        wanted = self.wanted
-        due = [(name, value) for name, value in wanted.items() if self._is_due(name, value)]
-        if self._together:
-            if due:
-                yield Call(partial(self._push, due), partial(self._refuse, due))
-        else:
-            for item in due:
-                yield Call(partial(self._push, [item]), partial(self._refuse, [item]))
-        for name in [name for name in list(self.actual) if name not in wanted] if self._delete else ():
-            if self._is_due(name, _DELETED):
-                yield Call(partial(self._take_away, name), partial(self._refuse, [(name, _DELETED)]))
+        """The calls that are due now, in order."""
+        yield from self._pushes()
+        yield from self._deletions()
 
-    def _is_due(self, name: Any, value: Any) -> bool:
-        return bool(self.actual.get(name, _NOTHING) != value and self._refused.get(name, _NOTHING) != value)
+    def _pushes(self) -> Iterator[Call]:
+        due = [item for item in self.wanted.items() if self._is_due(*item)]
+        for items in ([due] if due else []) if self._together else [[item] for item in due]:
+            yield Call(partial(self._push, items), partial(self.refuse, items))
+
+    def _deletions(self) -> Iterator[Call]:
+        if self._delete:
+            for name in [name for name in list(self.actual) if name not in self.wanted]:
+                if self._is_due(name, _DELETED):
+                    yield Call(partial(self._take_away, name), partial(self.refuse, [(name, _DELETED)]))
 
     def retry(self) -> bool:
+        """Make refused content due again. Returns whether there is any."""
         again = bool(self._refused)
         self._refused.clear()
         return again
+
+    def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
+        """Note that the store refuses this content. UnavailableError if the journal cannot note it now."""
+        refusal = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
+        title = self._title([name for name, _ in items])
+        if title not in self.refused:
+            self._lane.note(title, refusal)
+            self.refused[title] = refusal
+        self._lacking[title] = {name for name, _ in items}
+        self._refused.update(items)
+
+    def _is_due(self, name: Any, value: Any) -> bool:
+        return bool(self.actual.get(name, _NOTHING) != value and self._refused.get(name, _NOTHING) != value)
 
     def _push(self, items: Sequence[tuple[Any, Any]]) -> None:
         def send(part: Sequence[tuple[Any, Any]]) -> None:
@@ -271,7 +269,7 @@ class Part:
             self.actual.update(part)
             self._accepted(part)
 
-        send_acceptable(items, send, self._refuse)
+        send_acceptable(items, send, self.refuse)
 
     def _take_away(self, name: Any) -> None:
         assert self._delete is not None
@@ -285,14 +283,8 @@ class Part:
             if not names:
                 del self._lacking[title], self.refused[title]
 
-    def _refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
-        title = self._title(items)
-        self._lane.refuse(self.refused, title, error)
-        self._lacking[title] = {name for name, _ in items}
-        self._refused.update(items)
-
-    def _title(self, items: Sequence[tuple[Any, Any]]) -> str:
-        return f"{self._what} {', '.join(sorted(str(name) for name, _ in items)[:5])}".rstrip()
+    def _title(self, names: Sequence[Any]) -> str:
+        return f"{self._what} {', '.join(sorted(map(str, names))[:5])}".rstrip()
 
 
 Item = TypeVar("Item")

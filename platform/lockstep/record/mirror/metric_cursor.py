@@ -8,17 +8,21 @@ points may be missing below that, by all of its steps. If the store refuses a po
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from lockstep.errors import RecordError
 from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points_of
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.mirror.lanes import Call, Lane, send_acceptable
+from lockstep.record.mirror.lanes import Call, Lane, Part, send_acceptable
 from lockstep.record.mirror.run_store import POINTS_PER_CALL, RunStore, UnavailableError
 
 MOST_REFUSED = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
+
+
+_REST = "rest"
+"""The name of what the journal has behind the cursor."""
 
 
 class _Cursor(NamedTuple):
@@ -27,8 +31,8 @@ class _Cursor(NamedTuple):
     """The step before the offset."""
 
 
-class MetricCursor:
-    """The points of an open journal, as a source of `lane`. `scaled` is whether a loss scaler runs.
+class MetricCursor(Part):
+    """The points of an open journal, in `lane`. `scaled` is whether a loss scaler runs. Refused points are its content, by themselves.
 
     `high_water` is the highest step that the store has of each key; `thorough` says that it may lack points below that.
     """
@@ -43,8 +47,8 @@ class MetricCursor:
         scaled: bool,
         thorough: bool,
     ) -> None:
-        lane.sources.append(self)
-        self._journal, self._store, self._lane = journal, store, lane
+        super().__init__(lane, "metrics", self._send_again, together=True)
+        self._journal, self._store = journal, store
         self._high_water = high_water
         self._thorough = thorough
         self._scaled = scaled
@@ -56,65 +60,43 @@ class MetricCursor:
         self._known: dict[str, Collection[int]] = {}
         self._replaced_after: int | None = None
         """If set: rows of later steps than this that come again replace others, which were made from corrupted bits."""
-        self._refused_points: list[Point] = []
-        self.refused: dict[str, RecordError] = {}
-        self._retries = self._retries_made = 0
-        self._stuck_at = -1
-        """The journal's size when a call failed for good."""
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
     def calls(self) -> Iterator[Call]:
-        """One call, which sends everything that the journal has when it is made."""
-        behind = self._cursor.offset < self._journal.size != self._stuck_at
-        if behind or self._retries_made < self._retries:
-            yield Call(self._send, self._refuse_all)
+        """One call, which sends everything that the journal has when it is made; and those that repeat refused points."""
+        rest = (_REST, self._journal.size)
+        if self._cursor.offset < rest[1] and self._is_due(*rest):
+            yield Call(self._send_new, partial(self.refuse, [rest]))
+        yield from super().calls()
 
-    def retry(self) -> bool:
-        refused = bool(self.refused)
-        self._retries += refused
-        return refused
-
-    def _refuse_all(self, error: Exception) -> None:
-        self._lane.refuse(self.refused, "metrics", error)
-        self._stuck_at, self._retries_made = self._journal.size, self._retries
-
-    def _send(self) -> None:
-        retries = self._retries
+    def _send_new(self) -> None:
         try:
             for points, cursor in self._batches():
                 if points:
-                    send_acceptable(points, self._store.log_metrics, self._refuse)
+                    send_acceptable(points, self._store.log_metrics, self._refuse_points)
                 self._cursor = cursor
         except OSError as error:  # from the journal's disk
             raise UnavailableError(f"record: cannot read the journal: {error}") from error
-        if self._stuck_at >= 0:
-            self._stuck_at = -1
-            self.refused.pop("metrics", None)
-        if self._retries_made < retries:
-            self._send_refused()
-        self._retries_made = retries
+        self._accepted([(_REST, None)])
 
-    def _send_refused(self) -> None:
-        """Send the refused points once more."""
-        points, reports = self._refused_points, dict(self.refused)
-        self._refused_points = []
-        self.refused.clear()
-        try:
-            for start in range(0, len(points), POINTS_PER_CALL):
-                batch = points[start : start + POINTS_PER_CALL]
-                send_acceptable(batch, self._store.log_metrics, self._refuse)
-        except UnavailableError:
-            self._refused_points = points
-            self.refused |= reports
-            raise
+    def _refuse_points(self, points: Sequence[Point], error: Exception) -> None:
+        room = MOST_REFUSED - len(self.wanted)
+        self.wanted = {**self.wanted, **dict.fromkeys(points[:room], True)}
+        self.refuse([(point, True) for point in points], error)
 
-    def _refuse(self, points: Sequence[Point], error: Exception) -> None:
+    def _send_again(self, points: Mapping[Point, bool]) -> None:
+        unsent = list(points)
+        for start in range(0, len(unsent), POINTS_PER_CALL):
+            self._store.log_metrics(unsent[start : start + POINTS_PER_CALL])
+
+    def _title(self, names: Sequence[Any]) -> str:
+        points = [name for name in names if isinstance(name, Point)]
+        if not points:
+            return "metrics"
         steps = sorted({point.step for point in points})
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        names = sorted({point.key for point in points})
-        shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-        self._lane.refuse(self.refused, f"metrics of {where} ({shown})", error)
-        self._refused_points.extend(points[: MOST_REFUSED - len(self._refused_points)])
+        keys = sorted({point.key for point in points})
+        return f"metrics of {where} ({', '.join(keys[:3])}{', …' if keys[3:] else ''})"
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:
         """Batches of whole rows, each with the cursor after it; a row with very many parts takes several batches."""

@@ -37,6 +37,7 @@ from lockstep.record.events.union import (
     StepRow,
     Straggling,
     TakenOver,
+    Violated,
     Warned,
 )
 from lockstep.record.figures import run_figures
@@ -79,8 +80,6 @@ class Projection:
         """How the run ended; None if it goes on. An end before the last start belongs to an earlier attempt."""
         self.lost = ""
         """Steps of an earlier attempt that cannot be read anywhere, and why."""
-        self.violation = ""
-        """The first step that gave other bits when it was repeated, and how."""
         self._tags: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
         self._attempts: dict[int, Mapping[str, Any]] = {}
@@ -94,6 +93,16 @@ class Projection:
         self._tags |= {"job": self._spec.job.use, "folder": str(self._folder)}
         self.documents = {"spec.yaml": documents.as_yaml(document), **self.documents}
         self.documents |= {f"source/{path}": content for path, content in sources.items()}
+
+    def fold(self, events: Sequence[Recorded]) -> list[Exception]:
+        """Take all of these events. Returns why some cannot be shown, which costs no other."""
+        errors: list[Exception] = []
+        for event in events:
+            try:
+                self.take(event)
+            except Exception as error:  # noqa: BLE001 - a journal may come from a stranger
+                errors.append(error)
+        return errors
 
     def take(self, event: Recorded) -> None:
         """Take an event that is in the journal."""
@@ -128,6 +137,8 @@ class Projection:
                 self._tags["corrupted"] = str(event)
             case ResumeChecked():
                 self._tags["resumed_step"] = event.step
+            case Violated():
+                self._tags.setdefault("violation", event.text)
             case StepRow() | EvaluationRow() | Observation() | Sampled():
                 pass  # they become points; the ledger is written when the run ends
             case Warned() | Straggling() | Mended() | Opened() | Delivered() | SetAside():
@@ -219,8 +230,6 @@ class Projection:
     def tags(self, *, trouble: str, figures: Sequence[Path], ended: bool) -> dict[str, str]:
         """The run's tags with its note, which shows `trouble` with the record and names the `figures`. The end counts only if it is `ended`."""
         tags = dict(self._tags)
-        if self.violation:
-            tags["violation"] = self.violation
         match self.end if ended else None:
             case Finished() as end:
                 tags |= {"vanished": "", **self._end_values(end), "error": end.error}
@@ -228,7 +237,7 @@ class Projection:
                 tags["error"] = end.message
             case None:
                 tags["error"] = ""  # that of an earlier attempt, or of a reader who took the run for dead
-        wrong = {"not exact": self.violation, "not recorded": trouble}
+        wrong = {"not exact": tags.get("violation"), "not recorded": trouble}
         verdict = self.verdict(ended=ended)._replace(
             troubles=[f"{what}: {text}" for what, text in wrong.items() if text]
         )
@@ -306,6 +315,8 @@ def log_line(event: Recorded) -> str:
             return f"no checkpoint of step {event.step}: {event.error}"
         case TakenOver():
             return event.message
+        case Violated():
+            return f"determinism violation: {event.text}"
         case Diagnosed() | Corrupted():
             return str(event)
         case Warned() | Straggling():

@@ -10,9 +10,9 @@ else or knows what it lacks.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +25,7 @@ from lockstep.record.mirror.lanes import Call, Lane, Outage, Part
 from lockstep.record.mirror.metric_cursor import MetricCursor
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import RunFiles
-from lockstep.record.mirror.run_store import DeniedError, RunStore
+from lockstep.record.mirror.run_store import DeniedError, RunStore, Status
 from lockstep.record.mirror.run_texts import LOG
 from lockstep.record.runs.heartbeat import BEAT_S, process_tags
 from lockstep.spec.fields import Spec
@@ -69,7 +69,8 @@ class Reconciler:
         self._content = (self._facts, self._points, self._uploads)
         """What the store must have before it learns that the run has ended."""
         self._lanes = (self._status, *self._content)
-        self._end_of_run = _Status(self._status, store, projection, self._forget_error, goes_on=goes_on)
+        self._final_status = Part(self._status, "status", self._send_status)
+        _Beats(self._status, partial(self._beat, goes_on=goes_on), self._final_status)
         self._params = Part(self._facts, "parameters", store.log_params, together=True)
         self._data = Part(self._facts, "data sets", lambda d: store.log_data(list(d.values())), together=True)
         self._tags = Part(self._facts, "tags", store.set_tags, together=True)
@@ -157,7 +158,7 @@ class Reconciler:
         self._report()
         self._want()
         if self._shows_end and self.failure() is None and all(lane.idle for lane in self._content):
-            self._end_of_run.may_end = True
+            self._allow_end()
         for lane in self._lanes:
             if not lane.idle:
                 lane.wake()
@@ -215,6 +216,17 @@ class Reconciler:
             self._files.log(f"no copy of the checkpoint of step {step}: {failure}")
             self._findings["lockstep.copy_error"] = f"step {step}: {failure}"
 
+    def _beat(self, items: Mapping[str, int], *, goes_on: bool) -> None:
+        """Report that this process lives. This also clears what a hasty reader may have set, and restores RUNNING."""
+        if goes_on:
+            self._store.set_status("RUNNING")
+        self._store.set_tags(process_tags(time.time()) | {_VANISHED: ""})
+        self._tags.actual.pop(_ERROR, None)
+
+    def _send_status(self, items: Mapping[Status, float | None]) -> None:
+        for status, at in items.items():
+            self._store.set_status(status, at)
+
     # --- the end --------------------------------------------------------------------------------------------
 
     def await_file(self, name: str, timeout_s: float) -> None:
@@ -251,15 +263,19 @@ class Reconciler:
         copied = self._copies.close(max(closing_at, away_since) + patience_s)
         self.working = False
         self._give_up((self._points, self._uploads), advice)
-        may_end = self._end_of_run.may_end or self._is_informed(settle)
-        if self._projection.status is not None:
-            if may_end:  # else readers would believe the record complete
-                self._end_of_run.may_end = True
-            else:
-                self.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
+        if self._final_status.wanted or self._is_informed(settle):
+            self._allow_end()
+        elif self._projection.status is not None:  # with it, readers would believe the record complete
+            self.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
         settle(self._facts, self._status)
         self._give_up(self._lanes, advice)
         return copied
+
+    def _allow_end(self) -> None:
+        """Let the store learn how the run ended, if it has."""
+        end = self._projection.end
+        if isinstance(end, Finished | Failed):
+            self._final_status.wanted = {end.status: end.at}
 
     def _is_informed(self, settle: Callable[[Lane], None]) -> bool:
         """Whether the store knows what it lacks, and lacks nothing else."""
@@ -323,61 +339,15 @@ class Reconciler:
         return sum(lane.delivered for lane in self._lanes)
 
 
-class _Status:
-    """The status of a run, as the source of `lane`: beats while it goes on, and its end."""
+class _Beats(Part):
+    """The signs of life of this process, one every BEAT_S, until the final status of the run is known."""
 
-    def __init__(
-        self,
-        lane: Lane,
-        store: RunStore,
-        projection: Projection,
-        on_beat: Callable[[], None],
-        *,
-        goes_on: bool,
-    ) -> None:
-        lane.sources.append(self)
-        lane.next_s = self._until_beat_s
-        self._lane, self._store, self._projection = lane, store, projection
-        self._on_beat, self._goes_on = on_beat, goes_on
-        self.refused: dict[str, RecordError] = {}
-        self._beat_at = -math.inf
-        self.may_end = False
-        """Whether the store may learn how the run ended."""
-        self._ended = False
+    def __init__(self, lane: Lane, send: Callable[[Mapping[str, int]], object], final_status: Part) -> None:
+        super().__init__(lane, "heartbeat", send)
+        self._final_status = final_status
+        lane.next_s = lambda: BEAT_S - time.monotonic() % BEAT_S
 
     def calls(self) -> Iterator[Call]:
-        if self._ended:
-            return
-        if self.may_end and self._projection.status is not None:
-            yield Call(self._push_end, self._refuse_end)
-        elif self._until_beat_s() <= 0.0:
-            yield Call(self._beat, self._refuse_beat)
-
-    def retry(self) -> bool:
-        return False
-
-    def _until_beat_s(self) -> float:
-        return math.inf if self._ended else self._beat_at + BEAT_S - time.monotonic()
-
-    def _beat(self) -> None:
-        """Report that this process lives. This also clears what a hasty reader may have set, and restores RUNNING."""
-        if self._goes_on:
-            self._store.set_status("RUNNING")
-        self._store.set_tags(process_tags(time.time()) | {_VANISHED: ""})
-        self._beat_at = time.monotonic()
-        self.refused.clear()
-        self._on_beat()
-
-    def _refuse_beat(self, error: Exception) -> None:
-        self._lane.refuse(self.refused, "heartbeat", error)
-        self._beat_at = time.monotonic()
-
-    def _push_end(self) -> None:
-        status, end = self._projection.status, self._projection.end
-        assert status is not None and isinstance(end, Finished | Failed)
-        self._store.set_status(status, end.at)
-        self._ended = True
-
-    def _refuse_end(self, error: Exception) -> None:
-        self._lane.refuse(self.refused, f"status {self._projection.status}", error)
-        self._ended = True
+        # Not set by the writer's thread: drawing or a slow disk keeps it busy for longer than a beat.
+        self.wanted = {} if self._final_status.wanted else {"": int(time.monotonic() // BEAT_S)}
+        return super().calls()

@@ -18,6 +18,11 @@ from lockstep.record.mirror.run_texts import LOG, Texts
 Content = str | bytes
 
 
+def as_written(content: Content) -> bytes:
+    """The bytes of a document in its file."""
+    return encoded(content) if isinstance(content, str) else content
+
+
 class RunFiles:
     """The files of one run. Only `log` may be called by any thread; the others raise OSError where the disk refuses."""
 
@@ -41,7 +46,7 @@ class RunFiles:
             except OutsideError as error:
                 impossible.append(RecordError(f"run {self.folder.name}: a document is not recorded: {error}"))
             else:
-                write_bytes(path, encoded(content) if isinstance(content, str) else content)
+                write_bytes(path, as_written(content))
                 self.names[name] = content
             self.written[name] = content
         return impossible
