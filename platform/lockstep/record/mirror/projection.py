@@ -78,6 +78,9 @@ class Projection:
         self.saves = 0
         self.end: Finished | Failed | TakenOver | None = None
         """How the run ended; None if it goes on. An end before the last start belongs to an earlier attempt."""
+        self._running = documents.Verdict("RUNNING", f" · {spec.name}")
+        self._final = self._running, dict[str, Any]()
+        """The verdict of the end, and the details of its note."""
         self.lost = ""
         """Steps of an earlier attempt that cannot be read anywhere, and why."""
         self._tags: dict[str, Any] = {}
@@ -123,11 +126,10 @@ class Projection:
             case Document():
                 self.documents[event.name] = event.text
             case Finished():
-                self.end = event
-                if lack := self._missing(int(event.summary.get("step") or 0)):
-                    self.end = Failed(lack, at=event.at)
+                lack = self._missing(int(event.summary.get("step") or 0))
+                self._finish(Failed(lack, at=event.at) if lack else event)
             case Failed() | TakenOver():
-                self.end = event
+                self._finish(event)
             case Diagnosed():
                 self._diagnoses.append(event)
                 rules = dict.fromkeys(diagnosed.rule for diagnosed in self._diagnoses)
@@ -238,40 +240,39 @@ class Projection:
             case None:
                 tags["error"] = ""  # that of an earlier attempt, or of a reader who took the run for dead
         wrong = {"not exact": tags.get("violation"), "not recorded": trouble}
-        verdict = self.verdict(ended=ended)._replace(
-            troubles=[f"{what}: {text}" for what, text in wrong.items() if text]
-        )
-        details = {"straggler": self._stragglers[-1]} if self._stragglers else {}
-        details |= self._details() if ended else {}
+        verdict, details = self._final if ended and self.end else (self._running, {})
+        verdict = verdict._replace(troubles=[f"{what}: {text}" for what, text in wrong.items() if text])
+        if self._stragglers:
+            details = {"straggler": self._stragglers[-1], **details}
         names = [f"{run_figures.FOLDER}/{path.name}" for path in figures]
         tags["note"] = documents.note(verdict, details, names, self._folder.name)
         return {f"lockstep.{name}": documents.as_value(value) for name, value in tags.items()}
 
-    def verdict(self, *, ended: bool = True) -> documents.Verdict:
-        """How the run stands, in one line."""
-        match self.end if ended else None:
-            case Finished() as end:
-                summary = end.summary
-                killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
-                metrics = sorted(
-                    documents.single_values(summary.get("metrics") or {}).items(),
-                    key=lambda metric: not metric[0].startswith("eval/"),
-                )
-                headline = f"{killer} at step {summary.get('step', '?')}"
-                headline += f": {end.error}" if end.error else ""
-                parts = [headline, *(documents.reading(metric) for metric in metrics)]
-                return documents.Verdict(end.status, " · ".join(parts[:5]))
-            case Failed() as end:
-                last = self._journal.last_step
-                reached = f"after step {last}" if last else "before the first step"
-                return documents.Verdict(end.status, f" {reached}: {end.message}")
-        return documents.Verdict("RUNNING", f" · {self._spec.name}")
+    @property
+    def verdict(self) -> str:
+        """How the run ended, in one line."""
+        return str(self._final[0])
 
-    def _details(self) -> dict[str, Any]:
-        if isinstance(self.end, Finished):
-            metrics = documents.single_values(self.end.summary.get("metrics") or {})
-            return {**self._end_values(self.end), **metrics, **self._facts}
-        return self._facts if isinstance(self.end, Failed) else {}
+    def _finish(self, end: Finished | Failed | TakenOver) -> None:
+        verdict, details = self._running, dict[str, Any]()
+        if isinstance(end, Failed):
+            last = self._journal.last_step
+            reached = f"after step {last}" if last else "before the first step"
+            verdict = documents.Verdict(end.status, f" {reached}: {end.message}")
+            details = self._facts
+        elif isinstance(end, Finished):
+            summary = end.summary
+            killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
+            metrics = documents.single_values(summary.get("metrics") or {})
+            of_evaluations_first = sorted(
+                metrics.items(), key=lambda metric: not metric[0].startswith("eval/")
+            )
+            headline = f"{killer} at step {summary.get('step', '?')}"
+            headline += f": {end.error}" if end.error else ""
+            parts = [headline, *(documents.reading(metric) for metric in of_evaluations_first)]
+            verdict = documents.Verdict(end.status, " · ".join(parts[:5]))
+            details = {**self._end_values(end), **metrics, **self._facts}
+        self.end, self._final = end, (verdict, details)
 
     @staticmethod
     def _end_values(end: Finished) -> dict[str, Any]:

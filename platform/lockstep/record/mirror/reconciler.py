@@ -142,7 +142,7 @@ class Reconciler:
         self._end = self._projection.end
         self._forget_error()
         if not isinstance(self._end, TakenOver):
-            self._files.log(str(self._projection.verdict()))
+            self._files.log(self._projection.verdict)
 
     def _forget_error(self) -> None:
         """Send these tags again: a reader who took the run for dead may have set them."""
