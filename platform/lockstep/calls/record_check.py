@@ -52,8 +52,6 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
             problems += _check_end(spec, folder, journal, store, repair=repair)
             if lost_end(journal.events, store.status, store.process):
                 return problems  # the tables and the store have more than the journal
-        if complete:
-            problems += check_ledger(folder, journal, repair=repair)
         differences = _differences(spec, folder, journal, store)
         if repair and not isinstance(store, InStore) and _is_off(spec):
             write_run(folder, spec.name, journal)
@@ -126,15 +124,18 @@ def _add_end(uri: str, folder: Path, journal: Journal, store: InStore) -> None:
 def _differences(
     spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
 ) -> list[RecordDifference]:
-    """How the store differs from the journal; for a run that is recorded in its folder alone how its files do."""
+    """How the tables and the store differ from the journal; for a run that is recorded in its folder alone how its files do."""
     complete = not journal.missing_steps()
-    if not isinstance(store, InStore):
-        return [store, *(check_folder(folder, journal, None, spec) if complete else ())]
+    unreadable = [] if isinstance(store, InStore) else [store]
     if not complete:
-        return []
-    if spec.record.uri in (None, RECORD_OFF):
-        return list(check_folder(folder, journal, store, spec))
-    return list(check_store(folder, journal, store, scaled=spec.precision == "fp16"))
+        return unreadable
+    in_store = store if isinstance(store, InStore) else None
+    differences = (
+        check_folder(folder, journal, in_store, spec)
+        if in_store is None or _is_off(spec)
+        else check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
+    )
+    return [*unreadable, *check_ledger(folder, journal), *differences]
 
 
 def _history(spec: Spec, run_id: str, found: list[RecordDifference]) -> Rows | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,8 +123,7 @@ class OpenRecord:
         if not request.replay:
             with contextlib.suppress(UnavailableError):  # the first beat sets it
                 self.store.set_status("RUNNING")
-        last_steps = dict(self.store.last_steps())
-        lost = self._has_lost(last_steps)
+        lost = self._has_lost()
         doubted = lost or request.replay or not self.journal.delivered
         refused = any(isinstance(event, SetAside) for event in self.journal.events)
         thorough = lost or request.replay or (refused and not self.journal.delivered)
@@ -132,7 +131,7 @@ class OpenRecord:
         errors = self.projection.fold(self.journal.events)
         self.projection.end = None  # that of an earlier attempt, or `last_end`
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._make_parts(last_steps, doubted=doubted, thorough=thorough)
+        self._make_parts(doubted=doubted, thorough=thorough)
         for error in errors:
             self.reconciler.refuse(error)
         self.projection.describe(_sources(spec.job.use))
@@ -140,11 +139,11 @@ class OpenRecord:
         self._first_file()
         self._log_damage()
 
-    def _has_lost(self, last_steps: Mapping[str, int]) -> bool:
+    def _has_lost(self) -> bool:
         """Whether the store lacks steps that it has confirmed, as after its database was put back from a backup."""
         if self._request.spec.record.uri == RECORD_OFF:
             return False  # it keeps no steps
-        return self.journal.delivered and self.journal.last_step > last_steps.get(LOSS, 0)
+        return self.journal.delivered and self.journal.last_step > self.store.last_steps().get(LOSS, 0)
 
     def last_end(self) -> Recorded:
         """The end of a run that is reported again, by its journal.
@@ -164,7 +163,7 @@ class OpenRecord:
             end = Failed(stored_end.error, details)
         return replace(end, at=stored_end.at)
 
-    def _make_parts(self, last_steps: Mapping[str, int], *, doubted: bool, thorough: bool) -> None:
+    def _make_parts(self, *, doubted: bool, thorough: bool) -> None:
         request, run_id = self._request, self.folder.name
         self.files = RunFiles(self.folder, self.journal, scaled=request.spec.precision == "fp16")
         self.reconciler = Reconciler(
@@ -173,7 +172,6 @@ class OpenRecord:
             self.files,
             self.journal,
             self.store,
-            last_steps,
             patience_s=request.patience_s,
             doubted=doubted,
             thorough=thorough,

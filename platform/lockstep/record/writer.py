@@ -304,8 +304,8 @@ class Writer:
             projection.lost = self._record.admission.lost
             self._mend()
         projection.take(event)
-        if isinstance(event, Finished) and isinstance(projection.end, Failed):  # its ledger is not whole
-            self._refuse(RecordError(projection.end.message))
+        if isinstance(event, Finished) and projection.lack:
+            self._refuse(RecordError(projection.lack))
         if isinstance(event, PeakMemory) and not self._replay:
             # All steps are taken, and rank 0 still exports the final model: by the run's end they are drawn.
             self._record.files.figures.draw()

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,17 +22,14 @@ from lockstep.files import as_text, is_there, replacing, write_text
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
 from lockstep.record.events.codec import LATEST
-from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Opened
 from lockstep.record.ledger.journal import Journal, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.documents import as_json
-from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.run_store import (
     Ended,
     RunInfo,
-    Sent,
+    RunStore,
     Status,
     StoredRun,
     UnavailableError,
@@ -163,8 +160,8 @@ def _finished(path: Path, inode: int, mtime_ns: int, size: int) -> tuple[str | N
     return (run["tags"].get("lockstep.identity") if finished else None), float(run["started"])
 
 
-class FolderStore:
-    """The RunStore of `record.uri: off`."""
+class FolderStore(RunStore):
+    """The RunStore of `record.uri: off`: the run's folder has its ledger, its model and its checkpoints in any case."""
 
     def __init__(self, storage: Path, run_name: str, started_at: float | None = None) -> None:
         self._started_at = started_at or time.time()
@@ -198,16 +195,6 @@ class FolderStore:
             )
         return assigned_id
 
-    def last_steps(self) -> Mapping[str, int]:
-        return {}
-
-    def log_metrics(self, points: Sequence[Point]) -> None:
-        """Nothing to do: the ledger has the metrics."""
-
-    def recorded_steps(self, key: str) -> Collection[int]:
-        """None: metrics are only in the ledger."""
-        return ()
-
     def log_params(self, params: Mapping[str, str]) -> None:
         with self._changing:
             existing = self._run["params"]
@@ -221,9 +208,6 @@ class FolderStore:
         with self._changing:
             self._run["tags"].update(tags)
             self._save()
-
-    def log_data(self, data: Sequence[DataSet]) -> None:
-        """Nothing to do: the fields of the identity have the fingerprints."""
 
     def log_file(self, path: Path, folder: str) -> None:
         target = beneath(self._folder, *filter(None, (folder, path.name)))
@@ -239,25 +223,6 @@ class FolderStore:
                 f"record: cannot copy {str(path)!r} to {str(target)!r}: {error.strerror}"
             ) from error
 
-    def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
-        """Nothing to do: the model is in the run's folder already."""
-
-    def log_checkpoint(
-        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
-    ) -> None:
-        """Nothing to do: checkpoints have their own storage."""
-
-    def checkpoints(self) -> Mapping[int, bool]:
-        """None: the store has no copies of checkpoints."""
-        return {}
-
-    def aliased_steps(self) -> frozenset[int]:
-        """None: a folder has no registry."""
-        return frozenset()
-
-    def delete_checkpoint(self, step: int) -> None:
-        """Nothing to do: the store has no copies of checkpoints."""
-
     def ended(self) -> Ended | None:
         return self._ended
 
@@ -266,9 +231,6 @@ class FolderStore:
             self._run["status"] = status
             self._run["ended"] = None if status == "RUNNING" else at or time.time()
             self._save()
-
-    def url(self) -> str:
-        return ""
 
     def _save(self) -> None:
         try:

@@ -34,7 +34,7 @@ class _Cursor(NamedTuple):
 class MetricCursor(Part):
     """The points of an open journal, in `lane`. `scaled` is whether a loss scaler runs. Refused points are its content, by themselves.
 
-    `high_water` is the highest step that the store has of each key; `thorough` says that it may lack points below that.
+    `thorough` says that the store may lack points below the highest step that it has of each key.
     """
 
     def __init__(
@@ -42,14 +42,13 @@ class MetricCursor(Part):
         journal: Journal,
         store: RunStore,
         lane: Lane,
-        high_water: Mapping[str, int],
         *,
         scaled: bool,
         thorough: bool,
     ) -> None:
         super().__init__(lane, "metrics", self._send_again, together=True)
         self._journal, self._store = journal, store
-        self._high_water = high_water
+        high_water = self._high_water = dict(store.last_steps())
         self._thorough = thorough
         self._scaled = scaled
         reached = min(high_water.get(key, 0) for key in EVERY_STEP)

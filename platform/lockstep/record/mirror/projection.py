@@ -10,36 +10,11 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from lockstep.files import as_bytes
-from lockstep.record.events.union import (
-    SOURCE,
-    AttemptsSummarised,
-    CheckpointRow,
-    Corrupted,
-    Delivered,
-    Diagnosed,
-    Document,
-    EvaluationRow,
-    Failed,
-    Finished,
-    InputsFound,
-    Mended,
-    Observation,
-    Opened,
-    PeakMemory,
-    Recorded,
-    ResumeChecked,
-    Sampled,
-    SetAside,
-    Started,
-    StepRow,
-    Straggling,
-    TakenOver,
-    Violated,
-    Warned,
-)
+from lockstep.record.events import union
+from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
 from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror import documents
@@ -60,6 +35,20 @@ _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name"
 _REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is missing is taken from its newest checkpoint"
 
 
+class Ending(NamedTuple):
+    """How a run ended, and what its store should have for it. Without a `status` a newer attempt decides how the run goes on."""
+
+    status: Status | None
+    at: float | None
+    verdict: documents.Verdict
+    details: Mapping[str, Any] = {}
+    tags: Mapping[str, Any] = {}
+    documents: Mapping[str, Content] = {}
+    files: Sequence[Path] = ()
+    model: tuple[Path, int] | None = None
+    """The folder of the final model, and its step."""
+
+
 class Projection:
     """What is wanted of one run. One thread changes it; a mapping that a property returns is a new one each time."""
 
@@ -76,18 +65,18 @@ class Projection:
         self.known_steps: set[int] = set()
         """The steps of all checkpoints that the run has saved. Only added to."""
         self.saves = 0
-        self.end: Finished | Failed | TakenOver | None = None
+        self.end: Ending | None = None
         """How the run ended; None if it goes on. An end before the last start belongs to an earlier attempt."""
+        self.lack = ""
+        """What the ledger of a run that reached its end lacks."""
         self._running = documents.Verdict("RUNNING", f" · {spec.name}")
-        self._final = self._running, dict[str, Any]()
-        """The verdict of the end, and the details of its note."""
         self.lost = ""
         """Steps of an earlier attempt that cannot be read anywhere, and why."""
         self._tags: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
         self._attempts: dict[int, Mapping[str, Any]] = {}
         self._stragglers: list[str] = []
-        self._diagnoses: list[Diagnosed] = []
+        self._diagnoses: list[union.Diagnosed] = []
 
     def describe(self, sources: Mapping[str, bytes]) -> None:
         """Add what is known of a run before it does anything: its spec, the parameters, and its job's `sources` by path."""
@@ -110,40 +99,48 @@ class Projection:
     def take(self, event: Recorded) -> None:
         """Take an event that is in the journal."""
         match event:
-            case Started():
+            case union.Started():
                 self._start(event.facts)
-            case InputsFound():
+            case union.InputsFound():
                 self._facts["identity"] = event.identity
                 self._tags["identity"] = event.identity
                 self.documents |= {f"source/{path}": text for path, text in event.source.items()}
                 self.documents["fields.json"] = documents.as_json(dict(event.fields))
-            case CheckpointRow():
+            case union.CheckpointRow():
                 self._save(event)
-            case AttemptsSummarised():
+            case union.AttemptsSummarised():
                 self._summarise(event.attempts)
-            case PeakMemory():
+            case union.PeakMemory():
                 self._tags["peak_memory_mb"] = [round(size / 1e6) for size in event.bytes_by_rank]
-            case Document():
+            case union.Document():
                 self.documents[event.name] = event.text
             case Finished():
-                lack = self._missing(int(event.summary.get("step") or 0))
-                self._finish(Failed(lack, at=event.at) if lack else event)
-            case Failed() | TakenOver():
-                self._finish(event)
-            case Diagnosed():
+                self.end = self._finished(event)
+            case Failed():
+                self.end = self._failed(event)
+            case TakenOver():
+                self.end = Ending(None, None, self._running)
+            case union.Diagnosed():
                 self._diagnoses.append(event)
                 rules = dict.fromkeys(diagnosed.rule for diagnosed in self._diagnoses)
                 self._tags["diagnosed"] = "; ".join(rules)
                 self.documents["diagnosis.json"] = documents.as_json([asdict(d) for d in self._diagnoses])
-            case Corrupted():
+            case union.Corrupted():
                 self._tags["corrupted"] = str(event)
-            case ResumeChecked():
+            case union.ResumeChecked():
                 self._tags["resumed_step"] = event.step
-            case Violated():
+            case union.Violated():
                 self._tags.setdefault("violation", event.text)
-            case StepRow() | EvaluationRow() | Observation() | Sampled():
+            case union.StepRow() | union.EvaluationRow() | union.Observation() | union.Sampled():
                 pass  # they become points; the ledger is written when the run ends
-            case Warned() | Straggling() | Mended() | Opened() | Delivered() | SetAside():
+            case (
+                union.Warned()
+                | union.Straggling()
+                | union.Mended()
+                | union.Opened()
+                | union.Delivered()
+                | union.SetAside()
+            ):
                 pass
             case _:
                 assert_never(event)
@@ -179,7 +176,7 @@ class Projection:
         self._tags |= {"attempts": len(of_each), "stragglers": "; ".join(self._stragglers[-3:])}
         self.documents["attempts.json"] = documents.as_json(of_each)
 
-    def _save(self, row: CheckpointRow) -> None:
+    def _save(self, row: union.CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
         self.saves += 1
         if row.uri is None:
@@ -198,49 +195,12 @@ class Projection:
         by_spec = self._spec.record.checkpoints != "reference" and self._spec.record.uri != RECORD_OFF
         return by_spec and not any("://" in uri for uri in self.copies.values())
 
-    @property
-    def status(self) -> Status | None:
-        """The final status of the run; None if it goes on, here or in a newer attempt."""
-        return self.end.status if isinstance(self.end, Finished | Failed) else None
-
-    @property
-    def model(self) -> tuple[Path, int] | None:
-        """The folder of the final model, and its step."""
-        if not isinstance(self.end, Finished):
-            return None
-        folder = model_folder(self.end.files)
-        return None if folder is None else (folder, int(self.end.summary.get("step", 0)))
-
-    @property
-    def final_documents(self) -> dict[str, Content]:
-        """The documents that the run's end adds."""
-        match self.end:
-            case Finished() as end:
-                error = {"error.txt": f"{end.error}\n"} if end.error else {}
-                return {"summary.json": documents.as_json(end.summary), **error}
-            case Failed() as end:
-                return {"error.txt": f"{end.message}\n\n{end.details}".rstrip() + "\n"}
-        return {}
-
-    @property
-    def final_files(self) -> list[Path]:
-        """The files that the run ended with, but for those of its model."""
-        model = self.model
-        files = self.end.files if isinstance(self.end, Finished) else ()
-        return [path for path in files if model is None or path.parent != model[0]]
-
     def tags(self, *, trouble: str, figures: Sequence[Path], ended: bool) -> dict[str, str]:
         """The run's tags with its note, which shows `trouble` with the record and names the `figures`. The end counts only if it is `ended`."""
-        tags = dict(self._tags)
-        match self.end if ended else None:
-            case Finished() as end:
-                tags |= {"vanished": "", **self._end_values(end), "error": end.error}
-            case Failed() as end:
-                tags["error"] = end.message
-            case None:
-                tags["error"] = ""  # that of an earlier attempt, or of a reader who took the run for dead
+        tags, end = dict(self._tags), self.end if ended else None
+        tags |= end.tags if end else {"error": ""}  # that of an earlier attempt, or of a hasty reader
         wrong = {"not exact": tags.get("violation"), "not recorded": trouble}
-        verdict, details = self._final if ended and self.end else (self._running, {})
+        verdict, details = (end.verdict, end.details) if end else (self._running, {})
         verdict = verdict._replace(troubles=[f"{what}: {text}" for what, text in wrong.items() if text])
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
@@ -248,37 +208,47 @@ class Projection:
         tags["note"] = documents.note(verdict, details, names, self._folder.name)
         return {f"lockstep.{name}": documents.as_value(value) for name, value in tags.items()}
 
-    @property
-    def verdict(self) -> str:
-        """How the run ended, in one line."""
-        return str(self._final[0])
+    def _failed(self, end: Failed) -> Ending:
+        last = self._journal.last_step
+        reached = f"after step {last}" if last else "before the first step"
+        return Ending(
+            end.status,
+            end.at,
+            documents.Verdict(end.status, f" {reached}: {end.message}"),
+            self._facts,
+            {"error": end.message},
+            {"error.txt": f"{end.message}\n\n{end.details}".rstrip() + "\n"},
+        )
 
-    def _finish(self, end: Finished | Failed | TakenOver) -> None:
-        verdict, details = self._running, dict[str, Any]()
-        if isinstance(end, Failed):
-            last = self._journal.last_step
-            reached = f"after step {last}" if last else "before the first step"
-            verdict = documents.Verdict(end.status, f" {reached}: {end.message}")
-            details = self._facts
-        elif isinstance(end, Finished):
-            summary = end.summary
-            killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
-            metrics = documents.single_values(summary.get("metrics") or {})
-            of_evaluations_first = sorted(
-                metrics.items(), key=lambda metric: not metric[0].startswith("eval/")
-            )
-            headline = f"{killer} at step {summary.get('step', '?')}"
-            headline += f": {end.error}" if end.error else ""
-            parts = [headline, *(documents.reading(metric) for metric in of_evaluations_first)]
-            verdict = documents.Verdict(end.status, " · ".join(parts[:5]))
-            details = {**self._end_values(end), **metrics, **self._facts}
-        self.end, self._final = end, (verdict, details)
-
-    @staticmethod
-    def _end_values(end: Finished) -> dict[str, Any]:
+    def _finished(self, end: Finished) -> Ending:
+        """A run that ended by itself, or by a signal that it obeyed. One whose ledger lacks steps has not finished."""
         summary = end.summary
-        shown = {name: summary[name] for name in summary if name not in {"run_id", "status", "unsaved"}}
-        return documents.single_values(shown)
+        last_step = int(summary.get("step") or 0)
+        self.lack = self._missing(last_step)
+        if self.lack:
+            return self._failed(Failed(self.lack, at=end.at))
+        killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
+        metrics = documents.single_values(summary.get("metrics") or {})
+        of_evaluations_first = sorted(metrics.items(), key=lambda metric: not metric[0].startswith("eval/"))
+        headline = f"{killer} at step {summary.get('step', '?')}" + (f": {end.error}" if end.error else "")
+        parts = [headline, *(documents.reading(metric) for metric in of_evaluations_first)]
+        values = documents.single_values(
+            {name: summary[name] for name in summary if name not in {"run_id", "status", "unsaved"}}
+        )
+        model = model_folder(end.files)
+        return Ending(
+            end.status,
+            end.at,
+            documents.Verdict(end.status, " · ".join(parts[:5])),
+            {**values, **metrics, **self._facts},
+            {"vanished": "", **values, "error": end.error},
+            {
+                "summary.json": documents.as_json(summary),
+                **({"error.txt": f"{end.error}\n"} if end.error else {}),
+            },
+            [path for path in end.files if path.parent != model],
+            None if model is None else (model, last_step),
+        )
 
     def _missing(self, last: int) -> str:
         """What the ledger of a run that ended after step `last` lacks; empty if nothing."""
@@ -308,22 +278,22 @@ def _not_whole(missing: range) -> str:
 def log_line(event: Recorded) -> str:
     """What the run's log says of an event when it is recorded; empty for most."""
     match event:
-        case Started():
+        case union.Started():
             return f"training begins on {event.facts.get('workers', '?')} workers"
-        case InputsFound():
+        case union.InputsFound():
             return f"step {event.step}: an input of the job was found; the identity is {event.identity} from here on"
-        case CheckpointRow() if event.uri is None:
+        case union.CheckpointRow() if event.uri is None:
             return f"no checkpoint of step {event.step}: {event.error}"
         case TakenOver():
             return event.message
-        case Violated():
+        case union.Violated():
             return f"determinism violation: {event.text}"
-        case Diagnosed() | Corrupted():
+        case union.Diagnosed() | union.Corrupted():
             return str(event)
-        case Warned() | Straggling():
+        case union.Warned() | union.Straggling():
             return f"warning: {event.text}"
-        case ResumeChecked():
+        case union.ResumeChecked():
             return f"the checkpoint of step {event.step} was taken up by a process of its own: the next step has the same bits"
-        case Mended():
+        case union.Mended():
             return f"the journal is mended: {event.how}"
     return ""

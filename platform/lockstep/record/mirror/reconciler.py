@@ -17,13 +17,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lockstep.errors import RecordError, first_line
-from lockstep.record.events.union import Failed, Finished, SetAside, TakenOver
+from lockstep.record.events.union import SetAside
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.checkpoint_copies import Copies, checkpoint_tags
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.lanes import Call, Lane, Outage, Part
 from lockstep.record.mirror.metric_cursor import MetricCursor
-from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.projection import Ending, Projection
 from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import DeniedError, RunStore, Status
 from lockstep.record.mirror.run_texts import LOG
@@ -35,9 +35,9 @@ _TROUBLE, _NOTE = "lockstep.record_error", "lockstep.note"
 
 
 class Reconciler:
-    """Reconciles one run, whose `journal` is open. `high_water` is the highest step that the store has of each metric.
+    """Reconciles one run, whose `journal` and `store` are open.
 
-    `doubted` says that the store may lack what it was sent; `thorough`, that it may lack points below `high_water`. Of a run that does not go on
+    `doubted` says that the store may lack what it was sent; `thorough`, that it may lack points before those that it has. Of a run that does not go on
     (`goes_on`) the store's status stays until its end is pushed. `on_save` is called in a lane after each checkpoint. One thread calls.
     """
 
@@ -48,7 +48,6 @@ class Reconciler:
         files: RunFiles,
         journal: Journal,
         store: RunStore,
-        high_water: Mapping[str, int],
         *,
         patience_s: float,
         doubted: bool,
@@ -75,7 +74,7 @@ class Reconciler:
         self._data = Part(self._facts, "data sets", lambda d: store.log_data(list(d.values())), together=True)
         self._tags = Part(self._facts, "tags", store.set_tags, together=True)
         scaled = spec.precision == "fp16"
-        MetricCursor(journal, store, self._points, high_water, scaled=scaled, thorough=thorough)
+        MetricCursor(journal, store, self._points, scaled=scaled, thorough=thorough)
         self._artifacts = Part(self._uploads, "artifact", self._send_file)
         self._references = Part(
             self._uploads, "checkpoint", self._send_reference, delete=store.delete_checkpoint
@@ -87,7 +86,7 @@ class Reconciler:
         """Tags that say what became of the pushing itself."""
         self._error: RecordError | None = None
         self._trouble, self._is_away = "", False
-        self._end: object = None
+        self._end: Ending | None = None
         """The end of the run that its folder shows."""
         self.working = False
         """Whether this process itself is busy: it sends a model, or waits for the last copy."""
@@ -125,10 +124,10 @@ class Reconciler:
         for impossible in files.write(projection.documents):
             self.refuse(impossible)
         if end is not None and end is not self._end:
-            for impossible in files.write(projection.final_documents):
+            for impossible in files.write(end.documents):
                 self.refuse(impossible)
             files.write_tables()
-            for path in projection.final_files:
+            for path in end.files:
                 files.keep(path)
             self._show_end()
             files.keep(files.folder / LOG)
@@ -141,8 +140,8 @@ class Reconciler:
     def _show_end(self) -> None:
         self._end = self._projection.end
         self._forget_error()
-        if not isinstance(self._end, TakenOver):
-            self._files.log(self._projection.verdict)
+        if self._end and self._end.status:
+            self._files.log(str(self._end.verdict))
 
     def _forget_error(self) -> None:
         """Send these tags again: a reader who took the run for dead may have set them."""
@@ -173,7 +172,7 @@ class Reconciler:
         self._tags.wanted = {**tags, **dict(self._findings), _TROUBLE: self._trouble}
         self._artifacts.wanted = dict(self._files.names)
         self._saves.wanted = {"": projection.saves} if projection.saves else {}
-        self._model.wanted = {"": projection.model} if projection.model and self._shows_end else {}
+        self._model.wanted = {"": self._end.model} if self._end and self._end.model else {}
         if not projection.makes_copies:
             self._references.wanted = dict(projection.references)
         elif self._copies.wanted != projection.copies:
@@ -265,7 +264,9 @@ class Reconciler:
         self._give_up((self._points, self._uploads), advice)
         if self._final_status.wanted or self._is_informed(settle):
             self._allow_end()
-        elif self._projection.status is not None:  # with it, readers would believe the record complete
+        elif (
+            self._projection.end and self._projection.end.status
+        ):  # with it, readers would believe the record complete
             self.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
         settle(self._facts, self._status)
         self._give_up(self._lanes, advice)
@@ -274,7 +275,7 @@ class Reconciler:
     def _allow_end(self) -> None:
         """Let the store learn how the run ended, if it has."""
         end = self._projection.end
-        if isinstance(end, Finished | Failed):
+        if end and end.status:
             self._final_status.wanted = {end.status: end.at}
 
     def _is_informed(self, settle: Callable[[Lane], None]) -> bool:

@@ -109,20 +109,16 @@ def _differing(journal: Journal, history: tables.Rows) -> Iterator[RecordDiffere
             )
 
 
-def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[RecordDifference]:
-    """Compare the Parquet files of a run that has ended with its journal; `repair` writes them again."""
+def check_ledger(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
+    """Compare the Parquet files of a run that has ended with its journal."""
     if not _ended(journal):
         return
-    steps, path = list(journal.steps()), folder / "ledger.parquet"
-    if steps and (what := _other(tables.read_parquet, path, steps)):
-        if repair:
-            tables.write_parquet(steps, path)
-        yield RecordDifference("ledger", f"{path.name} {what}", repair)
-    evaluations, path = journal.evaluations(), folder / "evaluations.parquet"
-    if evaluations and (what := _other(tables.read_evaluations, path, evaluations)):
-        if repair:
-            tables.write_evaluations(evaluations, path)
-        yield RecordDifference("ledger", f"{path.name} {what}", repair)
+    for read, name, rows in (
+        (tables.read_parquet, "ledger.parquet", list(journal.steps())),
+        (tables.read_evaluations, "evaluations.parquet", journal.evaluations()),
+    ):
+        if rows and (what := _other(read, folder / name, rows)):
+            yield RecordDifference("ledger", f"{name} {what}")
 
 
 def _ended(journal: Journal) -> bool:
@@ -176,7 +172,8 @@ def check_folder(
     """Compare the files of a run that is recorded in its folder alone with what its log says, and with the status in `store`, its run.json."""
     projection = Projection(spec, folder, journal)
     projection.fold(journal.events)
-    for name, content in {**projection.documents, **projection.final_documents}.items():
+    final = projection.end.documents if projection.end else {}
+    for name, content in {**projection.documents, **final}.items():
         if what := _other_document(folder, name, as_written(content)):
             yield RecordDifference("folder", f"{name} {what}")
     end = end_of(journal.events)

@@ -63,10 +63,11 @@ def test_an_end_before_the_last_start_leaves_nothing_wanted(
     """The control is the end that counts: its text, its tag and its status. What is not of the end stays."""
     log = [Started({"workers": 2}), Document("stacks.txt", "…"), Failed("the loss is nan")]
     ended = projected(spec(), tmp_path / "ended", *log)
-    assert ended.status == "FAILED" and ended.final_documents == {"error.txt": "the loss is nan\n"}
+    assert ended.end is not None and ended.end.status == "FAILED"
+    assert ended.end.documents == {"error.txt": "the loss is nan\n"}
     assert ended.tags(trouble="", figures=(), ended=True)["lockstep.error"] == "the loss is nan"
     goes_on = projected(spec(), tmp_path / "goes on", *log, Started({"workers": 1}))
-    assert goes_on.status is None and goes_on.final_documents == {}
+    assert goes_on.end is None
     tags = goes_on.tags(trouble="", figures=(), ended=True)
     assert (tags["lockstep.error"], tags["lockstep.workers"]) == ("", "1")
     assert goes_on.documents["stacks.txt"] == "…"
