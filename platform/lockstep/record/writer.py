@@ -90,7 +90,6 @@ class Writer:
         # The thread does not wait on the inbox: waking for each step would slow every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._last_words = False
         self._closing_s = 0.0
         self._closing_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="lockstep-record", daemon=True)
@@ -155,15 +154,32 @@ class Writer:
             return
         finally:
             self.opened.set()
-        while not self._last_words:
+        while True:
             self._wait()
             # Read before the inbox, so everything told before closing is in there.
             closing = self._closing.is_set()
             self._receive()
             self._project()
-            if closing and not self._unwritten and not self._untaken and not self._folder_failure:
-                self._say_last_words()
+            if closing and not self._is_behind:
+                if self._record.projection.end is not None:
+                    break
+                self._end_without_result()
+        self._guarded(self._record.files.keep_output)
         self._finish()
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether something is not written yet, mostly because the disk refuses it."""
+        return bool(self._unwritten or self._untaken or self._folder_failure)
+
+    def _end_without_result(self) -> None:
+        """Mark a run that is closed without an end as FAILED."""
+        failure = self._failure()
+        why = f"the run ended without a result{f' ({failure})' if failure else ''}"
+        end = Failed(why, at=time.time())
+        with contextlib.suppress(RecordError):  # the disk refuses, but the store still hears of it
+            self._record.journal.add([end])
+        self._untaken.append(end)
 
     def _finish(self) -> None:
         """End the record: no more events will come."""
@@ -192,7 +208,7 @@ class Writer:
     def _wait(self) -> None:
         """Let points gather."""
         if self._closing.is_set():  # no more events come; only what the disk refused is left
-            time.sleep(FLUSH_S / 5 if self._unwritten or self._untaken or self._folder_failure else 0.0)
+            time.sleep(FLUSH_S / 5 if self._is_behind else 0.0)
         else:
             self._wake.wait(FLUSH_S)
 
@@ -263,7 +279,7 @@ class Writer:
         self._busy = True
         try:
             while self._untaken:
-                self._take_guarded(self._untaken[0])
+                self._take(self._untaken[0])
                 self._untaken.popleft()
             self._record.reconciler.reconcile()
             self._folder_failure = None
@@ -271,25 +287,18 @@ class Writer:
             problem = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
             self._folder_failure = RecordError(problem if isinstance(error, OSError) else str(error))
             if self._out_of_patience:
-                self._give_up_files(self._folder_failure)
-        finally:
-            self._busy = False
-
-    def _take_guarded(self, event: Recorded) -> None:
-        try:
-            self._take(event)
-        except (OSError, StorageError, RecordError):
-            raise
+                self._refuse(self._folder_failure)
+                self._untaken.clear()
+                self._end_badly(self._folder_failure)
+                self._folder_failure = None
         except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
             self._refuse(error)
-            if isinstance(event, Finished):
+            if self._untaken:
+                self._untaken.popleft()
+            elif self._record.projection.end is not None:
                 self._end_badly(error)
-
-    def _give_up_files(self, error: RecordError) -> None:
-        self._untaken.clear()
-        self._folder_failure = None
-        self._refuse(error)
-        self._end_badly(error)
+        finally:
+            self._busy = False
 
     def _end_badly(self, error: Exception) -> None:
         """Show a failed end: the real end of the run cannot be recorded."""
@@ -331,30 +340,7 @@ class Writer:
     @property
     def _working(self) -> bool:
         """Whether this process itself is busy: it draws, sends a model, or waits for its disk."""
-        return (
-            self._busy
-            or bool(self._unwritten or self._untaken or self._folder_failure)
-            or (self._is_open and self._record.reconciler.working)
-        )
-
-    def _say_last_words(self) -> None:
-        """Close the record: a run without an end is marked FAILED, and the last of the workers' output is sent."""
-        if self._last_words:
-            return
-        self._last_words = True
-        if self._record.projection.end is None:
-            failure = self._failure()
-            why = f"the run ended without a result{f' ({failure})' if failure else ''}"
-            end = Failed(why, at=time.time())
-            with contextlib.suppress(RecordError):  # the disk refuses, but the store still hears of it
-                self._record.journal.add([end])
-            self._guarded(partial(self._take, end))
-            try:
-                self._record.reconciler.reconcile()
-            except (OSError, StorageError, RecordError) as error:
-                self._refuse(error)
-                self._record.reconciler.end_without_files()
-        self._guarded(self._record.files.keep_output)
+        return self._busy or self._is_behind or (self._is_open and self._record.reconciler.working)
 
     def _pin_aliased(self) -> None:
         try:
