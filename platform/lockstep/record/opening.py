@@ -189,7 +189,6 @@ class OpenRecord:
         """Wait until the store has the spec, without which a run cannot be resumed, but no longer than a store may delay the start of a run."""
         name = "spec.yaml"
         self.files.write({name: self.projection.documents[name]})
-        self.reconciler.push()
         self.reconciler.await_file(name, OPENING_PATIENCE_S)
 
     def _log_damage(self) -> None:

@@ -502,6 +502,27 @@ def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: p
     assert run_json(recorder)["status"] == "FINISHED"
 
 
+def test_a_recorder_says_that_it_lives_while_its_thread_is_busy(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws, or waits for its disk."""
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 60.0)
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.run_id()
+    beats: set[str] = set()
+
+    def beat_often() -> bool:
+        beats.add(run_json(recorder)["tags"]["lockstep.beat"])
+        return len(beats) >= 6
+
+    wait_until(beat_often)
+    recorder.tell(Finished({}))
+    recorder.close()
+    assert run_json(recorder)["status"] == "FINISHED"
+
+
 @pytest.mark.parametrize("steps", [10_000, pytest.param(20_000, marks=pytest.mark.exact)])
 @pytest.mark.scenario
 def test_an_outage_costs_no_memory_for_what_the_journal_has(shaky: Shaky, spec: Specs, steps: int) -> None:

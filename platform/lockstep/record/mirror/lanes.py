@@ -154,9 +154,8 @@ class Lane:
                 pause_s = 0.0 if self._awake else self.next_s()
                 if self.outage:
                     pause_s = self._again_at - time.monotonic()
-                if pause_s <= 0.0:
+                if pause_s <= 0.0 or not self._changed.wait(None if pause_s == math.inf else pause_s):
                     break
-                self._changed.wait(None if pause_s == math.inf else pause_s)
             self._awake = False
             return not self._stopped
 

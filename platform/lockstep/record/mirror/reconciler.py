@@ -229,9 +229,12 @@ class Reconciler:
     # --- the end --------------------------------------------------------------------------------------------
 
     def await_file(self, name: str, timeout_s: float) -> None:
-        """Wait until the store has a file, unless it does not answer or refuses something."""
+        """Wait until the store has a file, unless it does not answer or refuses something. No points are pushed yet: to read them would slow the start."""
         until = time.monotonic() + timeout_s
         uploads = self._uploads
+        self._want()
+        for lane in (self._status, self._facts, uploads):
+            lane.wake()
         while name not in self._artifacts.actual and time.monotonic() < until:
             if uploads.outage or uploads.refused:
                 return
