@@ -18,6 +18,8 @@ FOREIGN = (
     "record/ledger/journal.py",
     "record/events/codec.py",
     "record/mirror/projection.py",
+    "record/mirror/reconciler.py",
+    "record/mirror/run_files.py",
     "record/mirror/mlflow/models.py",
     "record/mirror/mlflow/reading.py",
     "proof/recorded_run.py",
@@ -31,6 +33,7 @@ KNOWN = {
     "record/mirror/checkpoint_copies.py": {"folder.name", "self._bytes_per_s"},  # a step's folder; a number
     "record/events/codec.py": {"name"},  # which `_check` refuses
     "record/mirror/projection.py": {"path.name"},  # for messages
+    "record/mirror/reconciler.py": {"name"},  # which `RunFiles` has checked
     "proof/statement.py": {"f'{name}.safetensors'"},  # names that the module has itself
     "proof/recorded_run.py": {
         "run_id",
@@ -95,7 +98,6 @@ MAY_OPEN = {
     "record/mirror/checkpoint_copies.py": {"open"},
     "proof/recorded_run.py": {"open", "write_bytes"},  # of a storage; of the copy that is handed over
     "proof/statement.py": {"read_bytes"},  # of weights, to hash them
-    "record/mirror/projection.py": {"read_bytes"},  # the job's own sources, and a manifest to hash
 }
 
 

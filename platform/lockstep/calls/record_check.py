@@ -19,7 +19,7 @@ from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
-from lockstep.record.mirror.sync import check_there, refuse_continued, refuse_living, spec_of, sync
+from lockstep.record.mirror.sync import check_there, refuse_strangers, spec_of, sync
 from lockstep.record.problems import RUN_JSON
 from lockstep.record.runs.check import (
     COPIED,
@@ -46,16 +46,13 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     journal = Journal(folder, read_only=not repair)
     try:
         if repair:
-            refuse_continued(folder, journal, spec)
-            refuse_living(folder, journal, spec)
+            refuse_strangers(folder, journal, spec)
         problems += check_journal(journal, history, repair=repair)
         complete, store = not journal.missing_steps(), _store(spec, folder)
         if complete and isinstance(store, InStore):
             problems += _check_end(spec, folder, journal, store, repair=repair)
             if lost_end(journal.events, store.status, store.process):
                 return problems  # the tables and the store have more than the journal
-        if complete:
-            problems += check_ledger(folder, journal, repair=repair)
         differences = _differences(spec, folder, journal, store)
         if repair and not isinstance(store, InStore) and _is_off(spec):
             write_run(folder, spec.name, journal)
@@ -129,15 +126,18 @@ def _add_end(uri: str, folder: Path, journal: Journal, store: InStore) -> None:
 def _differences(
     spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
 ) -> list[RecordDifference]:
-    """How the store differs from the journal; for a run that is recorded in its folder alone how its files do."""
+    """How the tables and the store differ from the journal; for a run that is recorded in its folder alone how its files do."""
     complete = not journal.missing_steps()
-    if not isinstance(store, InStore):
-        return [store, *(check_folder(folder, journal, None) if complete else ())]
+    unreadable = [] if isinstance(store, InStore) else [store]
     if not complete:
-        return []
-    if spec.record.uri in (None, RECORD_OFF):
-        return list(check_folder(folder, journal, store))
-    return list(check_store(folder, journal, store, scaled=spec.precision == "fp16"))
+        return unreadable
+    in_store = store if isinstance(store, InStore) else None
+    differences = (
+        check_folder(folder, journal, in_store, spec)
+        if in_store is None or _is_off(spec)
+        else check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
+    )
+    return [*unreadable, *check_ledger(folder, journal), *differences]
 
 
 def _history(spec: Spec, run_id: str, found: list[RecordDifference]) -> Rows | None:

@@ -119,7 +119,7 @@ def show(
             return
         if keys:
             raise SpecError(f"show: got {' '.join(keys)!r} after the run; keys are for --plot")
-        from lockstep.record.mirror.projection import attempts_in
+        from lockstep.record.mirror.documents import attempts_in
         from lockstep.record.mirror.stores import reader
         from lockstep.spec.locations import tracking_uri
 

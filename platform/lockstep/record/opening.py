@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import RecordError
+from lockstep.job.source import job_sources
 from lockstep.record.events.metrics import LOSS
-from lockstep.record.events.union import Failed, Finished, Opened, Recorded, SetAside
+from lockstep.record.events.union import Failed, Opened, Recorded, SetAside, TakenOver
 from lockstep.record.ledger.admission import Admission
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import LockedError
-from lockstep.record.ledger.replay import GONE, last_words, unsaid
-from lockstep.record.mirror.metric_sync import Delivery
-from lockstep.record.mirror.projection import Page
+from lockstep.record.ledger.replay import GONE, end_of
+from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.reconciler import Reconciler
+from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
-from lockstep.record.mirror.status import RunState
-from lockstep.record.mirror.sync_queue import SyncQueue
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -57,27 +57,18 @@ class Request:
 
 
 class OpenRecord:
-    """The parts of a record, once `open` was called. `failure` says what could not be recorded; `violated` is called for a step with other bits."""
+    """The parts of a record, once `open` was called. `on_save` is called after each checkpoint."""
 
-    def __init__(
-        self,
-        request: Request,
-        sync_queue: SyncQueue,
-        failure: Callable[[], RecordError | None],
-        violated: Callable[[str], None],
-    ) -> None:
-        self._request, self._sync_queue = request, sync_queue
-        self._failure, self._violated = failure, violated
+    def __init__(self, request: Request, on_save: Callable[[], None]) -> None:
+        self._request, self._on_save = request, on_save
         self.folder: Path
         self.store: RunStore
         self.journal: Journal
-        self.page: Page
-        self.delivery: Delivery
-        self.state: RunState
+        self.projection: Projection
+        self.files: RunFiles
+        self.reconciler: Reconciler
         self.admission: Admission
         self.url = ""
-        self.again: list[Recorded] = []
-        """What the page must show of an earlier attempt."""
 
     def open(self) -> None:
         """Open the store and the journal, and begin the run's page. RecordError where one of them refuses."""
@@ -89,7 +80,8 @@ class OpenRecord:
             try:
                 self._begin()
             except Exception:
-                self._sync_queue.give_up("")
+                if hasattr(self, "reconciler"):
+                    self.reconciler.stop()
                 self.journal.close()  # so that another try, also in this process, finds it free
                 raise
         except Exception:
@@ -125,40 +117,41 @@ class OpenRecord:
                 time.sleep(0.5)
 
     def _begin(self) -> None:
-        spec, resumed = self._request.spec, self._request.run_id is not None
+        request, spec = self._request, self._request.spec
         if spec.record.private:  # also if the folder existed
             self.folder.chmod(0o700)
-        if not self._request.replay:
-            self._set_running()
-        self._sync_queue.advice = f"`lockstep record sync {self.folder.name}` sends it again"
-        last_steps = dict(self.store.last_steps())
-        lost = self._has_lost(last_steps)
-        previous_events, unsent = list(self.journal.events), lost or not self.journal.delivered
+        if not request.replay:
+            with contextlib.suppress(UnavailableError):  # the first beat sets it
+                self.store.set_status("RUNNING")
+        lost = self._has_lost()
+        doubted = lost or request.replay or not self.journal.delivered
+        refused = any(isinstance(event, SetAside) for event in self.journal.events)
+        thorough = lost or request.replay or (refused and not self.journal.delivered)
+        self.projection = Projection(spec, self.folder, self.journal)
+        errors = self.projection.fold(self.journal.events)
+        self.projection.end = None  # that of an earlier attempt, or `last_end`
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
-        thorough = lost or (unsent and any(isinstance(event, SetAside) for event in previous_events))
-        self._make_parts(last_steps, thorough=thorough)
-        self.page.keep_spec()
-        self._first_file()
-        self.page.describe(resumed=resumed)
-        self.state.begin(resumed=resumed)
+        self._make_parts(doubted=doubted, thorough=thorough)
+        for error in errors:
+            self.reconciler.refuse(error)
+        self.projection.describe(_sources(spec.job.use))
         self.url = self.store.url()
-        self.page.take_up_copies()
-        self._tell_damage()
-        if self._request.replay:
-            *earlier, end = last_words(self.journal.events)
-            self.again = [*earlier, self._as_known(end)]
-        elif unsent and resumed:
-            self.again = list(unsaid(previous_events))
+        self._first_file()
+        self._log_damage()
 
-    def _has_lost(self, last_steps: Mapping[str, int]) -> bool:
+    def _has_lost(self) -> bool:
         """Whether the store lacks steps that it has confirmed, as after its database was put back from a backup."""
         if self._request.spec.record.uri == RECORD_OFF:
             return False  # it keeps no steps
-        return self.journal.delivered and self.journal.last_step > last_steps.get(LOSS, 0)
+        return self.journal.delivered and self.journal.last_step > self.store.last_steps().get(LOSS, 0)
 
-    def _as_known(self, end: Recorded) -> Recorded:
-        """An end of which the journal does not tell when it was, or why, as the store has it, or else at the last sign of life."""
-        if not isinstance(end, Finished | Failed) or end.at is not None:
+    def last_end(self) -> Recorded:
+        """The end of a run that is reported again, by its journal.
+
+        If that does not tell when it was, or why, it is as the store has it, or else at the last sign of life.
+        """
+        end = end_of(self.journal.events)
+        if isinstance(end, TakenOver) or end.at is not None:
             return end
         stored_end, last_sign = self.store.ended(), self.journal.last_sign
         if stored_end is None or stored_end.status != end.status or stored_end.at < (last_sign or 0.0):
@@ -170,48 +163,43 @@ class OpenRecord:
             end = Failed(stored_end.error, details)
         return replace(end, at=stored_end.at)
 
-    def _set_running(self) -> None:
-        try:
-            self.store.set_status("RUNNING")
-        except UnavailableError:  # from here on it is a call like others
-            self._sync_queue.send("status", "status RUNNING", self.store.set_status, "RUNNING")
-
-    def _make_parts(self, last_steps: Mapping[str, int], *, thorough: bool) -> None:
+    def _make_parts(self, *, doubted: bool, thorough: bool) -> None:
         request, run_id = self._request, self.folder.name
-        self.page = Page(request.spec, self.folder, self.journal, self.store, self._sync_queue.send)
-        self.delivery = Delivery(
+        self.files = RunFiles(self.folder, self.journal, scaled=request.spec.precision == "fp16")
+        self.reconciler = Reconciler(
+            request.spec,
+            self.projection,
+            self.files,
             self.journal,
             self.store,
-            last_steps,
-            scaled=request.spec.precision == "fp16",
-            thorough=request.replay or thorough,
-            sync_queue=self._sync_queue,
-        )
-        self.state = RunState(
-            self.folder,
-            self.page,
-            self.delivery,
-            self._sync_queue,
-            self.store,
-            self._failure,
+            patience_s=request.patience_s,
+            doubted=doubted,
+            thorough=thorough,
             goes_on=not request.replay,
+            on_save=self._on_save,
         )
         self.admission = Admission(
             self.journal,
             request.spec,
             request.source,
             lambda segment: request.fetch(run_id, segment.name),
-            self._violated,
         )
 
     def _first_file(self) -> None:
-        """Wait until the store has the spec, but no longer than a store may delay the start of a run."""
-        until = time.monotonic() + OPENING_PATIENCE_S
-        lane = self._sync_queue.lanes["files"]
-        while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
-            time.sleep(0.002)
+        """Wait until the store has the spec, without which a run cannot be resumed, but no longer than a store may delay the start of a run."""
+        name = "spec.yaml"
+        self.files.write({name: self.projection.documents[name]})
+        self.reconciler.await_file(name, OPENING_PATIENCE_S)
 
-    def _tell_damage(self) -> None:
+    def _log_damage(self) -> None:
         if self.journal.damage:
             contents = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
-            self.page.log(f"damaged lines of the journal are passed over: {contents}")
+            self.files.log(f"damaged lines of the journal are passed over: {contents}")
+
+
+def _sources(job: str) -> dict[str, bytes]:
+    """The files of a job by their path below the root of its package."""
+    return {
+        name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py"): path.read_bytes()
+        for name, path in sorted(job_sources(job).items())
+    }

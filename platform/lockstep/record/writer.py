@@ -1,9 +1,8 @@
-"""The thread that writes a run's record: only it adds rows to the journal, and shows events on the run's page.
+"""The thread that writes a run's record: only it adds rows to the journal, and projects them to what folder and store should have.
 
 * Events arrive in the inbox, in order, and are in the journal before a store gets them. What the disk refuses is
 kept and written again, so that one failed write leaves no hole.
-* The resulting store calls wait in the sync queue, whose lanes make them in threads of their own; checkpoints are copied in another
-thread. Metric points wait in the journal, not in memory.
+* What the store lacks is pushed by the lanes of the reconciler, in threads of their own.
 * A step that the journal already has is compared with it, not added again: with `determinism: strict` and
 `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is reported.
 * Nothing here stops training: a failure is kept; `failure` returns it and `Recorder.close` raises it.
@@ -21,12 +20,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.errors import LockstepError, RecordError, StorageError
+from lockstep.errors import LockstepError, RecordError, StorageError, first_line
 from lockstep.files import private
-from lockstep.periodic import periodically
 from lockstep.record.diagnosis.stream import Diagnosing
 from lockstep.record.events.union import (
-    CheckpointRow,
     Delivered,
     Diagnosed,
     Event,
@@ -36,11 +33,11 @@ from lockstep.record.events.union import (
     PeakMemory,
     Printed,
     Recorded,
-    SetAside,
     TakenOver,
+    Violated,
 )
+from lockstep.record.mirror.projection import log_line
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
-from lockstep.record.mirror.sync_queue import SyncQueue
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
@@ -78,20 +75,21 @@ class Writer:
         """All but the failure. The thread changes it."""
         self._on_aliases = on_aliases
         self._replay = replay
-        self._sync_queue = SyncQueue(patience_s, self._set_aside)
         request = Request(spec, make_store, run_id, patience_s, source, replay, fetch)
-        self._record = OpenRecord(request, self._sync_queue, self._failure, self._violated)
+        self._record = OpenRecord(request, self._pin_aliased)
+        self._opening_failure: RecordError | None = None
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
         """Events that are not in the journal yet."""
-        self._unshown: deque[Recorded] = deque()
-        """Events in the journal that are not on the page yet."""
-        self._disk_failure: RecordError | None = None
+        self._untaken: deque[Recorded] = deque()
+        """Events in the journal that are not projected yet."""
+        self._journal_failure: RecordError | None = None
+        self._folder_failure: RecordError | None = None
+        """Why the disk has refused what the run's folder should have."""
         self._busy = False
         # The thread does not wait on the inbox: waking for each step would slow every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._last_words = False
         self._closing_s = 0.0
         self._closing_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="lockstep-record", daemon=True)
@@ -114,7 +112,13 @@ class Writer:
         return self._state._replace(failure=self._failure())
 
     def _failure(self) -> RecordError | None:
-        return self._disk_failure or self._sync_queue.failure()
+        if self._opening_failure is not None or not self._is_open:
+            return self._opening_failure
+        return self._journal_failure or self._folder_failure or self._record.reconciler.failure()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._state.run_id is not None
 
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the thread. A silent store is waited for up to `timeout_s`; work is waited for until it is done."""
@@ -125,12 +129,13 @@ class Writer:
         self._wake.set()
         last_delivered, until = -1, 0.0
         while self._thread.is_alive():
-            if self._sync_queue.delivered != last_delivered or self._working:
-                last_delivered, until = self._sync_queue.delivered, time.monotonic() + timeout_s + 0.5
+            delivered = self._record.reconciler.delivered if self._is_open else 0
+            if delivered != last_delivered or self._working:
+                last_delivered, until = delivered, time.monotonic() + timeout_s + 0.5
             # Once the run is open, the thread itself enforces the limit.
             elif not self.opened.is_set() and time.monotonic() > until:
-                self._sync_queue.refuse(
-                    RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
+                self._opening_failure = RecordError(
+                    f"record: the store has kept a call waiting for {timeout_s:.0f} s"
                 )
                 return
             self._thread.join(0.05)
@@ -145,54 +150,65 @@ class Writer:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - the driver waits to hear of any failure
-            self._sync_queue.refuse(error)
+            self._opening_failure = self._opening_failure or _as_record_error(error)
             return
         finally:
             self.opened.set()
-        # A separate thread: drawing or a slow disk keeps this one busy for longer than a beat.
-        with periodically(lambda: self._record.state.beat, 1.0, "lockstep-heartbeat"):
-            self._until_told()
-
-    def _until_told(self) -> None:
-        while not self._last_words:
+        while True:
             self._wait()
             # Read before the inbox, so everything told before closing is in there.
             closing = self._closing.is_set()
             self._receive()
-            self._show()
-            if closing and not self._unwritten and not self._unshown:
-                self._say_last_words()
-            self._record.delivery.flush()
-            self._record.state.tend()
+            self._project()
+            if closing and not self._is_behind:
+                if self._record.projection.end is not None:
+                    break
+                self._end_without_result()
+        self._guarded(self._record.files.keep_output)
         self._finish()
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether something is not written yet, mostly because the disk refuses it."""
+        return bool(self._unwritten or self._untaken or self._folder_failure)
+
+    def _end_without_result(self) -> None:
+        """Mark a run that is closed without an end as FAILED."""
+        failure = self._failure()
+        why = f"the run ended without a result{f' ({failure})' if failure else ''}"
+        end = Failed(why, at=time.time())
+        with contextlib.suppress(RecordError):  # the disk refuses, but the store still hears of it
+            self._record.journal.add([end])
+        self._untaken.append(end)
 
     def _finish(self) -> None:
         """End the record: no more events will come."""
-        copied = self._record.state.finish(self._closing_at, self._closing_s)
+        copied = self._record.reconciler.finish(self._closing_at, self._closing_s)
         try:
             if copied and self._failure() is None:
                 self._record.journal.add([Delivered()])
         except RecordError as error:
-            self._sync_queue.refuse(error)
+            self._refuse(error)
         try:
             self._record.journal.close()
         except RecordError as error:
-            self._sync_queue.refuse(error)
+            self._refuse(error)
 
     def _open(self) -> None:
         self._record.open()
-        self._unshown.extend(self._record.again)
+        if self._replay:
+            self._untaken.append(self._record.last_end())
         self._diagnosing = Diagnosing(self._record.journal, self.spec)
         folder = self._record.folder
         self._state = self._state._replace(run_id=folder.name, url=self._record.url, folder=str(folder))
 
-    def _set_aside(self, aside: SetAside) -> None:
-        self._record.journal.add([aside])
+    def _refuse(self, error: Exception) -> None:
+        self._record.reconciler.refuse(error)
 
     def _wait(self) -> None:
         """Let points gather."""
         if self._closing.is_set():  # no more events come; only what the disk refused is left
-            time.sleep(FLUSH_S / 5 if self._unwritten or self._unshown else 0.0)
+            time.sleep(FLUSH_S / 5 if self._is_behind else 0.0)
         else:
             self._wake.wait(FLUSH_S)
 
@@ -213,12 +229,14 @@ class Writer:
         finally:
             self._busy = False
         count = len(events)
-        self._unwritten, self._disk_failure = [], None
-        self._unshown.extend(recorded)
-        self._show()
+        self._unwritten, self._journal_failure = [], None
+        for line in filter(None, map(log_line, recorded)):
+            self._record.files.log(line)
+        self._untaken.extend(recorded)
+        self._project()
         for event in events:
             if isinstance(event, Printed):
-                self._guarded(partial(self._record.page.output, event.name, event.text))
+                self._guarded(partial(self._record.files.output, event.name, event.text))
         del events, recorded  # the count may rise only when they are no longer in memory
         self._state = self._state._replace(journaled=self._state.journaled + count)
 
@@ -233,77 +251,73 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - one bad event must not prevent the others
             self._diagnosing = self._diagnosing.again()
             if len(events) == 1:
-                self._sync_queue.refuse(error)
+                self._refuse(error)
                 return []
             return [added for event in events for added in self._add([event])]
         diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
-        self._state = self._state._replace(diagnosed=self._state.diagnosed + diagnoses)
+        violation = next((event.text for event in recorded if isinstance(event, Violated)), "")
+        self._state = self._state._replace(
+            diagnosed=self._state.diagnosed + diagnoses, violation=self._state.violation or violation
+        )
         return recorded
 
     def _not_written(self, error: RecordError) -> None:
         """The disk refuses: keep the events in memory and try again, until the patience after closing is over."""
-        self._disk_failure = error
+        self._journal_failure = error
         if self._out_of_patience:
             lost = len(self._unwritten)
-            self._unwritten, self._disk_failure = [], None
-            self._sync_queue.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
+            self._unwritten, self._journal_failure = [], None
+            self._refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
             self._end_badly(error)
 
     @property
     def _out_of_patience(self) -> bool:
         return self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S
 
-    def _show(self) -> None:
-        """Show new events of the journal on the run's page. If the disk refuses, they are tried again: an event may be shown twice."""
-        while self._unshown:
-            event = self._unshown[0]
-            self._busy = True
-            try:
-                self._take(event)
-            except (OSError, StorageError, RecordError) as error:
-                problem = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
-                self._not_shown(
-                    RecordError(problem) if isinstance(error, OSError) else RecordError(str(error))
-                )
-                return
-            except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
-                self._sync_queue.refuse(error)
-                if isinstance(event, Finished):
-                    self._end_badly(error)
-            finally:
-                self._busy = False
-            self._unshown.popleft()
-            self._disk_failure = None
-
-    def _not_shown(self, error: RecordError) -> None:
-        self._disk_failure = error
-        if self._out_of_patience:
-            self._unshown.clear()
-            self._disk_failure = None
-            self._sync_queue.refuse(error)
-            self._end_badly(error)
+    def _project(self) -> None:
+        """Project new events of the journal, and make folder and store have what follows. What the disk refuses is tried again."""
+        self._busy = True
+        try:
+            while self._untaken:
+                self._take(self._untaken[0])
+                self._untaken.popleft()
+            self._record.reconciler.reconcile()
+            self._folder_failure = None
+        except (OSError, StorageError, RecordError) as error:
+            problem = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
+            self._folder_failure = RecordError(problem if isinstance(error, OSError) else str(error))
+            if self._out_of_patience:
+                self._refuse(self._folder_failure)
+                self._untaken.clear()
+                self._end_badly(self._folder_failure)
+                self._folder_failure = None
+        except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
+            self._refuse(error)
+            if self._untaken:
+                self._untaken.popleft()
+            elif self._record.projection.end is not None:
+                self._end_badly(error)
+        finally:
+            self._busy = False
 
     def _end_badly(self, error: Exception) -> None:
         """Show a failed end: the real end of the run cannot be recorded."""
-        self._record.state.end()
-        self._guarded(partial(self._record.page.take, Failed(str(error))))
+        self._record.projection.take(Failed(str(error)))
+        self._record.reconciler.end_without_files()
 
     def _take(self, event: Recorded) -> None:
+        projection = self._record.projection
         if isinstance(event, Finished | Failed | TakenOver):
-            self._record.journal.flush()  # before the store hears how the run ended
-            self._record.state.end()
-            self._record.delivery.flush()
+            self._record.journal.flush()  # before the store learns how the run ended
         if isinstance(event, Finished) and not self._replay:
-            self._record.page.lost = self._record.admission.lost
+            projection.lost = self._record.admission.lost
             self._mend()
-        self._record.page.take(event)
-        if self._record.page.not_whole:
-            self._sync_queue.refuse(RecordError(self._record.page.not_whole))
+        projection.take(event)
+        if isinstance(event, Finished) and projection.lack:
+            self._refuse(RecordError(projection.lack))
         if isinstance(event, PeakMemory) and not self._replay:
             # All steps are taken, and rank 0 still exports the final model: by the run's end they are drawn.
-            self._record.page.figures.draw()
-        if isinstance(event, CheckpointRow):
-            self._sync_queue.send("files", "aliases of checkpoints", self._tell_aliases)
+            self._record.files.figures.draw()
 
     def _mend(self) -> None:
         """Note that the rows of damaged lines are recorded again, once all steps were told again."""
@@ -315,47 +329,29 @@ class Writer:
                 f"lines of it were damaged ({contents}); all steps and evaluations were told again",
             )
             self._record.journal.add([mended])
-            self._record.page.take(mended)
-
-    def _violated(self, violation: str) -> None:
-        self._state = self._state._replace(violation=violation)
-        self._record.page.violated(violation)
+            self._record.files.log(log_line(mended))
 
     def _guarded(self, show: Callable[[], None]) -> None:
         try:
             show()
         except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
-            self._sync_queue.refuse(error)
+            self._refuse(error)
 
     @property
     def _working(self) -> bool:
-        """Whether this process itself is busy: it draws, traces the job's model, or waits for its disk."""
-        return (
-            self._busy
-            or bool(self._unwritten or self._unshown)
-            or (self._state.run_id is not None and self._record.page.working)
-        )
+        """Whether this process itself is busy: it draws, sends a model, or waits for its disk."""
+        return self._busy or self._is_behind or (self._is_open and self._record.reconciler.working)
 
-    def _say_last_words(self) -> None:
-        """Close the record: a run without an end is marked FAILED, and the last of the workers' output is sent."""
-        if self._last_words:
-            return
-        self._last_words = True
-        if not self._record.state.ended:
-            failure = self._failure()
-            why = f"the run ended without a result{f' ({failure})' if failure else ''}"
-            end = Failed(why, at=time.time())
-            with contextlib.suppress(RecordError):  # the disk refuses, but the page still shows it
-                self._record.journal.add([end])
-            self._guarded(partial(self._take, end))
-        self._guarded(self._record.page.keep_output)
-
-    def _tell_aliases(self) -> None:
+    def _pin_aliased(self) -> None:
         try:
             self._on_aliases(self._record.folder.name, self._record.store.aliased_steps())
         except DeniedError as error:  # the registry has its own permissions
-            self._record.page.log(f"aliases of checkpoints: {error}")
+            self._record.files.log(f"aliases of checkpoints: {error}")
         except UnavailableError:
             raise
         except LockstepError as error:  # such as a store without a registry: pins stay as they are
-            self._record.page.log(f"aliases of checkpoints: {error}")
+            self._record.files.log(f"aliases of checkpoints: {error}")
+
+
+def _as_record_error(error: Exception) -> RecordError:
+    return error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")

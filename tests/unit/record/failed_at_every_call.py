@@ -39,7 +39,7 @@ from lockstep.record.ledger import segments
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
-from lockstep.record.mirror import checkpoint_copies, projection, sync_queue
+from lockstep.record.mirror import lanes
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.sync import sync
@@ -303,8 +303,8 @@ def quick() -> Iterator[None]:
     """Pauses in proportion to runs that take milliseconds."""
     changes = [
         (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (opening, "OPENING_PATIENCE_S", 0.1),
-        (sync_queue, "_SHORTEST_PAUSE_S", 0.005), (sync_queue, "_LONGEST_PAUSE_S", 0.02), (sync_queue, "_LONGEST_DENIED_S", 0.02),
-        (checkpoint_copies, "PAUSE_S", 0.01), (projection, "job_sources", lambda _: {}),
+        (lanes, "_SHORTEST_PAUSE_S", 0.005), (lanes, "_LONGEST_PAUSE_S", 0.02), (lanes, "_LONGEST_DENIED_S", 0.02),
+        (opening, "job_sources", lambda _: {}),
         (segments, "SEGMENT_STEPS", 3),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.mirror.projection import Page
+from lockstep.record.mirror.projection import Projection
 from lockstep.record.writer import Writer
 from lockstep.spec.fields import Spec
 from tests.unit.record.failed_at_every_call import Case, cases, lies, quick
@@ -42,7 +42,7 @@ def test_a_writer_that_drops_what_the_disk_refused_and_looks_for_no_holes_lies(
         self._unwritten = []
 
     monkeypatch.setattr(Writer, "_not_written", dropped)
-    monkeypatch.setattr(Page, "_missing", lambda self, last: "")
+    monkeypatch.setattr(Projection, "_missing", lambda self, last: "")
     chosen = [
         Case("journal", "new", at, "ENOSPC", False) for at in range(4)
     ]  # the last one has the run's end

@@ -37,10 +37,11 @@ from lockstep.record.events.union import EvaluationRow
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import last_words, status_of
+from lockstep.record.ledger.replay import end_of, status_of
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.checkpoint_copies import named_by
 from lockstep.record.mirror.folder import FolderReader, recorded_in_folder
+from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.stores import find_sweep
 from lockstep.record.mirror.sync import sync
 from lockstep.spec.loading import load_spec
@@ -89,6 +90,7 @@ EVENTS: list[Any] = [
     {"diagnosed": {"rule": "r", "step": 1, "evidence": "e", "remedy": "m"}},
     {"corrupted": {"step": 1, "since": 0, "attempt": 1, "quantity": "weights", "tensor": "t", "workers": [[0, "h", 1, "cpu", "", [1]]],
                    "wrong": [0], "how": "majority", "micro_batch": None}},
+    {"violated": {"text": "t"}},
     {"mended": {"starts": [3], "how": "h"}},
     {"finished": {"summary": {"run_id": RUN, "status": "FINISHED", "step": 1, "metrics": {"eval/loss": 0.5}}, "files": ["weights/final.safetensors"], "at": 3.0}},
 ]  # fmt: skip
@@ -188,7 +190,11 @@ def read_journal(folder: Path, content: bytes) -> None:
     journal = Journal(run, read_only=True)
     try:
         status_of(journal.events)
-        last_words(journal.events)
+        end_of(journal.events)
+        projection = Projection(load_spec(SPEC), run, journal)
+        projection.fold(journal.events)
+        projection.tags(trouble="", figures=(), ended=True)
+        assert projection.end is None or projection.end.documents or not projection.end.status
         journal.missing_steps()
         rows = list(journal.steps())
         for row in (*rows, *journal.evaluations(), *journal.observations()):
@@ -310,7 +316,7 @@ def read_sweep(folder: Path, content: bytes) -> None:
 
 
 def read_attempts(folder: Path, content: bytes) -> None:
-    from lockstep.record.mirror.projection import attempts_in
+    from lockstep.record.mirror.documents import attempts_in
 
     attempts_in(content)
 

@@ -135,7 +135,7 @@ def test_readers_with_wrong_clocks_leave_a_live_run_alone(
 ) -> None:
     """One in another process looks at a real store; then one that is right marks a run that was cut off, and the run takes it back."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     uri = kept if kept == "off" else request.getfixturevalue("database")
     folder = tmp_path / "runs"
@@ -151,7 +151,7 @@ def test_readers_with_wrong_clocks_leave_a_live_run_alone(
 
     assert [looked() for _ in range(2)] == ["RUNNING"] * 2
     with monkeypatch.context() as patched:
-        patched.setattr("lockstep.record.mirror.status.BEAT_S", 1e9)
+        patched.setattr("lockstep.record.mirror.reconciler.BEAT_S", 1e9)
         time.sleep(0.5)
         assert looked() == "RUNNING"
         time.sleep(3.0)

@@ -29,7 +29,7 @@ BIG = "stacks-attempt-1.txt"
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # holds for what the test itself asks as well
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.05)
-    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
     with Proxy(server.port, silence_s=11.0) as proxy:
         yield proxy
 

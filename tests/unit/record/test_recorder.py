@@ -31,6 +31,7 @@ from lockstep.record.events.union import (
     Started,
     StepRow,
     TakenOver,
+    Violated,
     Warned,
 )
 from lockstep.record.ledger.journal import Journal
@@ -406,6 +407,23 @@ def test_a_replayed_step_with_another_bit_is_a_determinism_violation(shaky: Shak
     assert losses(shaky.points)[6] == (7, loss)
 
 
+def test_a_violation_is_shown_by_whoever_records_the_run_next(shaky: Shaky, spec: Specs) -> None:
+    """By a sync, and by an attempt that resumes it: it is in the journal, once. The control is a second one of that attempt."""
+    first = violations(shaky, spec(), [step_row(7, loss=0.5), step_row(8, loss=0.5)])
+    sync(first.run_folder(), again=True)
+    assert "not exact: step 7" in run_json(first)["tags"]["lockstep.note"].splitlines()[0]
+    second = Recorder(spec(), lambda _: shaky, first.run_id())
+    second.start()
+    second.tell(Started({}), step_row(9, loss=0.5), Finished({"step": 10}))
+    second.close()
+    assert second.state.violation.startswith("step 9 gave other bits")
+    assert "not exact: step 7" in run_json(second)["tags"]["lockstep.note"].splitlines()[0]
+    journal = Journal(second.run_folder(), read_only=True)
+    recorded = [event.text[:6] for event in journal.events if isinstance(event, Violated)]
+    journal.close()
+    assert recorded == ["step 7", "step 9"]
+
+
 def test_rows_of_corrupted_bits_give_way_to_those_of_the_steps_taken_again(shaky: Shaky, spec: Specs) -> None:
     """G4: ledger and store have what the steps came to at last; of the doubted ones alone, and once."""
     right = step_row(7, loss=0.5, attempt=2)
@@ -469,7 +487,7 @@ def test_a_signal_is_named_in_the_verdict(shaky: Shaky, spec: Specs) -> None:
 
 def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes back what a hasty reader said meanwhile."""
-    monkeypatch.setattr("lockstep.record.mirror.status.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     recorder = recorder_on(shaky, spec())
     recorder.run_id()
@@ -479,6 +497,27 @@ def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: p
     (recorder.run_folder() / "run.json").write_text(json.dumps(marked))
     wait_until(lambda: run_json(recorder)["status"] == "RUNNING")
     wait_until(lambda: run_json(recorder)["tags"]["lockstep.vanished"] == "")
+    recorder.tell(Finished({}))
+    recorder.close()
+    assert run_json(recorder)["status"] == "FINISHED"
+
+
+def test_a_recorder_says_that_it_lives_while_its_thread_is_busy(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws, or waits for its disk."""
+    monkeypatch.setattr("lockstep.record.mirror.reconciler.BEAT_S", 0.2)
+    monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 60.0)
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.run_id()
+    beats: set[str] = set()
+
+    def beat_often() -> bool:
+        beats.add(run_json(recorder)["tags"]["lockstep.beat"])
+        return len(beats) >= 6
+
+    wait_until(beat_often)
     recorder.tell(Finished({}))
     recorder.close()
     assert run_json(recorder)["status"] == "FINISHED"

@@ -223,14 +223,15 @@ def test_a_copy_from_a_store_writes_nothing_outside(tmp_path: Path, database: st
         [run.info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
     )
     place = Path(unquote(model.artifact_location.removeprefix("file://")))
-    for text in (
+    texts = (
         manifest_of().replace(b'"shared": []', b'"shared": ["%s 9 0"]' % str(canary).encode()),
         manifest_of(shared=[f"{canary} 9 {'0' * 64}"]),
         manifest_of(shared=[f"{uri_name}/x 9 {'0' * 64}"]),
-    ):
+    )
+    for number, text in enumerate(texts):
         (place / "manifest.json").unlink()
         (place / "manifest.json").write_bytes(text)
-        there = tmp_path / f"there-{len(text)}"
+        there = tmp_path / f"there-{number}"
         there.mkdir()
         (copy,) = find_copies(database, run_id)
         copy.download(there)

@@ -146,7 +146,14 @@ class Diagnosis:
                 return
             case union.Corrupted() | union.ResumeChecked() | union.Warned() | union.Straggling():
                 return
-            case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
+            case (
+                union.Violated()
+                | union.InputsFound()
+                | union.Opened()
+                | union.SetAside()
+                | union.Mended()
+                | union.Delivered()
+            ):
                 return
             case _:
                 assert_never(event)

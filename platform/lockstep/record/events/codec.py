@@ -42,6 +42,7 @@ from lockstep.record.events.union import (
     StepRow,
     Straggling,
     TakenOver,
+    Violated,
     Warned,
     Witness,
 )
@@ -99,6 +100,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "warned", {"text": event.text}
         case Straggling():
             return "straggling", {"text": event.text}
+        case Violated():
+            return "violated", {"text": event.text}
         case SetAside():
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
@@ -255,6 +258,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Warned(**value)
         case "straggling":
             return Straggling(**value)
+        case "violated":
+            return Violated(**value)
         case "set_aside":
             return SetAside(**value)
         case "mended":

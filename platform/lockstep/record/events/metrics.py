@@ -51,7 +51,14 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return iter(())
         case union.Document() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
             return iter(())
-        case union.Warned() | union.Straggling() | union.Finished() | union.Failed() | union.TakenOver():
+        case (
+            union.Warned()
+            | union.Straggling()
+            | union.Violated()
+            | union.Finished()
+            | union.Failed()
+            | union.TakenOver()
+        ):
             return iter(())
         case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
             return iter(())

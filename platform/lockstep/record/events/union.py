@@ -244,6 +244,13 @@ class Straggling:
 
 
 @dataclass(frozen=True, slots=True)
+class Violated:
+    """A step or an evaluation that was repeated gave other bits, although the run promises the same ones."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetAside:
     """The store refused something, for `reason`; it is to be sent again."""
 
@@ -433,6 +440,7 @@ Recorded = (
     | Diagnosed
     | Warned
     | Straggling
+    | Violated
     | SetAside
     | Mended
     | Corrupted

@@ -33,6 +33,7 @@ from lockstep.record.events.union import (
     StepRow,
     Straggling,
     TakenOver,
+    Violated,
     Warned,
 )
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
@@ -46,7 +47,7 @@ class Admission:
     """Lets events into the journal of one run.
 
     A row that the journal already has is compared with it instead: with `determinism: strict` and `reduction: exact` a repeated
-    step has the same bits. The first one that differs is reported to `on_violation`, in one line. A row that was recorded from
+    step has the same bits. The first one that differs is let in as a violation. A row that was recorded from
     corrupted bits gives way to the one of the repeated step. Secrets are removed from texts. Of restored segments the digest is compared;
     a segment that the journal lacks is read by `fetch`, or is `lost`.
     """
@@ -57,12 +58,11 @@ class Admission:
         spec: Spec,
         source: Path | None,
         fetch: Callable[[Segment], bytes],
-        on_violation: Callable[[str], None],
     ) -> None:
         self._journal, self._source, self._fetch = journal, source, fetch
-        self._on_violation = on_violation
         self._lost: dict[int, str] = {}
-        self._watched = spec.determinism == "strict" and spec.reduction == "exact"
+        self._promised = spec.determinism == "strict" and spec.reduction == "exact"
+        self._earlier_violations = self._violations
         self._corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
         self._first: int | None = None
         self._reached = 0
@@ -75,6 +75,7 @@ class Admission:
         observed: set[int] = set()
         reported: set[str] = set()
         warnings: set[Warned | Straggling] = set()
+        violated = not self._promised or self._violations > self._earlier_violations
         for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
@@ -86,16 +87,18 @@ class Admission:
                     if previous is None or (difference and self._is_doubted(previous)):
                         steps[step] = event
                         yield event
-                    else:
-                        self._judge(difference, step)
+                    elif difference and not violated:
+                        violated = True
+                        yield _violation(step, difference)
                 case EvaluationRow(step=step):
                     evaluated = evaluations.get(step) or self._journal.evaluation(step)
                     difference = "" if evaluated is None else evaluation_difference(evaluated, event)
                     if evaluated is None or (difference and self._is_doubted(evaluated)):
                         evaluations[step] = event
                         yield event
-                    else:
-                        self._judge(difference, step)
+                    elif difference and not violated:
+                        violated = True
+                        yield _violation(step, difference)
                 case Observation(step=step):
                     doubted = any(corrupted.since < step <= corrupted.step for corrupted in self._corrupted)
                     if doubted or not (step in observed or self._journal.has_observation(step)):
@@ -133,6 +136,11 @@ class Admission:
                     pass
                 case _:
                     yield event
+
+    @property
+    def _violations(self) -> int:
+        """How many violations the journal has."""
+        return sum(isinstance(event, Violated) for event in self._journal.events)
 
     def _has_reported(self, rule: str) -> bool:
         return any(isinstance(event, Diagnosed) and event.rule == rule for event in self._journal.events)
@@ -191,7 +199,6 @@ class Admission:
         """Which restored steps are neither recorded nor readable, and why; empty if none."""
         return next(iter(self._lost.values()), "")
 
-    def _judge(self, difference: str, step: int) -> None:
-        if difference and self._watched:
-            self._watched = False
-            self._on_violation(f"step {step} gave other bits when it was done again: {difference}")
+
+def _violation(step: int, difference: str) -> Violated:
+    return Violated(f"step {step} gave other bits when it was done again: {difference}")

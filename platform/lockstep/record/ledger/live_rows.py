@@ -63,7 +63,7 @@ class RowsSoFar:
                 pass
             case union.TakenOver() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
                 pass
-            case union.Warned() | union.Straggling():
+            case union.Warned() | union.Straggling() | union.Violated():
                 pass
             case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
                 pass

@@ -1,48 +1,29 @@
-"""What a journal reports again about a run whose process has gone. Pure."""
+"""How a run ended, by its journal. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.record.events.union import CheckpointRow, Failed, Finished, Opened, Recorded, Started, TakenOver
+from lockstep.record.events.union import Failed, Finished, Opened, Recorded, Started, TakenOver
 
 PROCESS = "lockstep.process"
 """The tag of a run with the process that recorded it last."""
 GONE = "the process that recorded the run has gone without a word"
 
 
-def unsaid(events: Sequence[Recorded]) -> list[Recorded]:
-    """The events that a store may lack of a run that is resumed: all but its end."""
-    return last_words(events)[:-1]
-
-
-def last_words(events: Sequence[Recorded]) -> list[Recorded]:
-    """The events to tell a store again: checkpoints only if they still exist, and the run's end last.
-
-    An end before the last start belongs to an earlier attempt. A run without an end has failed.
-    """
-    saved = [event for event in events if isinstance(event, CheckpointRow)]
-    deleted = {step for row in saved for step in row.deleted}
-    existing = [row for row in saved if row.step not in deleted]
-    end: Finished | Failed | TakenOver = Failed(GONE)
-    replayed: list[Recorded] = []
-    for event in events:
+def end_of(events: Sequence[Recorded]) -> Finished | Failed | TakenOver:
+    """How a run ended. An end before the last start belongs to an earlier attempt; a run without an end has failed."""
+    for event in reversed(events):
         if isinstance(event, Finished | Failed | TakenOver):
-            end = event
-        elif isinstance(event, CheckpointRow):
-            if event.step not in deleted:
-                gone = tuple(sorted(deleted)) if event is existing[-1] else ()
-                replayed.append(event._replace(deleted=gone))
-        else:
-            if isinstance(event, Started):
-                end = Failed(GONE)
-            replayed.append(event)
-    return [*replayed, end]
+            return event
+        if isinstance(event, Started):
+            break
+    return Failed(GONE)
 
 
 def status_of(events: Sequence[Recorded]) -> str:
     """The status that a run has by its journal; RUNNING where a newer attempt has taken it over."""
-    end = last_words(events)[-1]
+    end = end_of(events)
     return end.status if isinstance(end, Finished | Failed) else "RUNNING"
 
 

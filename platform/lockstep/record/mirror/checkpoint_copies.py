@@ -1,4 +1,4 @@
-"""Whole copies of a run's essential checkpoints in its store, made by a thread beside training and recording.
+"""Whole copies of a run's essential checkpoints in its store, made in a lane of their own.
 
 Invariants:
 
@@ -11,159 +11,114 @@ slow store gets only some of the checkpoints, and the disk holds at most one che
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.errors import LockstepError, first_line
 from lockstep.files import NO_LINKS
 from lockstep.parsing import MOST_BYTES, strict_json, without_hash
 from lockstep.paths import OutsideError, component, open_beneath, read_beneath, shown
-from lockstep.record.mirror.run_store import RunStore, UnavailableError
+from lockstep.record.mirror.lanes import Call, Lane, Part
+from lockstep.record.mirror.run_store import RunStore
 
-PAUSE_S = 2.0
 HELD = ".copying"
 """The folder beside the checkpoints that holds the files being sent."""
 
 SHARED = "shared"
 """The folder beside the checkpoints with the files that several of them name; in a whole copy they lie with the other files."""
 
-_NICE = 10
 
+class Copies(Part):
+    """The checkpoints that a store should have whole (folder by step), in a lane of their own.
 
-class Copies:
-    """`on_result` is called in the thread with the step that is now whole in the store (and None), or with why one is not.
-
+    `report` is called in the lane with the step that is now whole in the store (and None), or with why one is not.
     `mb_per_s` bounds the mean rate at which files are sent, in megabytes per second.
     """
 
     def __init__(
-        self,
-        store: RunStore,
-        on_result: Callable[[int, str | None], None],
-        tags: Callable[[str], Mapping[str, str]],
-        mb_per_s: float | None = None,
+        self, store: RunStore, report: Callable[[int, str | None], None], mb_per_s: float | None = None
     ) -> None:
-        self._store = store
-        self._on_result = on_result
-        self._tags = tags
+        lane = Lane("copies", lambda what, error: None, low=True)
+        super().__init__(lane, "checkpoint", self._send_copy, delete=store.delete_checkpoint)
+        self._store, self._report = store, report
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
-        self._changed = threading.Condition()
-        self._wanted: dict[int, str] = {}
-        """The folder of each wanted checkpoint by step, newest first."""
-        self._known: set[int] = set()
-        self._whole: dict[int, bool] | None = None
-        """The checkpoints of which the store has something, and whether each is whole."""
-        self._new = self._closing = False
-        self._failed: set[int] = set()
-        self._deadline = float("inf")
-        self._thread: threading.Thread | None = None
+        self._known: Container[int] = ()
+        self._is_known = False
+        """Whether `actual` has what the store had of the run's checkpoints."""
+        self._closing = threading.Event()
 
-    def keep(self, essential: Iterable[tuple[int, str]], known: Iterable[int]) -> None:
-        """Make the store keep these checkpoints (step and folder), and drop the other `known` ones of the run. Returns at once."""
-        with self._changed:
-            self._wanted = dict(sorted(essential, reverse=True))
-            self._known.update(known, self._wanted)
-            self._new = True
-            self._failed.clear()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lockstep-copies", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+    def keep(self, wanted: Mapping[int, str], known: Container[int]) -> None:
+        """Make the store keep these checkpoints, and drop the other `known` ones of the run. Returns at once."""
+        self._known = known
+        self.wanted = dict(sorted(wanted.items(), reverse=True))
+        self.retry()
+        self._lane.wake()
 
     def close(self, deadline: float) -> bool:
         """Finish the work, up to `deadline` (monotonic seconds). Returns whether the store has what it should have."""
-        if self._thread is None:
-            return True
-        with self._changed:
-            self._closing, self._deadline = True, deadline
-            self._changed.notify_all()
-        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.5)
-        complete = self._whole or {}
-        missing = [step for step in self._wanted if not complete.get(step)]
-        for step in set(missing) - self._failed:
-            self._on_result(step, "the run ended before it was sent")
+        self._closing.set()
+        while not self._lane.idle and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._lane.stop()
+        outage = self._lane.outage
+        missing = [item for item in self.wanted.items() if self.actual.get(item[0]) != item[1]]
+        for step, uri in missing:
+            if self._refused.get(step) != uri:
+                self._report(step, str(outage.error) if outage else "the run ended before it was sent")
         return not missing
 
-    # --- the thread ---------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        if sys.platform == "linux":  # on Linux each thread has its own priority
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while True:
-            with self._changed:
-                while not (self._new or self._closing):
-                    self._changed.wait()
-                if not self._new:
-                    return
-                self._new = False
-            self._reconcile()
-
-    def _reconcile(self) -> None:
-        if self._whole is None and not self._try(0, self._look):
+    def calls(self) -> Iterator[Call]:
+        """The newest checkpoint first; what is not wanted goes once that one is whole."""
+        newest = next(iter(self.wanted.items()), None)
+        if newest is None:
             return
-        assert self._whole is not None
-        wanted, complete = self._wanted, self._whole
-        for step, uri in wanted.items():
-            if not complete.get(step):
-                complete[step] = False
-                complete[step] = self._try(step, partial(self._send, step, Path(uri)))
-                if complete[step]:
-                    self._on_result(step, None)
-            if self._new:
-                return  # newer checkpoints go first
-        newest = next(iter(wanted), None)
-        if newest is None or not complete.get(newest):
+        if not self._is_known:
+            if self._is_due(*newest):
+                yield Call(self._look, partial(self.refuse, [newest]))
             return
-        for step in sorted((set(complete) & self._known) - set(wanted)):
-            if self._try(step, partial(self._store.delete_checkpoint, step)):
-                del complete[step]
+        yield from self._pushes()
+        if self.actual.get(newest[0]) == newest[1]:
+            yield from self._deletions()
+
+    def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
+        self._refused.update(items)
+        for step, _ in items:
+            if step in self.wanted or step in self.actual:  # else it was deleted during the call
+                self._report(step, str(error) if isinstance(error, LockstepError) else first_line(error))
 
     def _look(self) -> None:
-        self._whole = dict(self._store.checkpoints())
+        wanted = self.wanted
+        self.actual = {
+            step: wanted.get(step, "") if whole else None
+            for step, whole in self._store.checkpoints().items()
+            if step in self._known or step in wanted
+        }
+        self._is_known = True
 
-    def _send(self, step: int, folder: Path) -> None:
-        with _held(folder) as held_folder:
+    def _send_copy(self, items: Mapping[int, str]) -> None:
+        ((step, folder),) = items.items()
+        self.actual[step] = None
+        with _held(Path(folder)) as held_folder:
             self._began = time.monotonic()
-            self._store.log_checkpoint(step, self._tags(str(folder)), held_folder, self._sent)
+            self._store.log_checkpoint(step, checkpoint_tags(folder), held_folder, self._sent)
+        self._report(step, None)
 
     def _sent(self, nbytes: int) -> None:
         """Pause after a file to keep the mean rate, unless the run has ended."""
         if self._bytes_per_s is None:
             return
         until = self._began + nbytes / self._bytes_per_s
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, max(0.0, until - time.monotonic()))
+        self._closing.wait(max(0.0, until - time.monotonic()))
         self._began = time.monotonic()
-
-    def _try(self, step: int, call: Callable[[], None]) -> bool:
-        """Make a call, repeated while the store does not answer and nothing newer waits. Returns whether it succeeded."""
-        while True:
-            try:
-                call()
-                return True
-            except UnavailableError as error:
-                failure = str(error)
-                if self._new or time.monotonic() + PAUSE_S > self._deadline:
-                    break
-                with self._changed:
-                    self._changed.wait(PAUSE_S)
-            except Exception as error:  # noqa: BLE001 - one failed copy must not prevent those after it
-                failure = str(error) if isinstance(error, LockstepError) else first_line(error)
-                break
-        if not self._new:  # else the checkpoint was deleted during the call, or is tried again
-            self._failed.add(step)
-            self._on_result(step, failure)
-        return False
 
 
 @contextmanager
@@ -225,6 +180,15 @@ def _copy(folder: Path, name: str, held: Path) -> None:
 
 
 MANIFEST = "manifest.json"
+
+
+def checkpoint_tags(uri: str) -> dict[str, str]:
+    """Where a checkpoint is, and the digest of its manifest, which has the digests of its files, if this machine can see it."""
+    tags = {"lockstep.uri": uri}
+    with suppress(OSError, ValueError):
+        manifest = read_beneath(Path(uri), MANIFEST, MOST_BYTES)
+        tags["lockstep.manifest"] = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    return tags
 
 
 class Named(NamedTuple):

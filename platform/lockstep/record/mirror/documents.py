@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import yaml
 
 from lockstep.files import encoded
+from lockstep.parsing import conforms, json_value
 from lockstep.printing import markdown
 
 HIDDEN = "***"
@@ -158,3 +160,12 @@ def note(verdict: Verdict, details: Mapping[str, Any], figures: Sequence[str] = 
     rows = [f"| {markdown(name)} | {markdown(value)} |" for name, value in flat(details).items()]
     table = ["", "| | |", "|---|---|", *rows] if rows else []
     return "\n".join([headline, *table, *([""] if images else []), *images, ""])
+
+
+def attempts_in(text: bytes) -> list[dict[str, Any]]:
+    """The attempts of an attempts.json, each a mapping with its number; none if the file is not as it was written, and another is made."""
+    with suppress(ValueError):
+        attempts = json_value(text)
+        if conforms(attempts, Sequence[Mapping[str, Any]]):
+            return [attempt for attempt in attempts if isinstance(attempt.get("attempt"), int)]
+    return []

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -24,25 +23,20 @@ from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping
 from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
 from lockstep.record import problems
 from lockstep.record.events.codec import LATEST
-from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Opened
 from lockstep.record.ledger.journal import Journal, newest_step
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import last_words, status_of
-from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.documents import as_json
-from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.run_store import (
     Ended,
     RunInfo,
-    Sent,
+    RunStore,
     Status,
     StoredRun,
     UnavailableError,
     no_such_run,
     recorded,
 )
-from lockstep.record.mirror.run_texts import LOG
 from lockstep.record.runs.heartbeat import process_tags, same_beat, vanished
 from lockstep.spec.locations import RECORD_OFF
 
@@ -126,27 +120,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_run(folder: Path, name: str, journal: Journal) -> None:
-    """Write run.json again, with as much as nothing but the journal and the log have; the rest comes from a sync."""
-    end = last_words(journal.events)[-1]
+    """Write run.json again as that of a run that has just been opened; a sync adds what the journal has."""
     opened = next((event for event in journal.events if isinstance(event, Opened)), None)
     first = next(journal.steps(), None)
-    at = opened.at if opened else first.wall_clock if first else time.time()
-    tags = {name: str(value) for name, value in opened.process.items()} if opened else {}
-    log = folder / LOG
-    log_text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    if violated := re.search("determinism violation: (.*)", log_text):
-        tags["lockstep.violation"] = violated[1]
-    status = status_of(journal.events)
-    ended = None if status == "RUNNING" else getattr(end, "at", None) or journal.last_sign or at
-    run: dict[str, Any] = {
+    run = {
         "run_id": folder.name,
         "name": name,
-        "started": at,
-        "status": status,
-        "ended": ended,
+        "started": opened.at if opened else first.wall_clock if first else time.time(),
+        "status": "RUNNING",
+        "ended": None,
         "params": {},
+        "tags": {name: str(value) for name, value in opened.process.items()} if opened else {},
     }
-    write_text(folder / "run.json", as_json({**run, "tags": tags}))
+    write_text(folder / "run.json", as_json(run))
 
 
 def finished_in_folder(storage: Path, identity: str) -> Iterator[StoredRun]:
@@ -173,8 +159,8 @@ def _finished(path: Path, inode: int, mtime_ns: int, size: int) -> tuple[str | N
     return (run["tags"].get("lockstep.identity") if finished else None), float(run["started"])
 
 
-class FolderStore:
-    """The RunStore of `record.uri: off`."""
+class FolderStore(RunStore):
+    """The RunStore of `record.uri: off`: the run's folder has its ledger, its model and its checkpoints in any case."""
 
     def __init__(self, storage: Path, run_name: str, started_at: float | None = None) -> None:
         self._started_at = started_at or time.time()
@@ -208,16 +194,6 @@ class FolderStore:
             )
         return assigned_id
 
-    def last_steps(self) -> Mapping[str, int]:
-        return {}
-
-    def log_metrics(self, points: Sequence[Point]) -> None:
-        """Nothing to do: the ledger has the metrics."""
-
-    def recorded_steps(self, key: str) -> Collection[int]:
-        """None: metrics are only in the ledger."""
-        return ()
-
     def log_params(self, params: Mapping[str, str]) -> None:
         with self._changing:
             existing = self._run["params"]
@@ -231,9 +207,6 @@ class FolderStore:
         with self._changing:
             self._run["tags"].update(tags)
             self._save()
-
-    def log_data(self, data: Sequence[DataSet]) -> None:
-        """Nothing to do: the fields of the identity have the fingerprints."""
 
     def log_file(self, path: Path, folder: str) -> None:
         target = beneath(self._folder, *filter(None, (folder, path.name)))
@@ -249,25 +222,6 @@ class FolderStore:
                 f"record: cannot copy {str(path)!r} to {str(target)!r}: {error.strerror}"
             ) from error
 
-    def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
-        """Nothing to do: the model is in the run's folder already."""
-
-    def log_checkpoint(
-        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
-    ) -> None:
-        """Nothing to do: checkpoints have their own storage."""
-
-    def checkpoints(self) -> Mapping[int, bool]:
-        """None: the store has no copies of checkpoints."""
-        return {}
-
-    def aliased_steps(self) -> frozenset[int]:
-        """None: a folder has no registry."""
-        return frozenset()
-
-    def delete_checkpoint(self, step: int) -> None:
-        """Nothing to do: the store has no copies of checkpoints."""
-
     def ended(self) -> Ended | None:
         return self._ended
 
@@ -276,9 +230,6 @@ class FolderStore:
             self._run["status"] = status
             self._run["ended"] = None if status == "RUNNING" else at or time.time()
             self._save()
-
-    def url(self) -> str:
-        return ""
 
     def _save(self) -> None:
         try:

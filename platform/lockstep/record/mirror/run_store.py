@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 class RunStore(Protocol):
     """One run in a store. Call `open` first. Calls come from several threads, and may be repeated: a repetition changes nothing.
 
-    Every call raises UnavailableError if trying again may help, and RecordError if it cannot.
+    A store that inherits from it keeps nothing of what it does not define: no points, data sets, models, checkpoints or pages. Every call raises UnavailableError if trying again may help, and RecordError if it cannot.
     """
 
     def open(self, run_id: str | None) -> str:
@@ -57,12 +57,15 @@ class RunStore(Protocol):
 
     def last_steps(self) -> Mapping[str, int]:
         """The highest step that the opened run already has of each metric key."""
+        return {}
 
     def recorded_steps(self, key: str) -> Collection[int]:
         """All steps that the run has of a metric key."""
+        return ()
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         """Add up to POINTS_PER_CALL points."""
+        return
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Set parameters. An existing one with another value keeps it; a tag notes the difference."""
@@ -72,12 +75,14 @@ class RunStore(Protocol):
 
     def log_data(self, data: Sequence[DataSet]) -> None:
         """Store which data sets the run uses, if the store has a place for that."""
+        return
 
     def log_file(self, path: Path, folder: str) -> None:
         """Store a copy of a file under `folder`, or at the top if that is empty."""
 
     def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
         """Store the final model of the run, whose graph is in `folder`, if the store has a place for that."""
+        return
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
@@ -86,15 +91,19 @@ class RunStore(Protocol):
 
         `sent` is called with the size of each file after it was copied.
         """
+        return
 
     def checkpoints(self) -> Mapping[int, bool]:
         """The steps of whose checkpoints the store has something, and whether it is whole, files included."""
+        return {}
 
     def aliased_steps(self) -> frozenset[int]:
         """The steps whose checkpoints have an alias in the store's model registry."""
+        return frozenset()
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete a checkpoint and its files, unless it has an alias."""
+        return
 
     def ended(self) -> Ended | None:
         """How the run had ended when it was opened; None where it goes on, or its store does not tell when that was."""
@@ -104,6 +113,7 @@ class RunStore(Protocol):
 
     def url(self) -> str:
         """A link to the run's page; empty if the store has no pages."""
+        return ""
 
 
 class RunInfo(NamedTuple):

@@ -14,6 +14,7 @@ from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.replay import PROCESS, lost_end
 from lockstep.record.mirror.documents import HIDDEN
+from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import SILENT_S
@@ -48,30 +49,44 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
         if journal.delivered and not again:
             return Synced(folder.name, False, step, str(folder), "")
         spec = spec_of(folder, uri)
-        refuse_continued(folder, journal, spec)
-        _refuse_lost_end(folder, journal, spec)
-        refuse_living(folder, journal, spec)
+        refuse_strangers(folder, journal, spec)
+        _refuse_lost_end(folder, journal, _stored(folder, spec))
     recorder = Recorder(spec, run_id=folder.name, replay=True)
     recorder.start()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.state.url)
 
 
-def refuse_continued(folder: Path, journal: Journal, spec: Spec) -> None:
+def refuse_strangers(folder: Path, journal: Journal, spec: Spec) -> None:
+    """SpecError or RecordError where the run's state is not for `folder` to report: the run was continued elsewhere, or may live."""
+    is_off = (spec.record.uri or RECORD_OFF) == RECORD_OFF
+    since = takewhile(lambda event: not isinstance(event, Opened), reversed(journal.events))
+    has_ended = any(isinstance(event, Finished | Failed) for event in since)
+    if is_off and has_ended:
+        return  # the folder is the store
+    run = _stored(folder, spec)
+    if not is_off:
+        _refuse_continued(folder, journal, run)
+    if not has_ended:
+        _refuse_living(folder, run)
+
+
+def _stored(folder: Path, spec: Spec) -> RunInfo:
+    """The run as its store has it, which marks it once it is silent."""
+    return reader(spec.record.uri or RECORD_OFF, spec.folder).run(folder.name)
+
+
+def _refuse_continued(folder: Path, journal: Journal, run: RunInfo) -> None:
     """SpecError where the run's store has more of it than `folder`, from another process or another folder.
 
-    So it is where an attempt that resumed the run recorded it in another folder. Its end is not for this one to tell.
+    So it is where an attempt that resumed the run recorded it in another folder.
     """
-    uri = spec.record.uri or RECORD_OFF
-    if uri == RECORD_OFF:
-        return  # the folder is the store
-    run = reader(uri, spec.folder).run(folder.name)
     opened = [event.process.get(PROCESS) for event in journal.events if isinstance(event, Opened)]
     other_process = run.tags.get(PROCESS) not in (None, *opened)
     there = Path(run.tags.get(_FOLDER, folder))
     other_folder = there.resolve() != folder.resolve()  # or this one was moved
     if not other_folder and lost_end(journal.events, run.status, run.tags.get(PROCESS)):
-        return  # that is told, and mended, on its own
+        return  # that is reported, and mended, by itself
     ahead = run.step > journal.last_step and (other_process or other_folder)
     if ahead or (other_process and other_folder and run.status in {"RUNNING", "FINISHED"}):
         raise SpecError(
@@ -80,27 +95,20 @@ def refuse_continued(folder: Path, journal: Journal, spec: Spec) -> None:
         )
 
 
-def refuse_living(folder: Path, journal: Journal, spec: Spec) -> None:
-    """RecordError where the run has no end yet, and a process on another machine may still record it: as long as its beat is not known to be silent.
+def _refuse_living(folder: Path, run: RunInfo) -> None:
+    """RecordError where a process on another machine may still record the run: as long as its beat is not known to be silent.
 
     On this machine the lock of the journal tells. It does not where the folder is a copy, or its file system locks for one machine alone.
     """
-    since = list(takewhile(lambda event: not isinstance(event, Opened), reversed(journal.events)))
-    if any(isinstance(event, Finished | Failed) for event in since):
-        return
-    run = reader(spec.record.uri or RECORD_OFF, spec.folder).run(
-        folder.name
-    )  # which marks it once it is silent
-    where = run.tags.get(PROCESS, "").partition(" ")[0]
-    if run.status == "RUNNING" and where != place():
+    machine = run.tags.get(PROCESS, "").partition(" ")[0]
+    if run.status == "RUNNING" and machine != place():
         raise RecordError(
             f"run {folder.name}: it is RUNNING, and the process that records it, on host {run.tags.get('lockstep.host', '?')}, may live; "
             f"it counts as gone once its beat has not moved for {SILENT_S:.0f} s while this machine watched: give the command again then"
         )
 
 
-def _refuse_lost_end(folder: Path, journal: Journal, spec: Spec) -> None:
-    run = reader(spec.record.uri or RECORD_OFF, spec.folder).run(folder.name)
+def _refuse_lost_end(folder: Path, journal: Journal, run: RunInfo) -> None:
     if lost_end(journal.events, run.status, run.tags.get(PROCESS)):
         raise SpecError(
             f"run {folder.name}: it is {run.status}, and its {NAME} in {str(folder)!r} has lost that end: it goes up to step "

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.errors import StorageError
-from lockstep.parsing import MOST_BYTES, json_value
-from lockstep.paths import read_bounded
+from lockstep.parsing import MOST_BYTES
+from lockstep.paths import read_beneath
 from lockstep.record.events.metrics import Point, points_of
 from lockstep.record.events.union import (
     Corrupted,
     EvaluationRow,
     Finished,
-    InputsFound,
     Mended,
     Opened,
-    Started,
     StepRow,
 )
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
-from lockstep.record.ledger.replay import last_words, lost_end, status_of
-from lockstep.record.mirror.documents import as_json
+from lockstep.record.ledger.replay import end_of, lost_end, status_of
+from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.run_files import as_written
+from lockstep.spec.fields import Spec
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
 """Files of the run's folder that its store has too."""
@@ -110,20 +109,16 @@ def _differing(journal: Journal, history: tables.Rows) -> Iterator[RecordDiffere
             )
 
 
-def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[RecordDifference]:
-    """Compare the Parquet files of a run that has ended with its journal; `repair` writes them again."""
+def check_ledger(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
+    """Compare the Parquet files of a run that has ended with its journal."""
     if not _ended(journal):
         return
-    steps, path = list(journal.steps()), folder / "ledger.parquet"
-    if steps and (what := _other(tables.read_parquet, path, steps)):
-        if repair:
-            tables.write_parquet(steps, path)
-        yield RecordDifference("ledger", f"{path.name} {what}", repair)
-    evaluations, path = journal.evaluations(), folder / "evaluations.parquet"
-    if evaluations and (what := _other(tables.read_evaluations, path, evaluations)):
-        if repair:
-            tables.write_evaluations(evaluations, path)
-        yield RecordDifference("ledger", f"{path.name} {what}", repair)
+    for read, name, rows in (
+        (tables.read_parquet, "ledger.parquet", list(journal.steps())),
+        (tables.read_evaluations, "evaluations.parquet", journal.evaluations()),
+    ):
+        if rows and (what := _other(read, folder / name, rows)):
+            yield RecordDifference("ledger", f"{name} {what}")
 
 
 def _ended(journal: Journal) -> bool:
@@ -171,20 +166,17 @@ def check_store(
                 yield RecordDifference("store", f"has {what} {name}")
 
 
-def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Iterator[RecordDifference]:
-    """Compare the files of a run that is recorded in its folder alone with its journal, and with the status in `store`, its run.json."""
-    end = last_words(journal.events)[-1]
-    documents = {}
-    for event in journal.events:
-        if isinstance(event, Started) and event.facts.get("fields"):
-            documents["fields.json"] = event.facts["fields"]
-        elif isinstance(event, InputsFound):
-            documents["fields.json"] = event.fields
-    if isinstance(end, Finished):
-        documents["summary.json"] = end.summary
-    for name, document in documents.items():
-        if what := _other_document(folder / name, document):
+def check_folder(
+    folder: Path, journal: Journal, store: InStore | None, spec: Spec
+) -> Iterator[RecordDifference]:
+    """Compare the files of a run that is recorded in its folder alone with what its log says, and with the status in `store`, its run.json."""
+    projection = Projection(spec, folder, journal)
+    projection.fold(journal.events)
+    final = projection.end.documents if projection.end else {}
+    for name, content in {**projection.documents, **final}.items():
+        if what := _other_document(folder, name, as_written(content)):
             yield RecordDifference("folder", f"{name} {what}")
+    end = end_of(journal.events)
     for path in end.files if isinstance(end, Finished) else ():
         if path.suffix == ".safetensors" and (what := _damaged(path)):
             yield RecordDifference("folder", f"{path.parent.name}/{path.name} {what}")
@@ -199,16 +191,15 @@ def _status(where: str, status: str, process: str | None, journal: Journal) -> I
         yield RecordDifference(where, f"has status {status}, wanted {wanted}")
 
 
-def _other_document(path: Path, wanted: Mapping[str, Any]) -> str:
-    """How a file of JSON differs from the wanted document; empty if it does not."""
+def _other_document(folder: Path, name: str, wanted: bytes) -> str:
+    """How a file differs from the wanted content; empty if it does not."""
     try:
-        actual = json_value(read_bounded(path, MOST_BYTES))
+        actual = read_beneath(folder, name, max(MOST_BYTES, len(wanted)))
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
-    same = json.dumps(actual, sort_keys=True) == json.dumps(json.loads(as_json(wanted)), sort_keys=True)
-    return "" if same else "is another one than the journal has"
+    return "" if actual == wanted else "is another one than the journal has"
 
 
 def _damaged(path: Path) -> str:

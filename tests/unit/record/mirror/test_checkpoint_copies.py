@@ -132,7 +132,7 @@ class Slow(FolderStore):
 def copies_to(
     store: FolderStore, told: list[tuple[int, str | None]], mb_per_s: float | None = None
 ) -> Copies:
-    return Copies(store, lambda step, failure: told.append((step, failure)), lambda uri: {}, mb_per_s)
+    return Copies(store, lambda step, failure: told.append((step, failure)), mb_per_s)
 
 
 def test_a_slow_store_gets_the_newest_and_one_at_a_time(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_a_slow_store_gets_the_newest_and_one_at_a_time(tmp_path: Path) -> None:
     store, told = Slow(tmp_path), []
     copies = copies_to(store, told)
     uris = {step: checkpoint(tmp_path, step) for step in (1, 2, 3, 4)}
-    copies.keep([(1, uris[1])], [1])
+    copies.keep({1: uris[1]}, [1])
     assert store.began.wait(10)
     for file in Path(uris[1]).iterdir():
         file.unlink()
     for step in (2, 3, 4):
-        copies.keep([(step, uris[step])], [step - 1])
+        copies.keep({step: uris[step]}, range(1, step + 1))
     store.go.set()
     assert copies.close(time.monotonic() + 10)
     assert store.got == [(1, b"\1" * 1000), (4, b"\4" * 1000)]
@@ -165,7 +165,7 @@ def test_what_a_killed_recorder_held_goes_with_the_next_copy(tmp_path: Path) -> 
         os.link(file, held / file.name)
         file.unlink()
     copies = copies_to(store, told)
-    copies.keep([(2, uris[2])], [1])
+    copies.keep({2: uris[2]}, [1])
     assert copies.close(time.monotonic() + 10)
     assert told == [(2, None)]
     assert not (tmp_path / HELD).exists()
@@ -180,7 +180,7 @@ def test_the_best_and_the_pinned_stay_and_strangers_are_left_alone(tmp_path: Pat
     uris = {step: checkpoint(tmp_path, step) for step in range(1, 7)}
     for step in range(1, 7):
         pinned = [(2, uris[2])] if step < 5 else []
-        copies.keep([(step, uris[step]), (3, uris[3]), *pinned][: step + 1], range(1, step + 1))
+        copies.keep(dict([(step, uris[step]), (3, uris[3]), *pinned][: step + 1]), range(1, step + 1))
         until = time.monotonic() + 10
         while not store.has >= {step}:
             assert time.monotonic() < until
@@ -206,7 +206,7 @@ def test_the_copy_before_stays_where_the_newest_is_refused(tmp_path: Path) -> No
     store.go.set()
     copies = copies_to(store, told)
     for step in (1, 2):
-        copies.keep([(step, checkpoint(tmp_path, step))], [step])
+        copies.keep({step: checkpoint(tmp_path, step)}, range(1, step + 1))
         until = time.monotonic() + 10
         while len(told) < step:
             assert time.monotonic() < until
@@ -219,7 +219,7 @@ def test_the_copy_before_stays_where_the_newest_is_refused(tmp_path: Path) -> No
 def test_a_run_that_ends_before_its_copy_is_whole_says_so(tmp_path: Path) -> None:
     store, told = Slow(tmp_path), []
     copies = copies_to(store, told)
-    copies.keep([(1, checkpoint(tmp_path, 1))], [1])
+    copies.keep({1: checkpoint(tmp_path, 1)}, [1])
     assert store.began.wait(10)
     assert not copies.close(time.monotonic() + 0.1)
     assert told == [(1, "the run ended before it was sent")]
@@ -232,7 +232,7 @@ def test_copies_keep_to_their_mean_rate(tmp_path: Path) -> None:
     store.go.set()
     copies = copies_to(store, told, mb_per_s=0.002)
     began = time.monotonic()
-    copies.keep([(1, checkpoint(tmp_path, 1))], [1])
+    copies.keep({1: checkpoint(tmp_path, 1)}, [1])
     while not told:
         time.sleep(0.001)
     assert time.monotonic() - began >= 0.5
@@ -244,7 +244,7 @@ def test_a_run_that_ends_rests_for_no_rate(tmp_path: Path) -> None:
     """The kilobyte would take 1,000 s."""
     store, told = Slow(tmp_path), []
     copies = copies_to(store, told, mb_per_s=1e-6)
-    copies.keep([(1, checkpoint(tmp_path, 1))], [1])
+    copies.keep({1: checkpoint(tmp_path, 1)}, [1])
     assert store.began.wait(10)
     store.go.set()
     assert copies.close(time.monotonic() + 60)

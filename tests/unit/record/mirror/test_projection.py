@@ -1,4 +1,4 @@
-"""The page of a run, as several threads of its recorder write it."""
+"""What a store should have of a run follows from its log; its files are written as several threads of its recorder ask for them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,79 @@ from typing import Any
 import pytest
 
 from lockstep import files
-from lockstep.record.events.union import Failed, Finished, Observation, PeakMemory
+from lockstep.record.events.union import (
+    AttemptsSummarised,
+    CheckpointRow,
+    Document,
+    Failed,
+    Finished,
+    Observation,
+    PeakMemory,
+    Recorded,
+    Started,
+)
 from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.tables import read_evaluations, read_observations, read_parquet
-from lockstep.record.mirror.folder import FolderStore
-from lockstep.record.mirror.projection import Page
+from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.without_figures import DRAW
 
 
-def test_a_line_that_two_threads_log_at_once_is_in_the_log_once(
-    spec: Callable[..., Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def projected(spec: Spec, folder: Path, *events: Recorded) -> Projection:
+    """The projection of a run with this log."""
+    with contextlib.closing(Journal(folder)) as journal:
+        journal.add(events)
+        projection = Projection(spec, folder, journal)
+        for event in journal.events:
+            projection.take(event)
+        return projection
+
+
+def saved(step: int, *deleted: int) -> CheckpointRow:
+    return CheckpointRow(step, f"/runs/{step}", None, 1, 0.0, 0.0, 0.0, 0.0, deleted)
+
+
+def test_checkpoints_are_wanted_as_far_as_they_are_left(spec: Callable[..., Spec], tmp_path: Path) -> None:
+    """A step that was deleted and is saved again by another attempt is left."""
+    log = [saved(1), saved(2, 1), saved(3), saved(4, 3), saved(1)]
+    projection = projected(spec(record={"checkpoints": "reference"}), tmp_path, *log)
+    assert projection.references == {2: "/runs/2", 4: "/runs/4", 1: "/runs/1"}
+    assert projection.known_steps == {1, 2, 3, 4} and not projection.makes_copies
+
+
+def test_an_end_before_the_last_start_leaves_nothing_wanted(
+    spec: Callable[..., Spec], tmp_path: Path
 ) -> None:
-    """The writer's thread, the lane of files and the thread of copies log."""
+    """The control is the end that counts: its text, its tag and its status. What is not of the end stays."""
+    log = [Started({"workers": 2}), Document("stacks.txt", "…"), Failed("the loss is nan")]
+    ended = projected(spec(), tmp_path / "ended", *log)
+    assert ended.end is not None and ended.end.status == "FAILED"
+    assert ended.end.documents == {"error.txt": "the loss is nan\n"}
+    assert ended.tags(trouble="", figures=(), ended=True)["lockstep.error"] == "the loss is nan"
+    goes_on = projected(spec(), tmp_path / "goes on", *log, Started({"workers": 1}))
+    assert goes_on.end is None
+    tags = goes_on.tags(trouble="", figures=(), ended=True)
+    assert (tags["lockstep.error"], tags["lockstep.workers"]) == ("", "1")
+    assert goes_on.documents["stacks.txt"] == "…"
+
+
+def test_attempts_of_an_earlier_driver_stay_as_it_left_them(
+    spec: Callable[..., Spec], tmp_path: Path
+) -> None:
+    first, second = {"attempt": 1, "end": "killed"}, {"attempt": 2, "end": "FINISHED"}
+    log = [AttemptsSummarised([{"attempt": 1}]), AttemptsSummarised([first]), AttemptsSummarised([second])]
+    projection = projected(spec(), tmp_path, *log)
+    assert json.loads(projection.documents["attempts.json"]) == [first, second]
+
+
+def test_a_line_that_two_threads_log_at_once_is_in_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's thread, the lane of files and that of copies log."""
     began, other_is_done = threading.Event(), threading.Event()
 
     def slow(path: Path, text: str) -> int:
@@ -40,11 +97,11 @@ def test_a_line_that_two_threads_log_at_once_is_in_the_log_once(
 
     monkeypatch.setattr("lockstep.record.mirror.run_texts.append", slow)
     journal = Journal(tmp_path)
-    page = Page(spec(), tmp_path, journal, FolderStore(tmp_path, ""), lambda *_, **__: None)
-    first = threading.Thread(target=page.log, args=("one",))
+    run_files = RunFiles(tmp_path, journal, scaled=False)
+    first = threading.Thread(target=run_files.log, args=("one",))
     first.start()
     began.wait()
-    page.log("two")
+    run_files.log("two")
     other_is_done.set()
     first.join()
     journal.close()
@@ -53,7 +110,7 @@ def test_a_line_that_two_threads_log_at_once_is_in_the_log_once(
 
 
 def test_runs_that_end_together_in_one_process_draw_one_after_another(
-    spec: Callable[..., Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each holds all of its rows while it draws, and the trials of a sweep end by hundreds; all have their figures."""
     at_once: list[int] = []
@@ -76,8 +133,7 @@ def test_runs_that_end_together_in_one_process_draw_one_after_another(
         folder.mkdir()
         with contextlib.closing(Journal(folder)) as journal:
             journal.add([step_row(step) for step in range(1, 9)])
-            page = Page(spec(), folder, journal, FolderStore(folder, ""), lambda *_, **__: None)
-            page.take(Failed("its job is wrong"))
+            RunFiles(folder, journal, scaled=False).write_tables()
 
     threads = [threading.Thread(target=end, args=(folder,)) for folder in runs]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Delivers the points of a journal to a store: each once, in order, in batches, from a cursor.
+"""Pushes the points of a journal to a store: each once, in order, in batches, from a cursor.
 
 The cursor moves when the store has confirmed a batch. In a run that goes on it begins at the last step that the store has: what is
 before that was sent. Points that the store had when the run was opened are skipped: by the highest step that it has of each key, and where
@@ -8,19 +8,21 @@ points may be missing below that, by all of its steps. If the store refuses a po
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from lockstep.errors import RecordError
 from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points_of
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.mirror.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
-from lockstep.record.mirror.sync_queue import SyncQueue
+from lockstep.record.mirror.lanes import Call, Lane, Part, send_acceptable
+from lockstep.record.mirror.run_store import POINTS_PER_CALL, RunStore, UnavailableError
 
-MOST_ASIDE = 1000
+MOST_REFUSED = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
-_MOST_SINGLE = 16
-"""After so many refused points of one batch, its rest is no longer searched for good ones."""
+
+
+_REST = "rest"
+"""The name of what the journal has behind the cursor."""
 
 
 class _Cursor(NamedTuple):
@@ -29,28 +31,25 @@ class _Cursor(NamedTuple):
     """The step before the offset."""
 
 
-class Delivery:
-    """Delivers an open journal. `high_water` is the highest step that the store has of each key; `scaled` is whether a loss scaler runs.
+class MetricCursor(Part):
+    """The points of an open journal, in `lane`. `scaled` is whether a loss scaler runs. Refused points are its content, by themselves.
 
-    `thorough` says that the store may lack points below `high_water`. Calls go through the lane for points of `sync_queue`.
+    `thorough` says that the store may lack points below the highest step that it has of each key.
     """
 
     def __init__(
         self,
         journal: Journal,
         store: RunStore,
-        high_water: Mapping[str, int],
+        lane: Lane,
         *,
         scaled: bool,
         thorough: bool,
-        sync_queue: SyncQueue,
     ) -> None:
-        self._journal = journal
-        self._store = store
-        self._high_water = high_water
+        super().__init__(lane, "metrics", self._send_again, together=True)
+        self._journal, self._store = journal, store
+        high_water = self._high_water = dict(store.last_steps())
         self._thorough = thorough
-        self._sync_queue = sync_queue
-        self._sending = self._again = False
         self._scaled = scaled
         reached = min(high_water.get(key, 0) for key in EVERY_STEP)
         start = 0 if thorough else journal.start_up_to(reached)
@@ -60,80 +59,43 @@ class Delivery:
         self._known: dict[str, Collection[int]] = {}
         self._replaced_after: int | None = None
         """If set: rows of later steps than this that come again replace others, which were made from corrupted bits."""
-        self._left: list[Point] = []
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
-    @property
-    def left(self) -> bool:
-        """Whether there are refused points that may be sent once more."""
-        return bool(self._left)
+    def calls(self) -> Iterator[Call]:
+        """One call, which sends everything that the journal has when it is made; and those that repeat refused points."""
+        rest = (_REST, self._journal.size)
+        if self._cursor.offset < rest[1] and self._is_due(*rest):
+            yield Call(self._send_new, partial(self.refuse, [rest]))
+        yield from super().calls()
 
-    def flush(self, *, again: bool = False) -> None:
-        """Request that the journal's points are sent; `again` also repeats the refused ones. Called by one thread; never waits.
-
-        At most one call waits at a time; it sends everything that is there when its turn comes.
-        """
-        self._again = self._again or again
-        if (self._cursor.offset < self._journal.size or self._again) and not self._sending:
-            self._sending = True
-            self._sync_queue.send("points", "points", self._send)
-
-    # --- in the lane ----------------------------------------------------------------------------------------
-
-    def _send(self) -> None:
-        again, self._again = self._again, False
+    def _send_new(self) -> None:
         try:
             for points, cursor in self._batches():
                 if points:
-                    self._log(points)
+                    send_acceptable(points, self._store.log_metrics, self._refuse_points)
                 self._cursor = cursor
-            if again:
-                self._send_left()
-        except (UnavailableError, OSError) as error:
-            self._again = self._again or again
-            if isinstance(error, OSError):  # from the journal's disk
-                raise UnavailableError(f"record: cannot read the journal: {error}") from error
-            raise  # the call stays in the lane, and is repeated
-        except BaseException:
-            self._sending = False
-            raise
-        self._sending = False
+        except OSError as error:  # from the journal's disk
+            raise UnavailableError(f"record: cannot read the journal: {error}") from error
+        self._accepted([(_REST, None)])
 
-    def _send_left(self) -> None:
-        """Send the refused points once more."""
-        self._sync_queue.lanes["points"].set_aside.clear()
-        points, self._left = self._left, []
-        for start in range(0, len(points), POINTS_PER_CALL):
-            self._log(points[start : start + POINTS_PER_CALL])
+    def _refuse_points(self, points: Sequence[Point], error: Exception) -> None:
+        room = MOST_REFUSED - len(self.wanted)
+        self.wanted = {**self.wanted, **dict.fromkeys(points[:room], True)}
+        self.refuse([(point, True) for point in points], error)
 
-    def _log(self, points: Sequence[Point]) -> None:
-        single = 0
+    def _send_again(self, points: Mapping[Point, bool]) -> None:
+        unsent = list(points)
+        for start in range(0, len(unsent), POINTS_PER_CALL):
+            self._store.log_metrics(unsent[start : start + POINTS_PER_CALL])
 
-        def log(part: Sequence[Point]) -> None:
-            nonlocal single
-            try:
-                self._store.log_metrics(part)
-            except UnavailableError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a value that cannot even be sent is refused as well
-                final = isinstance(error, RecordError) and not isinstance(error, RejectedError)
-                if final or len(part) == 1 or single >= _MOST_SINGLE:
-                    single += 1
-                    self._refuse(part, error)
-                else:
-                    half = len(part) // 2
-                    log(part[:half])
-                    log(part[half:])
-
-        log(points)
-
-    def _refuse(self, points: Sequence[Point], error: Exception) -> None:
+    def _title(self, names: Sequence[Any]) -> str:
+        points = [name for name in names if isinstance(name, Point)]
+        if not points:
+            return "metrics"
         steps = sorted({point.step for point in points})
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        names = sorted({point.key for point in points})
-        shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-        self._sync_queue.lanes["points"].aside(f"metrics of {where} ({shown})", error)
-        self._left.extend(points[: MOST_ASIDE - len(self._left)])
+        keys = sorted({point.key for point in points})
+        return f"metrics of {where} ({', '.join(keys[:3])}{', …' if keys[3:] else ''})"
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:
         """Batches of whole rows, each with the cursor after it; a row with very many parts takes several batches."""
