@@ -272,6 +272,7 @@ SHOWN = {
     "A loss over the whole batch": "tests.unit.shown_jobs:Towers",
     "Terms with weights of their own": "tests.unit.shown_jobs:Boxes",
     "Statistics of a step": "tests.unit.shown_jobs:Queued",
+    "Optimizers that evaluate the loss again": "tests.unit.shown_jobs:Labelled",
 }
 """The job that each section of writing-a-job.md goes on, which lacks what the section shows."""
 

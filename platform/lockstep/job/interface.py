@@ -140,6 +140,8 @@ class Job:
     Params: ClassVar[type[Params]] = Params
     placement_variables: ClassVar[Collection[str]] = ()
     """Environment variables that the job reads and that say where something is, never what it is: they are no part of a run's identity."""
+    closure_calls: ClassVar[int] = 0
+    """How often an optimizer of the job's own may evaluate the loss again in one update, by calling the closure that its `step` then gets."""
     params: Any
     _told: Sequence[str] = ()
     """What a run warns of when one of Lockstep's own jobs has made its model."""

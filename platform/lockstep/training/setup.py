@@ -51,6 +51,7 @@ from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step.activations import checkpoint_activations
+from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
@@ -360,6 +361,7 @@ def make_state(
             phase: make_schedule(job, spec.schedule, phase_optimizer, plan.total_steps, evaluates=evaluates)
             for phase, phase_optimizer in optimizers_of(optimizer).items()
         }
+    check_closures(spec, job, list(optimizers_of(optimizer).values()))
     if average is not None and (
         modal := [
             phase_optimizer

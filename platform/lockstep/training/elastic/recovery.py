@@ -39,7 +39,8 @@ from lockstep.training.requests import Requests
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
-from lockstep.training.step.phases import PhaseOptimizers
+from lockstep.training.step.closures import closure_calls
+from lockstep.training.step.phases import PhaseOptimizers, optimizers_of
 
 
 class Seat(NamedTuple):
@@ -88,11 +89,14 @@ def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrig
     """Whether this group survives the loss of a member, and can let others in.
 
     It cannot if the others lack a part of the state (a sharded optimizer, which is whole on a single worker and would stay so), if fewer workers would be another run
-    (`reduction: native`), if a step changes the state before it is done (phases), if the backend cannot abort, or in a
+    (`reduction: native`), if a step changes the state before it is done (phases, an optimizer that evaluates the loss again), if the backend cannot abort, or in a
     replay of another run's steps.
     """
     sharded = spec.optimizer.sharded
-    phased = isinstance(state.optimizer, PhaseOptimizers)
+    every = optimizers_of(state.optimizer).values()
+    phased = isinstance(state.optimizer, PhaseOptimizers) or any(
+        closure_calls(state.job, each) for each in every
+    )
     replays = origin is not None and origin.replay is not None
     return group.can_abort and spec.reduction == "exact" and not sharded and not phased and not replays
 
