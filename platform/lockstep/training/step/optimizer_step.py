@@ -272,6 +272,9 @@ class Stepper:
         for phase in updated:
             with job_at(f"the schedule after step {position.number}"):
                 phase.rates.schedule.follow()
+        if position.ends_epoch:
+            with job_at(f"the schedule after epoch {position.epoch + 1}"):
+                state.schedule.epoch_ended()
         if updated:
             follow_update(state, seed=self.spec.seed, device=self.group.device, statistics=self._gathered)
         self._gathered = {}
