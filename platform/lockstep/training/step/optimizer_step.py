@@ -18,6 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -150,8 +151,10 @@ class Stepper:
         self.recheck: Recheck | None = None
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
-        self.places: Callable[[Position], Sequence[Ids]] = lambda position: ()
-        """For each micro-batch of a step, the places of its samples among those of the step."""
+        self.places: Callable[[Position], Sequence[Ids]] = lambda position: [
+            np.arange(m, position.samples, plan.micro_batches) for m in range(position.micro_batches)
+        ]
+        """For each micro-batch of a step, the places of its samples among those of the step; a run's sampler knows better."""
         buffers = len(self.buffers.buffers)
         self.each_phase = [
             PhaseStep(
@@ -498,7 +501,10 @@ class Stepper:
             where = f" ({self._where(phase, position, m)})"
             phase.module.settle = phase.whole.settle(m, where, again=precision is None)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
-            loss: Loss = module(batch)
+            try:
+                loss: Loss = module(batch)
+            finally:  # whoever else computes a micro-batch, as after a loss that is not finite, computes it alone
+                phase.module.settle = None
             if batch is not None and not has_form(loss, phase.exchange.names):
                 label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
                 check_form(loss, label, where)
@@ -585,7 +591,8 @@ class Stepper:
         What it writes to buffers is dropped, and nothing of it is recorded: a step has the buffers and digests of its first evaluation.
         """
         end, probe = self.buffers.values(), self.probe
-        self._evaluates_again, self.probe = True, NoProbe()
+        self._evaluates_again = self.digests.paused = True
+        self.probe = NoProbe()
         self.buffers.start_from(start)
         try:
             with torch.enable_grad():
@@ -593,7 +600,8 @@ class Stepper:
             totals = phase.exchange.read(position.micro_batches).totals
             phase.agree_on_unused()
         finally:
-            self._evaluates_again, self.probe = False, probe
+            self._evaluates_again = self.digests.paused = False
+            self.probe = probe
             self.buffers.start_from(end)
         self._mean_gradients(phase, position, totals, scale_down)
         phase.rest_unused()
