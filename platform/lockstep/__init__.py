@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `Plateau`, `Term`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `Phase`, `Plateau`, `PerEpoch`, `Term`, `Updates`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from lockstep.calls.runs import train
     from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
-    from lockstep.job.interface import Job, Loss, Mean, Params, Phase, Placement, Plateau, Term
+    from lockstep.job.interface import (
+        Job,
+        Loss,
+        Mean,
+        Params,
+        PerEpoch,
+        Phase,
+        Placement,
+        Plateau,
+        Term,
+        Updates,
+    )
     from lockstep.randomness import rng
     from lockstep.spec.fields import Spec
     from lockstep.spec.loading import load_spec
@@ -29,6 +40,7 @@ __all__ = [
     "Loss",
     "Mean",
     "Params",
+    "PerEpoch",
     "Phase",
     "Placement",
     "Plateau",
@@ -36,6 +48,7 @@ __all__ = [
     "Spec",
     "SweepResult",
     "Term",
+    "Updates",
     "load_spec",
     "resume",
     "rng",
@@ -49,6 +62,7 @@ _HOME = {
     "Loss": "lockstep.job.interface",
     "Mean": "lockstep.job.interface",
     "Params": "lockstep.job.interface",
+    "PerEpoch": "lockstep.job.interface",
     "Phase": "lockstep.job.interface",
     "Placement": "lockstep.job.interface",
     "Plateau": "lockstep.job.interface",
@@ -56,6 +70,7 @@ _HOME = {
     "Spec": "lockstep.spec.fields",
     "SweepResult": "lockstep.sweeps.driver",
     "Term": "lockstep.job.interface",
+    "Updates": "lockstep.job.interface",
     "load_spec": "lockstep.spec.loading",
     "resume": "lockstep.calls.resume",
     "rng": "lockstep.randomness",

@@ -49,9 +49,9 @@ def step_key(seed: int, step: int, micro_batch: int, phase: Phase = ()) -> Key:
     return Key((seed, "step", step, micro_batch, *phase))
 
 
-def update_key(seed: int, step: int, phase: Phase = ()) -> Key:
-    """The update of an optimizer with code of the job's own."""
-    return Key((seed, "update", step, *phase))
+def update_key(seed: int, step: int, phase: Phase = (), call: int | None = None) -> Key:
+    """The update of an optimizer with code of the job's own; `call` is how often it has evaluated the loss again."""
+    return Key((seed, "update", step, *phase, *(() if call is None else ("call", call))))
 
 
 def whole_batch_key(seed: int, step: int, phase: Phase = ()) -> Key:

@@ -110,7 +110,7 @@ class CriticOverTheBatch(Whole):
 
     def compared(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
         itself = torch.eye(len(rows["z"]), dtype=torch.bool)
-        alike = (rows["z"] @ rows["z"].T / 0.5).masked_fill(itself, -1e9)
+        alike = (rows["z"] @ rows["z"].T / 0.5).float().masked_fill(itself, -1e9)
         same = (rows["y"][:, None] == rows["y"]) & ~itself
         return Loss(-(alike.log_softmax(1) * same).sum() / len(same), 1)
 

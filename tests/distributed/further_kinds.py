@@ -1662,7 +1662,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     OwnUpdate: ("parameter '0.weight' was written to by the job itself",),
     GradualUnfreezing: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
     LateParameter: ("parameter 'scale' was made by the loss", "job.model"),
-    SharpnessAware: ("job.optimizer: Sam evaluates the loss several times in one step",),
+    SharpnessAware: ("job.optimizer: Sam evaluates the loss again within an update", "closure_calls"),
     RunningLoss: ("job.recent and 4 more is kept from one micro-batch to the next",),
     SetsThreads: ("torch.set_num_threads to 2", "set threads"),
     AllowsAnyKernel: ("torch.use_deterministic_algorithms to False",),

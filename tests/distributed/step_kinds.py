@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
+import lockstep
 from lockstep import Loss
 from lockstep.data import Mixture, Packed
 from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
@@ -104,6 +105,23 @@ class RateByFunction(Kind):
             return 0.1 + 0.45 * (1 + math.cos(math.pi * (update - 1) / (updates - 1)))
 
         return factor
+
+
+class FallsEveryEpoch(Kind):
+    """torchvision's references: `lr_scheduler.step()` after each epoch, over a StepLR."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: lockstep.Updates) -> lockstep.PerEpoch:
+        assert (int(updates), updates.per_epoch, updates.epochs) == (updates, 3, -(-updates // 3))
+        return lockstep.PerEpoch(lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+
+
+class WarmsUpForAnEpoch(Kind):
+    """A scheduler by updates that is made of epochs, and keeps their number in its state."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: lockstep.Updates) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=updates, pct_start=1 / updates.epochs
+        )
 
 
 class Restarts(Kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from unittest import mock
 
@@ -9,12 +10,21 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
+from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
 from lockstep.training.step.schedule import TorchScheduler
 from tests.distributed.kinds import RUN, Dropouts, Kind, document, taken_up
 from tests.distributed.pool import Pool
-from tests.distributed.step_kinds import FallsWhenNothingImproves, Milestones, MovedMomentum, Restarts
+from tests.distributed.step_kinds import (
+    FallsEveryEpoch,
+    FallsWhenNothingImproves,
+    Milestones,
+    MovedMomentum,
+    Restarts,
+    WarmsUpForAnEpoch,
+)
 from tests.distributed.training import train, train_attempt, train_rank_seeds
 
 
@@ -31,6 +41,56 @@ def test_rates_are_those_of_the_scheduler(kind: type[Kind]) -> None:
     assert [row.lr for row in trained.steps] == rates
     assert len(set(rates)) > 2
     assert trained.warnings == ()
+
+
+def by_epoch() -> list[float]:
+    """The rates of three epochs of three steps, `scheduler.step()` after each epoch."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3)
+    scheduler, rates = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), []
+    for _ in range(3):
+        for _ in range(3):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_a_scheduler_by_epochs_has_the_rates_of_its_own_loop(pool: Pool, tmp_path: Path) -> None:
+    """On two workers, and taken up within an epoch and between two. The negative control is stepped after each update."""
+    run = document(
+        FallsEveryEpoch,
+        length={"epochs": 3},
+        checkpoint={"storage": str(tmp_path), "every": {"steps": 1}},
+    )
+    whole = pool.run(2, train, document(FallsEveryEpoch, length={"epochs": 3}))[0]
+    assert [row.lr for row in whole.steps] == by_epoch() and whole.warnings == ()
+    for stop in (2, 3):
+        train_attempt(run, f"{RUN}{stop}", AttemptOrigin(), stop)
+        origin = claim(run["checkpoint"]["storage"], f"{RUN}{stop}", None)
+        again = train_attempt(run, f"{RUN}{stop}", origin)
+        assert (again.rows, again.weights_digest) == (whole.rows, whole.weights_digest)
+    with mock.patch.object(TorchScheduler, "follow", lambda self: self.scheduler.step()):
+        assert [row.lr for row in train(document(FallsEveryEpoch, length={"epochs": 3})).steps] != by_epoch()
+
+
+def test_an_epoch_whose_last_step_is_skipped_ends_all_the_same() -> None:
+    """fp16: the loss scaler skips steps, and no epoch."""
+    scheduler = torch.optim.lr_scheduler.StepLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), step_size=1
+    )
+    schedule = TorchScheduler(scheduler.optimizer, scheduler, by_epoch=True)
+    scheduler.optimizer.step()
+    schedule.follow()
+    assert scheduler.last_epoch == 0
+    schedule.epoch_ended()
+    assert scheduler.last_epoch == 1
+
+
+def test_a_number_of_updates_knows_its_epochs() -> None:
+    trained = train(document(WarmsUpForAnEpoch, length={"epochs": 2}))
+    rates = [row.lr for row in trained.steps]
+    assert max(rates) == rates[2] == pytest.approx(0.1) and trained.warnings == ()
+    assert copy.deepcopy(lockstep.Updates(7, 3)).epochs == 3
 
 
 def test_the_rate_falls_when_nothing_improves() -> None:

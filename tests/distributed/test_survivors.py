@@ -163,6 +163,15 @@ def test_a_step_of_several_phases_is_taken_again_as_a_whole(fall: Fall, precisio
     check(outlived, train(document), left)
 
 
+@pytest.mark.parametrize("kind", ["Lbfgs", pytest.param("PublishedSam", marks=pytest.mark.exact)])
+def test_an_update_that_evaluates_the_loss_again_is_taken_again_as_a_whole(kind: str) -> None:
+    """One of its evaluations waits for a worker that is lost: the parameters are on their way by then."""
+    document = PHASED | {"job": {"use": f"tests.distributed.closure_kinds:{kind}"}}
+    outlived = outlive(document, 3, [Fall(1, 2, "forward", 4)])
+    check(outlived, train(document), [0, 2])
+    assert repeated(outlived) == [2]
+
+
 def test_a_worker_joins_and_leaves_a_run_with_phases() -> None:
     changes = [Change(2, joining=1), Change(3, leaving=(0,))]
     check(outlive(PHASED, 2, [Fall(1, 1, "update", 2)], changes), train(PHASED), [2])

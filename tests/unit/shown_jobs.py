@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ import lockstep
 __all__ = [
     "Any",
     "Boxes",
+    "Callable",
     "F",
     "Iterable",
+    "Labelled",
     "Mapping",
     "Queued",
     "Sequence",
@@ -82,3 +84,18 @@ class Queued(lockstep.Job):
     def train_data(self) -> Dataset[Any]:
         x = numbers(32, 6)
         return TensorDataset(x, x[:, 0])
+
+
+class Labelled(lockstep.Job):
+    """A label for each sample."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 3)
+
+    def train_data(self) -> Dataset[Any]:
+        x = numbers(32, 6)
+        return TensorDataset(x, x[:, :3].argmax(1))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))

@@ -33,6 +33,7 @@ from lockstep.training.observe.worker_memory import (
     summed_bytes,
     tensors_in,
 )
+from lockstep.training.step.closures import step_once
 from lockstep.training.step.norm import workspace_bytes
 from lockstep.training.step.phases import check_combination, optimizers_of
 from lockstep.training.step.sharding import SCALARS, Span, flat, gathering_bytes, spans
@@ -227,7 +228,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         return measured(fixture, fixture.step_keys()[0])  # a job may need whole micro-batches
     for optimizer in optimizers:
         try:
-            optimizer.step()  # it makes its state
+            step_once(state.job, optimizer, lambda: torch.zeros(()))  # it makes its state
         except (Exception, SystemExit) as error:
             raise as_lockstep_error(error, "first update", check="optimizer") from error
     if state.average is not None:
@@ -248,7 +249,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
             fixture.backward(module, state, batch, key)
         computing = max(computing, others + peak.bytes)
         with peak_of(fixture.device) as peak:
-            optimizer.step()
+            step_once(state.job, optimizer, lambda: torch.zeros(()))
         updating = max(updating, peak.bytes)
         batch = fixture.fetch(key) if len(modules) > 1 else batch
     return Measured(

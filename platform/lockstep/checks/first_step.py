@@ -30,6 +30,9 @@ class PhaseSeen:
     """The sum of the micro-batches' weights."""
     samples: int = 0
     parts: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+    statistics: bool = False
+    """Whether its loss gives some for `after_step`."""
     seen: Seen = field(default_factory=Seen)
     """What torch's losses were given, in the first step alone."""
 
@@ -79,6 +82,7 @@ def walk(fixture: Fixture) -> FirstStep:
             phase.total += float(loss.total.detach())
             phase.weight += float(loss.weight)
             phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
+            phase.terms, phase.statistics = tuple(loss.terms), bool(loss.statistics)
             named = state.model.named_parameters()
             silent -= {name for name, p in named if p.grad is not None and bool(p.grad.any())}
             state.model.zero_grad(set_to_none=True)

@@ -77,7 +77,17 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
     size = len(key.ids)
     plan = replace(fixture.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     parts = {name: phase.parts for name, phase in first.phases.items()}
-    step = Stepper(state.job, exact, plan, fixture.group, state, parts=parts, written_buffers=first.written)
+    step = Stepper(
+        state.job,
+        exact,
+        plan,
+        fixture.group,
+        state,
+        parts=parts,
+        terms={name: phase.terms for name, phase in first.phases.items()},
+        statistics=any(phase.statistics for phase in first.phases.values()),
+        written_buffers=first.written,
+    )
     batch, outcome = fixture.fetch(key), Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)

@@ -21,6 +21,7 @@ from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.object_state import HeldTensors
 from lockstep.training.state import TrainState
 from lockstep.training.step.after_step import call_after_step, has_after_step
+from lockstep.training.step.closures import step_once
 from lockstep.training.step.phase_step import runs_own_code
 from lockstep.training.step.phases import phases_of
 from lockstep.training.step.statistics import takes_statistics
@@ -92,7 +93,7 @@ class _Updates:
             with _poisoned(leaves, by_hand=True) as added:
                 seed_all(update_key(spec.seed, update, phase.key))
                 try:
-                    state.optimizer_of(phase.name).step()
+                    step_once(state.job, state.optimizer_of(phase.name), lambda: torch.zeros(()))
                 except (Exception, SystemExit) as error:
                     raise as_lockstep_error(error, "first update", check="optimizer") from error
             if added:

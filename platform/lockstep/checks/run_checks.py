@@ -16,6 +16,7 @@ from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
 from lockstep.errors import DriftError
+from lockstep.job.interface import Updates
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
 from lockstep.record.mirror.documents import without_password
@@ -87,7 +88,7 @@ def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Op
         if isinstance(module, _NORMS)
         for parameter_name, p in module.named_parameters(recurse=False)
     }
-    steps = fixture.plan.total_steps
+    steps = Updates(fixture.plan.total_steps, fixture.plan.steps_per_epoch)
     rates: tuple[float, ...] = (1.0,)
     if fixture.job.schedule(optimizer, steps) is None:
         rates = tuple(fixture.spec.schedule.factor(steps * i // 100, steps) for i in range(100))
@@ -104,7 +105,7 @@ def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Op
 
 def schedule(fixture: Fixture) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
-    rule, steps = fixture.spec.schedule, fixture.plan.total_steps
+    rule, steps = fixture.spec.schedule, Updates(fixture.plan.total_steps, fixture.plan.steps_per_epoch)
     optimizer = next(iter(optimizers_of(fixture.fresh().optimizer).values()))
     if fixture.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]

@@ -134,12 +134,39 @@ class Plateau:
     metric: str
 
 
+@dataclass(frozen=True, slots=True)
+class PerEpoch:
+    """A torch scheduler that is stepped at the end of each epoch, as most loops step `StepLR` or `MultiStepLR`."""
+
+    scheduler: LRScheduler
+
+
+class Updates(int):
+    """The most updates that a run can make, a whole number; `per_epoch` of them make an epoch, and `epochs` are begun."""
+
+    per_epoch: int
+
+    def __new__(cls, updates: int, per_epoch: int) -> Updates:
+        number = super().__new__(cls, updates)
+        number.per_epoch = per_epoch
+        return number
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.per_epoch
+
+    @property
+    def epochs(self) -> int:
+        return -(-int(self) // self.per_epoch)
+
+
 class Job:
     """Base class of every job. Override `model`, `train_data`, and `loss` or `phases`; the rest has defaults."""
 
     Params: ClassVar[type[Params]] = Params
     placement_variables: ClassVar[Collection[str]] = ()
     """Environment variables that the job reads and that say where something is, never what it is: they are no part of a run's identity."""
+    closure_calls: ClassVar[int] = 0
+    """How often an optimizer of the job's own may evaluate the loss again in one update, by calling the closure that its `step` then gets."""
     params: Any
     _told: Sequence[str] = ()
     """What a run warns of when one of Lockstep's own jobs has made its model."""
@@ -245,13 +272,14 @@ class Job:
         return None
 
     def schedule(
-        self, optimizer: torch.optim.Optimizer, updates: int
-    ) -> Callable[[int], float] | LRScheduler | Plateau | None:
+        self, optimizer: torch.optim.Optimizer, updates: Updates
+    ) -> Callable[[int], float] | LRScheduler | PerEpoch | Plateau | None:
         """The job's own schedule, or None for the one in the spec.
 
         Either a function from the number of updates done to the factor on each group's learning rate in the next update, or
-        a torch scheduler over `optimizer`, whose state is saved. A `ReduceLROnPlateau` is stepped after each evaluation: with `eval/loss`, or in
-        a `lockstep.Plateau` with the metric that it names. `updates` is the most updates that the run can make.
+        a torch scheduler over `optimizer`, whose state is saved. It is stepped after each update; in a `lockstep.PerEpoch` at the end of each epoch. A
+        `ReduceLROnPlateau` is stepped after each evaluation: with `eval/loss`, or in a `lockstep.Plateau` with the metric that it names.
+        `updates` is the most updates that the run can make, a whole number; `updates.per_epoch` and `updates.epochs` say how they fall into epochs.
         """
         return None
 

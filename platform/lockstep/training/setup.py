@@ -26,7 +26,7 @@ from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
-from lockstep.job.interface import Job
+from lockstep.job.interface import Job, Updates
 from lockstep.plan import Plan, Position
 from lockstep.randomness import model_key, seed_all
 from lockstep.record.events.union import StageEnded, Tell, Warned
@@ -51,6 +51,7 @@ from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState
 from lockstep.training.step.activations import checkpoint_activations
+from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
@@ -370,12 +371,14 @@ def make_state(
     if spec.optimizer.sharded and spec.determinism == "strict":
         check_threads(model, device, spec.threads)
     average = None if spec.ema is None else Average(model, spec.ema)
+    updates = Updates(plan.total_steps, plan.steps_per_epoch)
     with imports_of_job(job):
         optimizer = make_optimizer(job, model, spec.optimizer, group)
         schedules = {
-            phase: make_schedule(job, spec.schedule, phase_optimizer, plan.total_steps, evaluates=evaluates)
+            phase: make_schedule(job, spec.schedule, phase_optimizer, updates, evaluates=evaluates)
             for phase, phase_optimizer in optimizers_of(optimizer).items()
         }
+    check_closures(spec, job, list(optimizers_of(optimizer).values()))
     if average is not None and (
         modal := [
             phase_optimizer

@@ -400,8 +400,9 @@ TRAINING: dict[str, tuple[str, list[str]]] = {
     ),
     "optimizer() returns Lightning's pair": ("def optimizer(self, model):\n    return [1], [2]", ["job.optimizer: returned a tuple"]),
     "optimizer() returns a name": ("def optimizer(self, model):\n    return 'adam'", ["job.optimizer: returned str"]),
-    "optimizer() returns LBFGS": (
-        "def optimizer(self, model):\n    return torch.optim.LBFGS(model.parameters())", ["job.optimizer: LBFGS evaluates the loss several times", "AdamW"]
+    "optimizer() evaluates the loss again": (
+        "def optimizer(self, model):\n    class Again(torch.optim.SGD):\n        def step(self, closure):\n            closure()\n    return Again(model.parameters())",
+        ["job.optimizer: Again evaluates the loss again within an update", "closure_calls"]
     ),
     "optimizer() raises": (
         "def optimizer(self, model):\n    return torch.optim.SGD(model.parameters(), lr=-1)",

@@ -43,6 +43,8 @@ class StepDigests:
         self._wanted: frozenset[int] | None = None
         """The micro-batches that are noted; None for all."""
         self._at_hand: list[Summed] | None = None
+        self.paused = False
+        """Whether gradients are passed by: those of an optimizer's further evaluations."""
         self._gradients: dict[int, int] | None = None
         self._every: tuple[int, ...] | None = None
         """The digests of all ranks' micro-batches, in order."""
@@ -65,12 +67,12 @@ class StepDigests:
     @property
     def notes(self) -> bool:
         """Whether gradients of this step's micro-batches are noted. `reduction: native` keeps none apart."""
-        return self._summed is not None
+        return self._summed is not None and not self.paused
 
     def next_micro_batch(self, m: int, names: Sequence[str]) -> None:
         """Announce that the next gradients are micro-batch `m`'s, of the parameters `names`. Those of several phases make one digest."""
-        self._names = names
-        if self._summed is not None:
+        self._names, self._at_hand = names, None
+        if self._summed is not None and not self.paused:
             is_wanted = self._wanted is None or m in self._wanted
             self._at_hand = self._summed.setdefault(m, []) if is_wanted else None
 

@@ -173,6 +173,16 @@ class StepBuffers:
             self._versions[i] = self.buffers[i]._version
         self._kept = {}
 
+    def values(self) -> list[Tensor]:
+        """Copies of the buffers that a micro-batch starts from."""
+        return [value.clone() for value in self._before]
+
+    def start_from(self, values: Sequence[Tensor]) -> None:
+        """Have the micro-batches start from other `values`; what micro-batch 0 has written is forgotten."""
+        copy_all(self.buffers, values)
+        copy_all(self._before, values)
+        self._versions, self._kept = [buffer._version for buffer in self.buffers], {}
+
     def take_over(self) -> None:
         """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
         replaced = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,12 +89,6 @@ def _checked(
         raise JobError(
             f"{label}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
             "its own; call it in __init__, with the parameters of the optimizer that it wraps"
-        )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise JobError(
-            f"{label}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
-            "Lockstep computes each step's gradient once; use one that steps from the gradient alone, such as AdamW"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     allowed_ids = set(map(id, allowed))

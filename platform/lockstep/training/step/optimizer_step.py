@@ -14,8 +14,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,11 +44,12 @@ from lockstep.training.settings import Settings
 from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step.after_step import follow_update, has_after_step
 from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.closures import Closure
 from lockstep.training.step.exchange import Agreed, Totals
 from lockstep.training.step.means import check_form, check_same_parts, has_form
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
-from lockstep.training.step.phase_step import PhaseStep, each_in_turn
+from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
@@ -132,6 +136,8 @@ class Stepper:
         if statistics or self._computes_statistics:
             self.statistics = StepStatistics(group, plan, "the statistics of the step")
         self._gathered: Mapping[str, Any] = {}
+        self._evaluates_again = False
+        """Whether an optimizer evaluates the loss again within its update."""
         self.assigned = plan.ranges(group.size)[group.rank]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
@@ -146,8 +152,10 @@ class Stepper:
         self.recheck: Recheck | None = None
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
-        self.places: Callable[[Position], Sequence[Ids]] = lambda position: ()
-        """For each micro-batch of a step, the places of its samples among those of the step."""
+        self.places: Callable[[Position], Sequence[Ids]] = lambda position: [
+            np.arange(m, position.samples, plan.micro_batches) for m in range(position.micro_batches)
+        ]
+        """For each micro-batch of a step, the places of its samples among those of the step; a run's sampler knows better."""
         buffers = len(self.buffers.buffers)
         self.each_phase = [
             PhaseStep(
@@ -172,7 +180,8 @@ class Stepper:
         self.times = StepTimes(group.device)
         self._abandoned = False
         self.keeps_start = False
-        """Whether the state at the start of a step of several phases is kept until it is done: if a rank is lost, the others take the whole step again."""
+        """Whether the state at the start of a step is kept until it is done, where ranks wait for each other between its changes: in a step of several phases,
+        and in an update that evaluates the loss again. If a rank is lost, the others take the whole step again."""
         self._start = StepStart()
 
     def _learning(self, step: int) -> list[PhaseStep]:
@@ -208,7 +217,7 @@ class Stepper:
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
-            if self.keeps_start and phase is phases[0] and not last:
+            if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls):
                 self._start.keep(self.state)
             taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
         self._start.forget()
@@ -218,6 +227,13 @@ class Stepper:
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float, *, last: bool
     ) -> PhaseResult:
         """Take one phase from its first micro-batch to its update; `last` where it is the last one of the step."""
+        again = None
+        if (
+            phase.closure_calls
+        ):  # the micro-batches are kept for further evaluations, which start from the same buffers
+            batches_kept = list(islice(batches, len(clip(self.assigned, position.micro_batches))))
+            batches, start = map(copied, batches_kept), self.buffers.values()
+            again = partial(self._evaluate_again, phase, position, batches_kept, start, scale_down)
         self._accumulate(phase, position, batches, scale_down)
         self.settings.put_back()
         if self._looks_at_buffers(position):
@@ -240,7 +256,7 @@ class Stepper:
             # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
-            result = self._update(phase, position, agreed, scale_down)
+            result = self._update(phase, position, agreed, scale_down, again)
             if last:
                 self.state.precision.settle()
             self.times.mark("optimizer")
@@ -267,6 +283,9 @@ class Stepper:
         for phase in updated:
             with job_at(f"the schedule after step {position.number}"):
                 phase.rates.schedule.follow()
+        if position.ends_epoch:
+            with job_at(f"the schedule after epoch {position.epoch + 1}"):
+                state.schedule.epoch_ended()
         if updated:
             follow_update(state, seed=self.spec.seed, device=self.group.device, statistics=self._gathered)
         self._gathered = {}
@@ -329,7 +348,7 @@ class Stepper:
         self.watched.note()  # the update since the last step wrote to parameters rightly
         if phase.whole is not None:
             batches = self._first_pass(phase, phase.whole, position, batches, scale_down)
-        if self.recheck is not None:
+        if self.recheck is not None and not self._evaluates_again:
             self.recheck.compute(position)
         for m in assigned[:-1]:
             with self._no_sync(phase):
@@ -445,7 +464,7 @@ class Stepper:
         self.watched.check(self._where(phase, position, m))
         self.modules.check(self._where(phase, position, m))
         self._leave_no_trace()
-        if batch is not None:
+        if batch is not None and not self._evaluates_again:
             self._note_statistics(phase, position, m, batch, loss)
 
     def _note_statistics(self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss) -> None:
@@ -491,7 +510,10 @@ class Stepper:
             where = f" ({self._where(phase, position, m)})"
             phase.module.settle = phase.whole.settle(m, where, again=precision is None)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
-            loss: Loss = module(batch)
+            try:
+                loss: Loss = module(batch)
+            finally:  # whoever else computes a micro-batch, as after a loss that is not finite, computes it alone
+                phase.module.settle = None
             if batch is not None and not has_form(loss, phase.exchange.names):
                 label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
                 check_form(loss, label, where)
@@ -564,9 +586,44 @@ class Stepper:
                 f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
             )
 
-    def _update(self, phase: PhaseStep, position: Position, agreed: Agreed, scale_down: float) -> PhaseResult:
-        spec, state, totals = self.spec, self.state, agreed.totals
-        optimizer = phase.optimizer
+    def _evaluate_again(
+        self,
+        phase: PhaseStep,
+        position: Position,
+        batches: Sequence[Any],
+        start: Sequence[Tensor],
+        scale_down: float,
+        call: int,
+    ) -> float:
+        """Leave the gradient of the step's mean loss at the present weights in the parameters. Returns the loss. All ranks call it.
+
+        What it writes to buffers is dropped, and nothing of it is recorded: a step has the buffers and digests of its first evaluation.
+        """
+        end, probe = self.buffers.values(), self.probe
+        self._evaluates_again = self.digests.paused = True
+        self.probe = NoProbe()
+        self.buffers.start_from(start)
+        try:
+            with torch.enable_grad():
+                self._accumulate(phase, position, map(copied, batches), scale_down)
+            totals = phase.exchange.read(position.micro_batches).totals
+            phase.agree_on_unused()
+        finally:
+            self._evaluates_again = self.digests.paused = False
+            self.probe = probe
+            self.buffers.start_from(end)
+        self._mean_gradients(phase, position, totals, scale_down)
+        phase.rest_unused()
+        # The generators stand where this rank's last micro-batch has left them.
+        key = update_key(self.spec.seed, position.step, phase.phase.key, call)
+        seed_all(key, self.group.device)
+        return totals.loss / totals.weight
+
+    def _mean_gradients(
+        self, phase: PhaseStep, position: Position, totals: Totals, scale_down: float
+    ) -> tuple[list[Tensor], float]:
+        """Make the sums of the gradients those of the mean loss, and clip them. Returns them, and their norm before."""
+        spec, state, optimizer = self.spec, self.state, phase.optimizer
         # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
         if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
             align_gradients(phase.parameters)
@@ -576,9 +633,23 @@ class Stepper:
         factor = 1.0 / (totals.weight * scale_down)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        grad_norm, scale = phase.norm(gradients), state.precision.scale
+        grad_norm = phase.norm(gradients)
         if spec.clip_norm is not None:
             clip_gradients(gradients, grad_norm, spec.clip_norm)
+        return gradients, grad_norm
+
+    def _update(
+        self,
+        phase: PhaseStep,
+        position: Position,
+        agreed: Agreed,
+        scale_down: float,
+        again: Callable[[int], float] | None = None,
+    ) -> PhaseResult:
+        """Update from the summed gradients; `again` evaluates the loss anew, for an optimizer that may."""
+        spec, state, totals = self.spec, self.state, agreed.totals
+        optimizer, scale = phase.optimizer, state.precision.scale
+        _, grad_norm = self._mean_gradients(phase, position, totals, scale_down)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             within = f" of phase {phase.name!r}" if phase.name else ""
             raise NumericsError(
@@ -587,17 +658,27 @@ class Stepper:
             )
         phase.rest_unused()
         phase.rates.set(state.counters.updates)
-        if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
+        if (
+            phase.updates_by_job or again is not None
+        ):  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(update_key(spec.seed, position.step, phase.phase.key), self.group.device)
+        loss, closure = totals.loss / totals.weight, None
+        if again is not None:
+            closure = Closure(
+                optimizer, phase.closure_calls, loss, again, phase.parameters, self.group.device
+            )
         with job_at(f"the update of step {position.number}"):
-            skipped = not state.precision.update(optimizer)
+            skipped = not state.precision.update(optimizer, closure)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
         }
+        if closure is not None:
+            closure.check(self.group.gather(closure.calls))
+            parts["closure_calls"] = float(closure.calls)
         clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
         return PhaseResult(
             agreed=agreed,
-            loss=totals.loss / totals.weight,
+            loss=loss,
             weight=totals.weight,
             parts=parts,
             lr=phase.rates.used(),

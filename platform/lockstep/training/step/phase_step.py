@@ -25,6 +25,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.state import TrainState
 from lockstep.training.step.after_step import has_after_step
+from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.norm import GradientNorm
@@ -141,6 +142,8 @@ class PhaseStep:
         self.optimizer = state.optimizer_of(phase.name)
         self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
+        self.closure_calls = closure_calls(job, self.optimizer)
+        """How often its optimizer may evaluate the loss again in one update."""
         self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
         self.module = LossModule(job, state.model, phase, state.compiled)
         self.whole = whole_batch(job, phase, group, plan, parts, terms)

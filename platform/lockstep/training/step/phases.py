@@ -252,6 +252,10 @@ class PhaseSchedules:
         for schedule in self.by_phase.values():
             schedule.follow()
 
+    def epoch_ended(self) -> None:
+        for schedule in self.by_phase.values():
+            schedule.epoch_ended()
+
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         for schedule in self.by_phase.values():
             schedule.evaluated(metrics)

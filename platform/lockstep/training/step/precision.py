@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -67,10 +67,16 @@ class Precision:
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step an optimizer whose gradients are unscaled. False where the step was skipped because gradients overflowed."""
+    def update(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Step an optimizer whose gradients are unscaled. False where the step was skipped because gradients overflowed.
+
+        With fp16 there is no `closure`.
+        """
         if not self.scaler.is_enabled():
-            optimizer.step()
+            if closure is None:
+                optimizer.step()
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]
             return True
         if any(bool(found_inf) for found_inf in self.scaler._found_inf_per_device(optimizer).values()):
             return False  # the scaler would step a fused optimizer all the same: it skips by itself, and begins its state

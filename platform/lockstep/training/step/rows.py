@@ -63,7 +63,7 @@ class StepRows:
             self.kinds, self.alone = kinds, isinstance(returned, Tensor)
         elif kinds != self.kinds:
             raise self._differs(self.kinds, kinds, where)
-        self._own[m] = {name: row.detach() for name, row in rows.items()}
+        self._own[m] = {name: row.detach().to(self._group.device) for name, row in rows.items()}
         return rows
 
     def named(self, m: int, returned: object, where: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
 from lockstep.errors import JobError, SpecError
-from lockstep.job.interface import Job, Plateau
+from lockstep.job.interface import Job, PerEpoch, Plateau, Updates
 from lockstep.spec.schedules import Schedule
 from lockstep.training.failure import job_at
 
@@ -31,6 +31,9 @@ class RateSchedule(Protocol):
 
     def follow(self) -> None:
         """Called after an update was taken."""
+
+    def epoch_ended(self) -> None:
+        """Called after the last step of each epoch, also where the loss scaler has skipped it."""
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation, with its metrics."""
@@ -62,6 +65,9 @@ class FunctionOfUpdates:
     def follow(self) -> None:
         pass
 
+    def epoch_ended(self) -> None:
+        pass
+
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         pass
 
@@ -84,21 +90,31 @@ PLATEAU_METRIC = "eval/loss"
 
 
 class TorchScheduler:
-    """A torch scheduler, stepped after each update or, for a ReduceLROnPlateau, after each evaluation."""
+    """A torch scheduler, stepped after each update, or at the end of each epoch, or, for a ReduceLROnPlateau, after each evaluation."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, metric: str = PLATEAU_METRIC
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler,
+        metric: str = PLATEAU_METRIC,
+        *,
+        by_epoch: bool = False,
     ) -> None:
         """`metric` is what a ReduceLROnPlateau follows."""
         self.optimizer, self.scheduler, self.metric = optimizer, scheduler, metric
         self.base = base_rates(optimizer)
         self.by_evaluation = isinstance(scheduler, ReduceLROnPlateau)
+        self.by_epoch = by_epoch
 
     def set(self, update: int) -> None:
         pass  # the scheduler set them when it was stepped
 
     def follow(self) -> None:
-        if not self.by_evaluation:
+        if not self.by_evaluation and not self.by_epoch:
+            self.scheduler.step()
+
+    def epoch_ended(self) -> None:
+        if self.by_epoch:
             self.scheduler.step()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -148,6 +164,8 @@ def _plain(state: Any) -> Any:
     if isinstance(state, dict):
         kind = dict if isinstance(state, Counter) else type(state)
         return kind((key, _plain(value)) for key, value in state.items())
+    if isinstance(state, Updates):
+        return int(state)
     return [_plain(value) for value in state] if isinstance(state, list) else state
 
 
@@ -159,7 +177,7 @@ def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 def make_schedule(
-    job: Job, spec: Schedule, optimizer: torch.optim.Optimizer, total: int, *, evaluates: bool
+    job: Job, spec: Schedule, optimizer: torch.optim.Optimizer, total: Updates, *, evaluates: bool
 ) -> RateSchedule:
     """The job's own schedule over its optimizer, or the one that the spec names. `total` is the most updates that the run takes."""
     with job_at("while its schedule was made"):
@@ -170,13 +188,16 @@ def make_schedule(
         return FunctionOfUpdates(optimizer, lambda update: spec.factor(update, total))
     if isinstance(schedule, Plateau):
         return _on_plateau(schedule, optimizer)
+    if isinstance(schedule, PerEpoch):
+        return _by_epoch(schedule, optimizer)
     if isinstance(schedule, LRScheduler):
         return _scheduled(schedule, optimizer, evaluates=evaluates)
     if callable(schedule):
         _check_unused(optimizer)
         return FunctionOfUpdates(optimizer, _checked(schedule, total))
     raise JobError(
-        f"job.schedule: returned {type(schedule).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.Plateau, or None"
+        f"job.schedule: returned {type(schedule).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.PerEpoch, a "
+        "lockstep.Plateau, or None"
     )
 
 
@@ -194,6 +215,14 @@ def _on_plateau(own: Plateau, optimizer: torch.optim.Optimizer) -> TorchSchedule
     return _over(own.scheduler, optimizer, own.metric)
 
 
+def _by_epoch(own: PerEpoch, optimizer: torch.optim.Optimizer) -> TorchScheduler:
+    if not isinstance(own.scheduler, LRScheduler) or isinstance(own.scheduler, ReduceLROnPlateau):
+        raise JobError(
+            f"job.schedule: lockstep.PerEpoch holds a {type(own.scheduler).__name__}, wanted a torch LRScheduler that goes by no metric"
+        )
+    return _over(own.scheduler, optimizer, PLATEAU_METRIC, by_epoch=True)
+
+
 def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> TorchScheduler:
     if isinstance(own, ReduceLROnPlateau):
         if own.mode == "max":
@@ -209,12 +238,14 @@ def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates:
     return _over(own, optimizer, PLATEAU_METRIC)
 
 
-def _over(own: LRScheduler, optimizer: torch.optim.Optimizer, metric: str) -> TorchScheduler:
+def _over(
+    own: LRScheduler, optimizer: torch.optim.Optimizer, metric: str, *, by_epoch: bool = False
+) -> TorchScheduler:
     if own.optimizer is not optimizer:
         raise JobError(
             f"job.schedule: the {type(own).__name__} is over another optimizer; make it with the one that is given"
         )
-    scheduler = TorchScheduler(optimizer, own, metric)
+    scheduler = TorchScheduler(optimizer, own, metric, by_epoch=by_epoch)
     pack(scheduler.state_dict(), "job.schedule")  # so a state that no checkpoint can hold fails now
     return scheduler
 

@@ -1,4 +1,4 @@
-"""The state at the start of a step of several phases, kept until the step is done: the way back for ranks that leave it in the middle."""
+"""The state at the start of a step that changes it more than once, kept until the step is done: the way back for ranks that leave it in the middle."""
 
 from __future__ import annotations
 

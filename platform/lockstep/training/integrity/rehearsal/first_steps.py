@@ -27,6 +27,7 @@ from lockstep.training.integrity.rehearsal.names_of_objects import HOOKS, memory
 from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest
 from lockstep.training.state import TrainState, check_shared
 from lockstep.training.step.after_step import follow_update
+from lockstep.training.step.closures import step_once
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of
@@ -36,7 +37,7 @@ from lockstep.training.step.statistics import rehearsed, takes_statistics
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""
 
-_IN_STATE_DICT = ("_opt_called", "state", "param_groups", *HOOKS)
+_IN_STATE_DICT = ("_opt_called", "_numel_cache", "state", "param_groups", *HOOKS)
 """Attributes of an optimizer that its `state_dict` covers, or that a process makes by itself."""
 
 Fetched = Callable[[], Iterable[tuple[MicroBatch, Any]]]
@@ -187,29 +188,41 @@ class FirstSteps:
     def _update(self, module: LossModule, step: int, fetched: Fetched, again: bool) -> bool:
         """Sum the gradients of a phase, and update. False where there is nothing finite to update with."""
         state, phase = self.state, module.phase
-        state.model.zero_grad(
-            set_to_none=True
-        )  # only now: after_step may read the gradients of the step before
-        batches = [*fetched()]
-        computed = [self._compute(module, key, batch) for key, batch in batches]
-        sums = [
-            sum(gradients[1:], gradients[0])
-            for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
-        ]
-        weight = sum(float(result.loss.weight) for result in computed)
+        computed: list[Any] = []
+
+        @torch.enable_grad()
+        def evaluate() -> Tensor:
+            """Leave the gradient of the mean in the parameters, where it is finite. Returns the mean."""
+            # Only now: after_step may read the gradients of the step before.
+            state.model.zero_grad(set_to_none=True)
+            computed[:] = [self._compute(module, key, batch) for key, batch in fetched()]
+            sums = [
+                sum(gradients[1:], gradients[0])
+                for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
+            ]
+            weight = sum(float(result.loss.weight) for result in computed)
+            total = sum(float(result.loss.total.detach()) for result in computed)
+            finite = weight > 0 and all(bool(gradient.isfinite().all()) for gradient in sums)
+            for parameter, gradient in zip(module.parameters_that_learn, sums, strict=True):
+                parameter.grad = gradient / weight if finite else None
+            return torch.tensor(total / weight if finite else torch.nan, dtype=torch.float64)
+
+        evaluate()
         if takes_statistics(self.job):
             statistics = rehearsed([result.statistics for result in computed], self.global_batch)
             self._statistics = {**statistics, **self._statistics}
         if again:
+            gradients = [parameter.grad for parameter in module.parameters_that_learn]
+            state.model.zero_grad(set_to_none=True)
             self._compute(module, *next(iter(fetched())))
-        if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in sums):
+            for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
+                parameter.grad = gradient
+        if any(parameter.grad is None for parameter in module.parameters_that_learn):
             return False
-        for parameter, gradient in zip(module.parameters_that_learn, sums, strict=True):
-            parameter.grad = gradient / weight
         state.schedule_of(phase.name).set(step)
         seed_all(update_key(self.seed, step, phase.key), self.device)
         try:
-            state.optimizer_of(phase.name).step()
+            step_once(self.job, state.optimizer_of(phase.name), evaluate)
         except (Exception, SystemExit) as error:
             raise as_lockstep_error(error, "first update, before training", check="optimizer") from error
         return True
@@ -277,10 +290,13 @@ def _values(memories: Iterable[Memory]) -> dict[str, str]:
 
 
 def _shared_beyond_the_model(sections: Mapping[str, Any]) -> Shared:
-    """What shares memory and is not the model's alone: that is loaded into the memory of the model that the job has made."""
+    """What shares memory and is not the model's alone: that is loaded into the memory of the model that the job has made.
+
+    An optimizer's state may be the memory of its parameter, as SAM leaves it; whether that has an effect the second step shows.
+    """
     sections = {**sections, "model": sections["model"]["state"]}
     return {
         group
         for group in sharing(dict(sections), "")
-        if any(not path.startswith("/model/") for path, _ in group)
+        if any(not path.startswith(("/model/", "/optimizer/state/")) for path, _ in group)
     }

@@ -189,6 +189,10 @@ class StepRehearsal:
             shown = evaluate.rehearse(
                 self.state.model, repeat=extent != "off", warn=self.warn, training=training
             )
+        if (
+            steps and extent != "off"
+        ):  # last: in evaluation mode a loss may leave what the rehearsal of an evaluation looks for
+            self._tell_compared(modules, keys[0])
         return Verdict(warnings, shown)
 
     def _try_steps(self, extent: Extent, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
@@ -198,8 +202,6 @@ class StepRehearsal:
             extent = self._compare_micro_batches(modules, keys, extent)
         if extent == "full":
             self._compare_histories(modules, keys)
-        if extent != "off":
-            self._tell_compared(modules, keys[0])
         learning = [name for module in modules for name in module.phase.names]
         FrozenRule(self.job, self.state.model, self.spec.seed).check(self.plan.total_steps, learning)
 

@@ -1,0 +1,100 @@
+"""Optimizers that evaluate the loss again within an update: how often they may, and the closure that they call.
+
+Each call computes the gradient of the step's global batch at the weights as they are then: with the same random numbers, from the buffers of the step's
+start, summed along the tree. So all ranks get the same bits, and an optimizer that decides by them decides alike on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import DriftError, JobError, SpecError
+from lockstep.job.interface import Job
+from lockstep.spec.fields import Spec
+
+LINE_SEARCH = 26
+"""The most evaluations of torch's line search, beyond `max_eval`: it looks at that bound between two searches alone."""
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update cannot be made without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def closure_calls(job: Job, optimizer: torch.optim.Optimizer) -> int:
+    """How often an update may call its closure at most; 0 for one that gets none. JobError where it needs one, and the job does not say how often."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return int(optimizer.param_groups[0]["max_eval"]) + LINE_SEARCH
+    if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
+        return 0
+    if needs_closure(optimizer) and not job.closure_calls:
+        raise JobError(
+            f"job.optimizer: {type(optimizer).__name__} evaluates the loss again within an update (it needs a closure); say how often at most by an "
+            "attribute of the job's class, such as closure_calls = 2"
+        )
+    return job.closure_calls if "closure" in inspect.signature(type(optimizer).step).parameters else 0
+
+
+def check_closures(spec: Spec, job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """SpecError for settings under which no optimizer can evaluate the loss again."""
+    for optimizer in optimizers:
+        if closure_calls(job, optimizer) and spec.precision == "fp16":
+            raise SpecError(
+                f"precision: got 'fp16', and {type(optimizer).__name__} evaluates the loss again within an update, which torch's loss scaler does not "
+                "allow; set precision to bf16 or fp32"
+            )
+
+
+class Closure:
+    """What an optimizer calls for the loss, with a new gradient in the parameters: the mean over the global batch, in float64.
+
+    The first call of an optimizer that needs a closure comes before it has changed a weight, so the gradient of the step is there already. `again`
+    computes one anew; `parameters` are those that learn.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        most: int,
+        loss: float,
+        again: Callable[[int], float],
+        parameters: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._name, self._most, self._again, self._device = type(optimizer).__name__, most, again, device
+        self.calls = 0
+        self._loss: float | None = loss if needs_closure(optimizer) else None
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        if self.calls > self._most:
+            raise JobError(
+                f"job.optimizer: {self._name} has called its closure more than {self._most} times in one update, wanted at most so many; look for a search that "
+                "does not end, or raise closure_calls of the job's class"
+            )
+        known, self._loss = self._loss, None
+        if known is None or [parameter._version for parameter in self._parameters] != self._versions:
+            known = self._again(self.calls)
+        return torch.tensor(known, dtype=torch.float64, device=self._device)
+
+    def check(self, every: Sequence[int]) -> None:
+        """DriftError where the ranks have called it a different number of times, `every` by rank."""
+        if len(set(every)) > 1:
+            raise DriftError(
+                f"job.optimizer: {self._name} has called its closure {', '.join(map(str, every))} times on the ranks in turn; it got the same bits on each"
+            )
+
+
+def step_once(job: Job, optimizer: torch.optim.Optimizer, again: Callable[[], Tensor]) -> None:
+    """Make an update on trial; `again` is the closure of an optimizer that gets one."""
+    if closure_calls(job, optimizer):
+        optimizer.step(again)  # type: ignore[arg-type]
+    else:
+        optimizer.step()
