@@ -495,7 +495,7 @@ def test_the_loss_of_a_worker_ends_the_attempt() -> None:
     group: Any = SimpleNamespace(can_abort=True)
     for kind, outlives in ((Gan, False), (UnfrozenLayerByLayer, True)):
         spec, model = load_spec(document(kind)), kind(None).model()
-        held: Any = SimpleNamespace(optimizer=make_optimizer(kind(None), model, spec.optimizer))
+        held: Any = SimpleNamespace(optimizer=make_optimizer(kind(None), model, spec))
         assert can_recover(spec, group, held, None) is outlives
 
 
@@ -506,7 +506,7 @@ def test_the_loss_of_a_worker_ends_the_attempt() -> None:
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("optimizer.sharded", {"optimizer": {"sharded": True}}),
+        ("sharding", {"sharding": "optimizer"}),
         ("reduction", {"reduction": "native"}),
     ],
 )

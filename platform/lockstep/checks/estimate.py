@@ -326,7 +326,7 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
 
 def is_sharded(spec: Spec, workers: int) -> bool:
     """Whether workers share the optimizer's state out."""
-    return spec.optimizer.sharded and workers > 1
+    return spec.sharding != "none" and workers > 1
 
 
 def _spans(found: Measured, workers: int) -> list[Span]:

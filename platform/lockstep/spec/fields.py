@@ -29,10 +29,10 @@ from lockstep.plan import Position, is_due
 from lockstep.spec.messages import shown
 from lockstep.spec.sample_ids import normal
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
+PLACEMENT = frozenset({"name", "sharding", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
 
-PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded", "determinism": "recheck"}
+PLACEMENT_FIELDS = {"data": "loader_processes", "determinism": "recheck"}
 """By section, the field that is placement though its section is not."""
 
 RECHECK = "determinism.recheck"
@@ -163,7 +163,6 @@ class AdamW(Section):
     weight_decay: NonNegativeFloat = 0.01
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    sharded: bool = False
 
 
 class Adam(Section):
@@ -174,7 +173,6 @@ class Adam(Section):
     weight_decay: NonNegativeFloat = 0.0
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    sharded: bool = False
 
 
 class SGD(Section):
@@ -185,7 +183,6 @@ class SGD(Section):
     weight_decay: NonNegativeFloat = 0.0
     momentum: NonNegativeFloat = 0.0
     nesterov: bool = False
-    sharded: bool = False
 
     @field_validator("nesterov")
     @classmethod
@@ -419,6 +416,7 @@ class Spec(Section):
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
+    sharding: Literal["none", "optimizer"] = "none"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -443,6 +441,20 @@ class Spec(Section):
                 f"{RECHECK}: got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
             )
         return {**given, "determinism": parts["mode"], RECHECK: share}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_sharded(cls, given: Any) -> Any:
+        """`optimizer.sharded`, as 0.1 has it, as the `sharding` that it is; readable until 0.2."""
+        optimizer = given.get("optimizer") if isinstance(given, dict) else None
+        if not isinstance(optimizer, dict) or "sharded" not in optimizer:
+            return given
+        sharded = optimizer["sharded"]
+        if not isinstance(sharded, bool):
+            raise ValueError(f"optimizer.sharded: got {shown(sharded)}, wanted true or false")
+        rest = {name: value for name, value in optimizer.items() if name != "sharded"}
+        middle = {"sharding": "optimizer", **given} if sharded else given
+        return {**middle, "optimizer": rest}
 
     @model_validator(mode="after")
     def _rechecks_bits(self) -> Self:

@@ -335,11 +335,11 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
-    if spec.optimizer.sharded and spec.determinism == "strict":
-        check_threads(model, device, spec.threads)
+    if spec.sharding != "none" and spec.determinism == "strict":
+        check_threads(model, device, spec.threads, spec.sharding)
     average = None if spec.ema is None else Average(model, spec.ema)
     with imports_of_job(job):
-        optimizer = make_optimizer(job, model, spec.optimizer, group)
+        optimizer = make_optimizer(job, model, spec, group)
         schedules = {
             phase: make_schedule(job, spec.schedule, phase_optimizer, plan.total_steps, evaluates=evaluates)
             for phase, phase_optimizer in optimizers_of(optimizer).items()

@@ -125,10 +125,10 @@ def check_combination(job: Job, spec: Spec) -> None:
     if not phased and not rests:
         return
     feature = "phases" if phased else "frozen_parameters"
-    if spec.optimizer.sharded:
+    if spec.sharding != "none":
         raise SpecError(
-            f"optimizer.sharded: got true, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
-            "shared out; set optimizer.sharded=false"
+            f"sharding: got {spec.sharding!r}, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
+            "shared out; set sharding=none"
         )
     if spec.reduction == "native":
         raise SpecError(

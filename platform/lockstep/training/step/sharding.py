@@ -99,21 +99,21 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     if kind not in ELEMENT_BY_ELEMENT:
         supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         raise SpecError(
-            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
-            "bits of the whole only if each element is updated independently; set optimizer.sharded=false"
+            f"sharding: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
+            "bits of the whole only if each element is updated independently; set sharding=none"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise SpecError(
-            f"optimizer.sharded: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
-            "take the hooks out, or set optimizer.sharded=false"
+            f"sharding: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
+            "take the hooks out, or set sharding=none"
         )
     if optimizer.state:
         raise SpecError(
-            f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
+            f"sharding: the job's {kind.__name__} comes with state; wanted one that has taken no step, or sharding=none"
         )
 
 
-def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
+def check_threads(model: nn.Module, device: torch.device, threads: int, sharding: str) -> None:
     """SpecError for parameters in a short type that several threads of a processor update.
 
     Each thread takes a share of a tensor, which ends elsewhere in a part than in the whole. Where one ends, torch adds short numbers one by one,
@@ -124,9 +124,9 @@ def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in SHORT:
             raise SpecError(
-                f"optimizer.sharded: got true with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
+                f"sharding: got {sharding!r} with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
                 "thread's share of it ends, and that is elsewhere in a part; set threads=1, hold it in float32 and set precision: bf16, or set "
-                "optimizer.sharded=false"
+                "sharding=none"
             )
 
 

@@ -26,7 +26,7 @@ REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
     "on GPUs": ({}, GPU, AttemptOrigin()),
-    "`optimizer.sharded`": ({"optimizer": {"name": "adamw", "sharded": True}}, CPU, AttemptOrigin()),
+    "`sharding`": ({"sharding": "optimizer"}, CPU, AttemptOrigin()),
     "`reduction: native`": ({"reduction": "native"}, CPU, AttemptOrigin()),
     "a job with [phases](writing-a-job.md#several-losses-and-optimizers)": (PHASED, CPU, AttemptOrigin()),
     "steps that are taken again to be [compared](verify.md)": ({}, CPU, REPLAYED),

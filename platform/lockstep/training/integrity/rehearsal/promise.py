@@ -265,7 +265,7 @@ class StepRehearsal:
             return
         seed_all(seed, "model", device=self.device)
         model = self.job.model()
-        again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
+        again = order_of(make_optimizer(self.job, model, self.spec), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
 
     def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
