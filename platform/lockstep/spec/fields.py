@@ -416,7 +416,7 @@ class Spec(Section):
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
-    sharding: Literal["none", "optimizer"] = "none"
+    sharding: Literal["none", "optimizer", "full"] = "none"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -463,6 +463,24 @@ class Spec(Section):
                 raise ValueError(
                     f"{RECHECK}: got {self.recheck:g} with {name} {value}, which keeps no micro-batch's gradient to the bit; "
                     f"leave it out, or set {name}={'strict' if value == 'fast' else 'exact'}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_what_it_can(self) -> Self:
+        """On one worker as well: whether a spec is valid must not depend on the number of workers."""
+        if self.sharding != "full":
+            return self
+        for name, value, remedy in (
+            ("reduction", self.reduction == "native", "set reduction=exact"),
+            ("compile", self.compile, "set compile=false"),
+            (RECHECK, bool(self.recheck), "leave it out"),
+        ):
+            if value:
+                shown_value = {"reduction": "native", "compile": "true"}.get(name, f"{self.recheck}")
+                raise ValueError(
+                    f"sharding: got 'full' with {name} {shown_value}, and no worker has the whole model or a whole gradient; {remedy}, or set "
+                    "sharding=optimizer"
                 )
         return self
 

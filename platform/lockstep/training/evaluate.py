@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
-from lockstep.job.interface import Job, Mean, overrides
+from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
 from lockstep.training import whole_set
@@ -28,10 +29,13 @@ from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_di
 from lockstep.training.job_data import dataset_size
 from lockstep.training.modes import evaluating, has_own_train
 from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.full_sharding import FullSharding, diverged
 from lockstep.training.step.means import means_alone, means_of
 from lockstep.training.step.parameters import ParameterWatch
 from lockstep.training.step.phases import own_phases
 from lockstep.training.step.precision import Precision
+
+T = TypeVar("T")
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""
@@ -76,6 +80,8 @@ class Evaluation:
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
         """Puts back what evaluation wrote to buffers; called after each micro-batch, as in training."""
+        self.sharding: FullSharding | None = None
+        """The sharded parameters of the model, which the workers gather together: they go through the micro-batches in passes."""
         self.join(group)
         self.figures: Mapping[str, str] = {}
         """The job's figures of the newest evaluation, as text by file name; on rank 0."""
@@ -94,11 +100,13 @@ class Evaluation:
         """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
         own_rows, outputs = self._own_results(model, alive)
         totals: dict[str, tuple[float, float]] = {}
-        for rank_rows in self.group.gather(own_rows):
-            for row in rank_rows:
-                for name, (total, weight) in row.items():
-                    subtotal = totals.get(name, (0.0, 0.0))
-                    totals[name] = (subtotal[0] + total, subtotal[1] + weight)
+        every = self.group.gather((own_rows, self.sharding and self.sharding.order))
+        if len({order for _, order in every}) > 1:
+            raise diverged("an evaluation")
+        for row in self._in_order([rows for rows, _ in every]):
+            for name, (total, weight) in row.items():
+                subtotal = totals.get(name, (0.0, 0.0))
+                totals[name] = (subtotal[0] + total, subtotal[1] + weight)
         metrics = {
             f"eval/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in totals.items()
@@ -109,14 +117,20 @@ class Evaluation:
             metrics |= {f"eval/{name}": value for name, value in over_all.items()}
         return metrics
 
-    def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
+    def _in_order(self, by_rank: Sequence[Sequence[T]]) -> list[T]:
+        """What the ranks have for their micro-batches, in the order of these."""
+        if self.sharding is None:
+            return [of_one for of_rank in by_rank for of_one in of_rank]
+        return [of_one for together in zip_longest(*by_rank) for of_one in together if of_one is not None]
+
+    def _over_the_whole_set(self, model: nn.Module, own: list[whole_set.Outputs]) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
         every = self.group.gather_first(own)
         result: whole_set.WholeSet | None = None
         wrong: LockstepError | None = None
         if every is not None:
             try:
-                outputs = whole_set.joined([outputs for outputs in every if outputs])
+                outputs = whole_set.joined([outputs for outputs in self._in_order(every) if outputs])
                 result = self._over_all(model, outputs)
             except LockstepError as error:
                 wrong = error
@@ -327,24 +341,32 @@ class Evaluation:
     @torch.no_grad()
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
-    ) -> tuple[list[Row], whole_set.Outputs]:
-        """Totals of each micro-batch of this rank, and their outputs joined in order."""
-        keys = list(map(self._key, self.assigned))
+    ) -> tuple[list[Row], list[whole_set.Outputs]]:
+        """Totals of each micro-batch of this rank, and their outputs, joined in order where the rank's micro-batches are neighbours."""
+        assigned: Sequence[int] = self.assigned
+        if self.sharding is not None:
+            # In the last pass a worker that has none computes the first one of the pass again, and it does not count.
+            self.sharding.order, firsts = 0, range(0, self._last + 1, self.group.size)
+            assigned = [min(first + self.group.rank, self._last) for first in firsts]
+        keys = list(map(self._key, assigned))
         loader = Loader(
-            self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
+            self.batches, keys, self.group.device, min(self.processes, len(assigned)), self.group.let_go
         )
         try:
             means, outputs = [], []
             # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
             with nullcontext() if any(map(has_own_train, model.modules())) else evaluating(model):
-                for i, batch in zip(self.assigned, loader, strict=True):
+                for i, batch in zip(assigned, loader, strict=True):
                     batch_means, batch_outputs = self._results(model, i, batch)
                     means.append(batch_means)
                     outputs.append(batch_outputs)
                     alive()
         finally:
             loader.close()
-        return [_numbers(row) for row in means], whole_set.joined(outputs)
+        if self.sharding is None:
+            return [_numbers(row) for row in means], [whole_set.joined(outputs)]
+        count = len(range(self.group.rank, self._last + 1, self.group.size))
+        return [_numbers(row) for row in means[:count]], outputs[:count]
 
     def _key(self, i: int) -> MicroBatch:
         end = min((i + 1) * self.micro_batch, self.samples)
@@ -362,15 +384,28 @@ class Evaluation:
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():
-                    loss = self.job.loss(model, batch) if self._has_loss else None
-                    further = self.job.metrics(model, batch)
-                    outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+                    if self.sharding is None:
+                        loss, further, outputs = self._evaluated(model, batch)
+                    else:
+                        loss, further, outputs = self.sharding.computed(
+                            partial(self._evaluated, model, batch)
+                        )
+                        self.sharding.reshard()
                 parameters.check(where)
                 means = means_of(loss, further) if self._has_loss else means_alone(further)
                 copies = {name: _own(mean) for name, mean in means.items()}
         finally:
             self.restore_buffers()
         return copies, outputs
+
+    def _evaluated(
+        self, model: nn.Module, batch: Any
+    ) -> tuple[Loss | None, Mapping[str, Mean], whole_set.Outputs]:
+        """What the job computes of a micro-batch: its loss, metrics and outputs."""
+        loss = self.job.loss(model, batch) if self._has_loss else None
+        further = self.job.metrics(model, batch)
+        outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+        return loss, further, outputs
 
 
 def check_modes(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,12 @@ from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
 from lockstep.training.step.parameters import check_scaled, short_parameters
+from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import (
     PhaseOptimizers,
     PhaseSchedules,
@@ -65,6 +68,7 @@ from lockstep.training.step.phases import (
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
+from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.weights import load_weights
 
@@ -174,7 +178,8 @@ def prepare(
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):
         warn(text)
-    plan = make_plan(spec, train_data)
+    is_sharded = spec.sharding == "full" and group.size > 1
+    plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     model = make_model(spec, job, plan, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
@@ -187,7 +192,8 @@ def prepare(
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     settings = Settings(group.device)
     reads_of(job).outside.early = False
-    with imports_of_job(job):
+    calls = Calls(LossModule)
+    with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
         rehearsal, evaluate = group.together(
             partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
         )
@@ -199,6 +205,8 @@ def prepare(
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
+    if is_sharded:
+        shard(job, state, group, calls)
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
@@ -217,6 +225,7 @@ def prepare(
     watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
+        evaluate.sharding = state.sharding
     tell(StageEnded("preparation", time.time()))
     inputs = Inputs(spec, job, facts)
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
@@ -287,6 +296,13 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
     check_same_order(group, state.order)
 
 
+def shard(job: Job, state: TrainState, group: Group, calls: Calls) -> None:
+    """Leave this worker its rows of the parameters. All ranks call it, with the same state."""
+    fused = any(every.get("fused") for every in state.optimizer.param_groups)
+    conditional = frozenset(job.conditional_parameters(state.model))
+    state.shard(FullSharding(state.model, group, calls, conditional, fused))
+
+
 def make_stepper(
     spec: Spec, job: Job, plan: Plan, group: Group, state: TrainState, rehearsal: dict[str, Rehearsal]
 ) -> Stepper:
@@ -308,6 +324,7 @@ def watch_bits(
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
+    compares &= step.state.sharding is None  # a worker computes none alone
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
@@ -335,6 +352,8 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
+    if spec.sharding == "full":
+        check_torch()
     if spec.sharding != "none" and spec.determinism == "strict":
         check_threads(model, device, spec.threads, spec.sharding)
     average = None if spec.ema is None else Average(model, spec.ema)

@@ -71,8 +71,9 @@ class _Batch(NamedTuple):
 class GradientNorm:
     """The norm over the gradients of `parameters`. Keeps its workspace, so that a step allocates next to nothing."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        device = parameters[0].device
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device | None = None) -> None:
+        """`device` is where the gradients are, if not where the parameters are."""
+        device = parameters[0].device if device is None else device
         at_once = BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
         self._shapes = [parameter.shape for parameter in parameters]
         self._workspace = torch.empty(at_once, dtype=torch.float64, device=device)

@@ -15,7 +15,7 @@ from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer, Spec
 from lockstep.training.failure import job_at
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
-from lockstep.training.step.sharding import ShardedOptimizer, check_shardable
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
 from lockstep.training.step.weight_average import has_modes
 
 
@@ -32,7 +32,10 @@ def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None =
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
     check_shardable(optimizer)
-    return optimizer if group is None or group.size == 1 else ShardedOptimizer(optimizer, group)
+    if group is None or group.size == 1:
+        return optimizer
+    kind = FullyShardedOptimizer if spec.sharding == "full" else ShardedOptimizer
+    return kind(optimizer, group)
 
 
 def _of_phases(
