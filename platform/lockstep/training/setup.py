@@ -5,7 +5,9 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -298,9 +300,18 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
 
 def shard(job: Job, state: TrainState, group: Group, calls: Calls) -> None:
     """Leave this worker its rows of the parameters. All ranks call it, with the same state."""
+    originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
     conditional = frozenset(job.conditional_parameters(state.model))
     state.shard(FullSharding(state.model, group, calls, conditional, fused))
+    assert state.sharding is not None
+    gc.collect()
+    still_there = [name for name in state.sharding.shards if originals[name]() is not None]
+    if still_there:
+        raise JobError(
+            f"job.model: parameter {still_there[0]!r} is held outside of its module, by the job or a plain list of the model's, and with sharding=full it would stay "
+            "there as it was at the start; take it from its module each time, or set sharding=optimizer"
+        )
 
 
 def make_stepper(

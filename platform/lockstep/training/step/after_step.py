@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from lockstep.job.interface import Job, overrides
@@ -27,5 +29,10 @@ def has_after_step(job: Job) -> bool:
 def call_after_step(state: TrainState, step: int, *, seed: int, device: torch.device | None) -> None:
     """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
     seed_all(seed, "after step", step - 1, device=device)
-    with job_at(f"after step {step}"), torch.no_grad():
+    sharding = state.sharding
+    with (
+        nullcontext() if sharding is None else sharding.gathered(),
+        job_at(f"after step {step}"),
+        torch.no_grad(),
+    ):
         state.job.after_step(state.model, step)

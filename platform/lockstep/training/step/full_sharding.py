@@ -187,10 +187,10 @@ class FullSharding:
         if missing:
             raise _missing(missing, where)
         own = [gradient for gradient in gradients if gradient is not None]
-        if self.observe is not None:
-            self.observe(own, [self._index[name] for name in names])
         if self.empty:
             torch._foreach_zero_(own)
+        if self.observe is not None:
+            self.observe(own, [self._index[name] for name in names])
         by_rank = self._of_every_rank(own)
         for m, of_rank in zip(self.pass_, by_rank, strict=False):
             self._whole_sum.add(range(m, m + 1), of_rank)
@@ -308,10 +308,10 @@ class _Scatter:
             raise _not_once(
                 self.learning, self.calls if self.calls > 1 else 0, f"micro-batches {sharding.pass_}"
             )
-        if sharding.observe is not None:
-            self._show(input_tensor.view(ranks, -1), sharding.observe)
         if sharding.empty:
             input_tensor.zero_()
+        if sharding.observe is not None:
+            self._show(input_tensor.view(ranks, -1), sharding.observe)
         received = torch.empty_like(input_tensor)
         sharding.group.wait(dist.all_to_all_single(received, input_tensor, group=group, async_op=True))
         rows = received.view(ranks, -1)
@@ -361,7 +361,7 @@ def _laid_out(part: Tensor, like: Tensor) -> Tensor:
 def _uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bool) -> frozenset[str]:
     """The parameters that FSDP cannot cut, or whose update would have other bits where they are cut.
 
-    These are scalars, parameters without elements or in another memory order than their shape's, those that several units share, complex ones, in a unit
+    These are scalars, parameters with hooks, without elements or in another memory order than their shape's, those that several units share, complex ones, in a unit
     with several types all but those of its most common one, and those for which torch rounds the end of a tensor otherwise (short types, and fused kernels on a
     CPU), where a cut is at no multiple of `UNIT` elements.
     """
@@ -377,6 +377,7 @@ def _uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bo
     for name, parameter in parameters.items():
         cut_elsewhere = fused and parameter.device.type == "cpu"
         plain = parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_contiguous()
+        plain &= not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         if (
             not plain
             or parameter.is_complex()
