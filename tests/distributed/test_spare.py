@@ -196,7 +196,7 @@ def on_two(spec: dict[str, Any]) -> Ended:
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
 def test_a_run_on_two_workers_is_proven(pool: Pool, tmp_path: Path, sharding: str) -> None:
     spec = document({**kinds.document(kinds.Dropouts), "sharding": sharding}, tmp_path)
     first, other = pool.run(2, on_two, spec)

@@ -65,7 +65,7 @@ SPEC = {
     "threads": "intra-op threads of a worker; the bits depend on it",
     "reduction": "exact: one tree, the same bits on any number of workers; native: the backend's all-reduce",
     "rehearsal": "how thoroughly a micro-batch is tested before the first step",
-    "sharding": "what the workers share out: none, or optimizer: each keeps and updates a part of its state. The bits are the same",
+    "sharding": "what the workers share out: none; optimizer, its state; full, parameters and gradients too. The bits are the same",
     "workers": "how many processes execute the run, and what each is given",
     "workers.min": "the run does not start with fewer",
     "workers.max": "the run takes as many as there is room for, up to this; default: workers.min",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import ClusterError, JobError, SpecError
+from lockstep.errors import JobError, SpecError
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding import UNIT
@@ -473,9 +473,9 @@ def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
     )
 
 
-def diverged(where: str) -> ClusterError:
+def diverged(where: str) -> JobError:
     """The error for workers that did not gather the same units in the same order."""
-    return ClusterError(
+    return JobError(
         f"sharding: in {where} the workers did not compute the same modules in the same order, so one may have had the weights of another module; with "
         "sharding=full what is computed must not depend on the samples; set sharding=optimizer"
     )

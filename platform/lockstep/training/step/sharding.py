@@ -297,12 +297,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._own.state.clear()
         groups = [every for every in self.param_groups for _ in every["params"]]
-        for i, part in self._parts.items():
-            if i in state_dict["state"]:
-                taken = {
-                    name: self._taken(part, groups[i], name, value)
-                    for name, value in state_dict["state"][i].items()
-                }
+        for i, saved in state_dict["state"].items():
+            if (part := self._parts.get(i)) is not None:
+                taken = {name: self._taken(part, groups[i], name, value) for name, value in saved.items()}
                 self._own.state[part.value] = taken
 
     def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
@@ -358,6 +355,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in every.items() if name != "params"})
         self._own.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of a sharded optimizer, in the order in which the parameters were first updated: every worker has a part of each."""
+        saved = super().state_dict()
+        numbers = {id(part.value): i for i, part in self._parts.items()}
+        order = [numbers[id(parameter)] for parameter in self._own.state]
+        return {**saved, "state": {i: saved["state"][i] for i in order}}
 
     def own_parts(self) -> Iterator[tuple[int, bool, Tensor, Mapping[str, Any]]]:
         """The number of each parameter, whether every worker has it whole, the shape that it has whole as a meta tensor, and its state here."""
