@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.step.full_sharding as full_sharding
+from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
@@ -281,6 +283,19 @@ def test_another_order_gives_other_bits(pool: Pool, broken: Any) -> None:
     assert found.rows != test_same_bits.reference("digits", 8, "fp32").rows
 
 
+class Deep(Plain):
+    class Params(Plain.Params):
+        width: int = 128
+        depth: int = 8
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        width = self.params.width
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(self.params.depth)]
+        return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 3))
+
+
 class Wanderer(Plain):
     """Holds a parameter outside of its module."""
 
@@ -288,6 +303,31 @@ class Wanderer(Plain):
         model = super().model()
         self.held = [model[0].weight]  # type: ignore[index]
         return model
+
+
+class Penalised(Deep):
+    """Differentiates a gradient."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        x = x.requires_grad_()
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        return Loss(total + gradient.pow(2).sum(), len(y))
+
+
+class Writer(Deep):
+    """Writes to a weight in its third step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.calls += 1
+        loss = super().loss(model, batch)
+        if self.calls > 12:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)  # type: ignore[index, operator, union-attr]
+        return loss
 
 
 def small(job: str, **more: Any) -> Document:
@@ -298,6 +338,36 @@ def test_a_parameter_that_the_job_holds_itself_is_refused(pool: Pool) -> None:
     """It would keep the weights of the start, and its gradient would be lost without a word."""
     with pytest.raises(JobError, match=r"^job.model: parameter '0.weight' is held outside of its module"):
         pool.run(2, train, full(small(f"{HERE}:Wanderer")))
+
+
+class Penalising(Deep):
+    """Adds the squares of all weights, outside of their modules."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        penalty: Any = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return Loss(loss.total + penalty * loss.weight, loss.weight)
+
+
+class Measuring(Deep):
+    """Divides by the norm of a weight, a number that torch would add up in another order."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total / float(model[0].weight.detach().norm()), loss.weight)  # type: ignore[index, operator, union-attr]
+
+
+@pytest.mark.parametrize("job", ["Penalised", "Penalising", "Measuring"])
+def test_parameters_that_are_used_outside_of_their_modules_are_refused(pool: Pool, job: str) -> None:
+    with pytest.raises(JobError, match=r"or set sharding=optimizer$"):
+        pool.run(2, train, full(small(f"{HERE}:{job}", rehearsal="quick")))
+
+
+def test_a_write_to_a_parameter_is_refused_as_without_sharding(pool: Pool) -> None:
+    document = small(f"{HERE}:Writer", length={"steps": 6}, rehearsal="off")
+    for setting in (document, full(document)):
+        with pytest.raises(JobError, match=r"^parameter '0.weight' was written to"):
+            pool.run(2, train, setting)
 
 
 @pytest.mark.parametrize(
@@ -320,19 +390,6 @@ def test_a_torch_without_the_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -
         SpecError, match=r"has no set_something_newer; install torch>=2.11, or set sharding=optimizer$"
     ):
         full_sharding.check_torch()
-
-
-class Deep(Plain):
-    class Params(Plain.Params):
-        width: int = 128
-        depth: int = 8
-
-    params: Params
-
-    def model(self) -> nn.Module:
-        width = self.params.width
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(self.params.depth)]
-        return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 3))
 
 
 def held(document: Document) -> dict[str, Any]:

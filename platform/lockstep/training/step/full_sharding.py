@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
-from lockstep.training.step.parameters import SHORT
+from lockstep.training.step.parameters import SHORT, written_parameter
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding import UNIT
 from lockstep.training.step.shards import Shard, element_ranges
@@ -64,6 +65,22 @@ class _Root(nn.Module):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
+
+
+class _NoShards(TorchFunctionMode):
+    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _READS:
+            for value in args:
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if any(hasattr(part, "to_local") for part in parts):
+                    raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
+        return func(*args, **(kwargs or {}))
+
+
+_READS = frozenset({"__get__", "__set__"})
+"""What FSDP itself does with shards in a forward: it looks at their attributes."""
 
 
 class FullSharding:
@@ -116,8 +133,11 @@ class FullSharding:
         self.order = 0
         """A number for the units that were gathered since `begin_step`, in their order: the same on every worker, or one has computed with other weights."""
         with torch.no_grad():  # so that FSDP knows its root before anything else calls a unit
-            self._root(lambda: (torch.zeros(()), None))
+            self._root(lambda: None)
         self.reshard()
+        self._gathered = self._as_gathered()
+        """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
+        self._writes: list[int] = []
 
     def _set_up(self, modules: Sequence[nn.Module], asking: Mapping[str, bool]) -> list[_Scatter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -137,6 +157,18 @@ class FullSharding:
                 scatters.append(scatter)
         return scatters
 
+    def _as_gathered(self) -> dict[str, nn.Parameter]:
+        gathered: dict[str, nn.Parameter] = {}
+        for module in self._modules:
+            module.unshard()
+            gathered |= {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if name in self.shards and not hasattr(parameter, "to_local")
+            }
+            module.reshard()
+        return gathered
+
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, leaves: int) -> None:
@@ -154,17 +186,27 @@ class FullSharding:
         self.pass_, self.empty, self.last, self.observe = together, empty, last, observe
         for scatter in self._scatters:
             scatter.calls = 0
+        self._writes = [parameter._version for parameter in self._gathered.values()]
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
-        result: T = self._root(compute)
+        with _NoShards():
+            result: T = self._root(compute)
         return result
 
     def end_pass(self, where: str) -> None:
         """Add what every worker has computed in the pass. After the last one the sums are the gradients of `local`.
 
-        JobError where a unit gave no gradient, or more than one.
+        JobError where a unit gave no gradient, or more than one, or where the job wrote to a parameter.
         """
+        for (name, parameter), writes in zip(self._gathered.items(), self._writes, strict=True):
+            if parameter._version != writes:
+                raise written_parameter(name, where)
+            if parameter.grad is not None:
+                raise JobError(
+                    f"parameter {name!r}: its gradient went on after that of its module was done ({where}), as where a gradient is differentiated again, and "
+                    "with sharding=full the rest would be lost; set sharding=optimizer"
+                )
         for scatter in self._scatters:
             if scatter.calls != 1:
                 raise _not_once(scatter.learning, scatter.calls, where)
@@ -471,6 +513,24 @@ def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
         f"parameter {names[0]!r}: its module was computed {times} times ({where}), and once in the first micro-batch; with sharding=full a module of a list is "
         "computed once in each micro-batch, or never once; set sharding=optimizer"
     )
+
+
+_OF_SHARDS = ("storage of size 0", "DTensor")
+"""What torch says where a parameter is used while it is not gathered."""
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Add the remedy where the job fails because it uses parameters that are not gathered."""
+    try:
+        yield
+    except JobError as error:
+        if any(word in str(error) for word in _OF_SHARDS):
+            raise JobError(
+                f"{error}: with sharding=full a parameter has its values only while its own module computes, and a gradient that is differentiated again needs "
+                "them later; use parameters in their modules, or set sharding=optimizer"
+            ) from error
+        raise
 
 
 def diverged(where: str) -> JobError:

@@ -41,7 +41,7 @@ from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step.after_step import follow_update, has_after_step
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.exchange import Agreed, Totals
-from lockstep.training.step.full_sharding import FullSharding, diverged
+from lockstep.training.step.full_sharding import FullSharding, advised, diverged
 from lockstep.training.step.means import check_form, check_same_parts, has_form
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
@@ -347,7 +347,10 @@ class Stepper:
                 self.digests.next_micro_batch(m, phase.digested_as)
             observe = self.digests.note if counts and self.digests.notes else None
             sharding.begin_pass(together, empty=empty, last=last, observe=observe)
-            self._backward(phase, position, m, batches, scale_down, last=False, counts=counts, empty=empty)
+            with advised():
+                self._backward(
+                    phase, position, m, batches, scale_down, last=False, counts=counts, empty=empty
+                )
             sharding.end_pass(self._where(phase, position, m))
         phase.exchange.close(self.watch.take(), sharding.order)
         phase.exchange.send()
