@@ -30,6 +30,7 @@ from lockstep.training.step.sharded_norm import ShardedNorm
 from tests.distributed import test_same_bits
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
+from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.training import Document, Trained, train, train_attempt
 
 RUN = "run"
@@ -316,18 +317,22 @@ class Penalised(Deep):
         return Loss(total + gradient.pow(2).sum(), len(y))
 
 
-class Writer(Deep):
-    """Writes to a weight in its third step."""
+class Halving(nn.Linear):
+    """Halves its weight from its sixth call on."""
 
     calls = 0
 
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        loss = super().loss(model, batch)
-        if self.calls > 12:
+        if self.calls > 5:
             with torch.no_grad():
-                model[0].weight.mul_(0.5)  # type: ignore[index, operator, union-attr]
-        return loss
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class Writer(Plain):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Halving(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def small(job: str, **more: Any) -> Document:
@@ -410,8 +415,11 @@ def held(document: Document) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
     document = small(f"{HERE}:Deep")
-    whole = held(document)
+    whole, estimated = held(document), estimate_of(full(document), workers)
     for share in pool.run(workers, held, full(document)):
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
             # A size, not a value of training: rows are not divided.
             assert share[name] == pytest.approx(whole[name] / workers, rel=0.05)
+            assert share[name] == pytest.approx(estimated[name], rel=0.05)
+        for name in ("communication_bytes", "buffers_bytes"):
+            assert share[name] == estimated[name]

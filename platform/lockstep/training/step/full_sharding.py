@@ -101,7 +101,7 @@ class FullSharding:
         """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
         self.units = [_name_of(model, unit) for unit in units]
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.largest_unit_bytes = _largest(model, units, self.whole)
+        self.largest_unit_bytes = largest(model, units, self.whole)
         """The bytes of the parameters that are gathered at once, those outside of all units apart."""
         self._root, modules = _sharded(model, units, self.whole, group)
         self._modules: list[Any] = modules
@@ -445,7 +445,8 @@ def _uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bo
     return frozenset(uncut)
 
 
-def _largest(model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str]) -> int:
+def largest(model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str] = frozenset()) -> int:
+    """The bytes of the parameters of the largest unit, or of those in none; without those that stay `whole`."""
     uncut = {id(parameter) for name, parameter in model.named_parameters() if name in whole}
     sizes = [sum(p.nbytes for p in unit.parameters() if id(p) not in uncut) for unit in units]
     return max([*sizes, sum(p.nbytes for p in model.parameters() if id(p) not in uncut) - sum(sizes)])
