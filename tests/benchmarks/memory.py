@@ -68,7 +68,10 @@ class Standing(Counting):
         if isinstance(event, StepRow) and event.step == 2:
             gc.collect()
             tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+            gradients = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+            gone = {gradient.untyped_storage().data_ptr() for gradient in gradients}  # before the next step
             storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+            storages = {begin: size for begin, size in storages.items() if begin not in gone}
             self.standing = sum(storages.values())
         super().tell(event)
         if isinstance(event, StepRow) and event.step == 3:

@@ -135,6 +135,11 @@ class FullSharding:
         with torch.no_grad():  # so that FSDP knows its root before anything else calls a unit
             self._root(lambda: None)
         self.reshard()
+        for name in self.shards:
+            if asking[
+                name
+            ]:  # what FSDP sets before the last pass is no sum, and would take the memory of one
+                parameters[name].register_post_accumulate_grad_hook(self._drop)
         self._gathered = self._as_gathered()
         """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
         self._writes: list[int] = []
@@ -156,6 +161,10 @@ class FullSharding:
             if learning:
                 scatters.append(scatter)
         return scatters
+
+    def _drop(self, parameter: Tensor) -> None:
+        if not self.last:
+            parameter.grad = None
 
     def _as_gathered(self) -> dict[str, nn.Parameter]:
         gathered: dict[str, nn.Parameter] = {}
@@ -368,6 +377,11 @@ class _Scatter:
                 (node, [total.clone() if start <= total.data_ptr() < end else total])
                 for node, (total,) in self.tree.sums
             ]
+        if (
+            received.device.type == "cpu"
+        ):  # a thread of gloo keeps what it has sent and received until it gets a turn to run
+            for done in (received, input_tensor):
+                done.untyped_storage().resize_(0)
 
     def _show(self, rows: Tensor, observe: Observe) -> None:
         """Show the gradients of this rank's micro-batch, one parameter at a time."""
