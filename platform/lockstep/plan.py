@@ -55,6 +55,8 @@ class Plan:
     micro_batch: int
     drop_last: bool
     total_steps: int
+    in_passes: bool = False
+    """Whether the workers go through a step together, one micro-batch each at a time: in pass j worker r of W has micro-batch j·W + r."""
 
     @classmethod
     def of(
@@ -125,12 +127,23 @@ class Plan:
 
     def ranges(self, workers: int) -> tuple[range, ...]:
         """Micro-batches of each worker in a full step; a ragged step clips them (`clip`)."""
-        return worker_ranges(self.micro_batches, workers)
+        if not self.in_passes:
+            return worker_ranges(self.micro_batches, workers)
+        if not 1 <= workers <= self.micro_batches:
+            raise ValueError(
+                f"{workers} workers for {self.micro_batches} micro-batches: each needs at least one"
+            )
+        return tuple(range(rank, self.micro_batches, workers) for rank in range(workers))
+
+    def passes(self, position: Position, assigned: range) -> tuple[range, ...]:
+        """The micro-batches of each pass of a step over all workers, where they go `in_passes`. `assigned` is any worker's range."""
+        count, workers = position.micro_batches, assigned.step
+        return tuple(range(first, min(first + workers, count)) for first in range(0, count, workers))
 
 
 def clip(assigned: range, count: int) -> range:
     """The part of a worker's range that exists in a step of `count` non-empty micro-batches."""
-    return range(min(assigned.start, count), min(assigned.stop, count))
+    return range(min(assigned.start, count), min(assigned.stop, count), assigned.step)
 
 
 def evaluation_ranges(samples: int, micro_batch: int, workers: int) -> tuple[range, ...]:

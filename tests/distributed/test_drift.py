@@ -142,7 +142,7 @@ def test_honest_ranks_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
 def test_sharded_weights_that_part_are_found(pool: Pool, tmp_path: Path) -> None:
     """What every rank has is compared. A part that a rank alone updates goes to all from there, and is the same on all."""
     given = document(tmp_path, what="buffer", rank=2)
-    given |= {"optimizer": {"name": "adamw", "sharded": True}}
+    given |= {"sharding": "optimizer"}
     given["job"]["params"]["own_optimizer"] = False
     with pytest.raises(CorruptionError, match=r"rank 2 \(.* first in '1.running_mean'"):
         pool.run(3, train_attempt, given, RUN, AttemptOrigin())

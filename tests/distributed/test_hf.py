@@ -50,6 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("hf"))
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("job", DOCUMENTS)
+def test_sharded_parameters_change_no_bit(pool: Pool, folder: Path, job: str, workers: int) -> None:
+    document = DOCUMENTS[job](folder)
+    assert pool.run(workers, train, {**document, "sharding": "full"}) == [train(document)] * workers
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("job", DOCUMENTS)

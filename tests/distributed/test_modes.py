@@ -202,7 +202,7 @@ def test_an_update_skips_what_no_micro_batch_of_its_step_used(pool: Pool, micro:
 
 def test_a_sharded_optimizer_skips_it_as_well(pool: Pool) -> None:
     run = document(kinds.HeadsOfTasks)
-    sharded = {**run, "optimizer": {**run["optimizer"], "sharded": True}}
+    sharded = {**run, "sharding": "optimizer"}
     assert {rank.digests for rank in pool.run(2, train, sharded)} == {train(run).digests}
 
 

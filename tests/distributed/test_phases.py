@@ -494,7 +494,7 @@ def test_a_value_that_is_not_finite_is_looked_for_in_its_phase(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("optimizer.sharded", {"optimizer": {"sharded": True}}),
+        ("sharding", {"sharding": "optimizer"}),
         ("reduction", {"reduction": "native"}),
     ],
 )

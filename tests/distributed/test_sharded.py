@@ -36,7 +36,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def sharded(document: Document) -> Document:
-    return {**document, "optimizer": {"name": "adamw", **document.get("optimizer", {}), "sharded": True}}
+    return {**document, "sharding": "optimizer"}
 
 
 def check(pool: Pool, job: str, precision: str, workers: int) -> None:
@@ -314,7 +314,7 @@ def test_short_parameters_are_updated_by_one_thread_alone(pool: Pool) -> None:
     for workers in (1, 2):
         with pytest.raises(
             SpecError,
-            match=r"^optimizer.sharded: got true with threads=3, and parameter '0.weight' is torch.bfloat16",
+            match=r"^sharding: got 'optimizer' with threads=3, and parameter '0.weight' is torch.bfloat16",
         ):
             pool.run(workers, train, sharded(short(3)))
     found, *_ = pool.run(2, train_with_any_threads, sharded(short(3)))
@@ -350,7 +350,7 @@ def test_an_optimizer_that_adds_up_gradients_is_refused_on_any_number_of_workers
     for workers in (1, 2):
         with pytest.raises(
             SpecError,
-            match=r"^optimizer.sharded: the job's optimizer is Adding, wanted one of Adam, AdamW, SGD",
+            match=r"^sharding: the job's optimizer is Adding, wanted one of Adam, AdamW, SGD",
         ):
             pool.run(workers, train, sharded(own()))
 

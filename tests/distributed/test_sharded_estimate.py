@@ -28,13 +28,14 @@ from tests.unit.checks.test_estimate import MODELS
 def of_model(name: str) -> SpecDocument:
     """A model of the estimate's own tests, sharded, in steps that four workers can share."""
     micro = MODELS[name]["batch"]["micro"]
-    return {**MODELS[name], "batch": {"global": 4 * micro, "micro": micro}, "optimizer": {"sharded": True}}
+    return {**MODELS[name], "batch": {"global": 4 * micro, "micro": micro}, "sharding": "optimizer"}
 
 
 STRIDED: SpecDocument = {
     "job": {"use": "tests.distributed.small_jobs:Strided"},
     "batch": {"global": 16, "micro": 2},
-    "optimizer": {"sharded": True, "name": "sgd", "momentum": 0.9},
+    "sharding": "optimizer",
+    "optimizer": {"name": "sgd", "momentum": 0.9},
 }
 
 
@@ -71,7 +72,7 @@ def check(pool: Pool, document: SpecDocument, workers: int) -> None:
     found = pool.run(workers, held, document)
     for name in found[0]:
         assert wanted[name] == max(one[name] for one in found), name
-    whole = estimate_of({**document, "optimizer": {**document["optimizer"], "sharded": False}}, workers)
+    whole = estimate_of({**document, "sharding": "none"}, workers)
     assert wanted["optimizer_bytes"] < whole["optimizer_bytes"]
     assert wanted["total_bytes"] < whole["total_bytes"]
 

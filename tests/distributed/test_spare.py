@@ -196,9 +196,9 @@ def on_two(spec: dict[str, Any]) -> Ended:
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_run_on_two_workers_is_proven(pool: Pool, tmp_path: Path, sharded: bool) -> None:
-    spec = document({**kinds.document(kinds.Dropouts), "optimizer": {"sharded": sharded}}, tmp_path)
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_a_run_on_two_workers_is_proven(pool: Pool, tmp_path: Path, sharding: str) -> None:
+    spec = document({**kinds.document(kinds.Dropouts), "sharding": sharding}, tmp_path)
     first, other = pool.run(2, on_two, spec)
     assert (first.error, other.error) == (None, None)
     assert (first.checked, other.checked) == ([STEP], [])

@@ -77,6 +77,14 @@ class Trained:
     """precision.json, where there is one."""
 
 
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The model's `state_dict` with whole tensors, also of one whose parameters are sharded."""
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
 class Kept(NoRequests):
     """What a run tells, in memory, with a digest of the model after each step; it asks to stop after `stop_in` steps."""
 
@@ -100,7 +108,7 @@ class Kept(NoRequests):
                 self.steps, self.evaluations = list(event.steps), list(event.evaluations)
             case StepRow():
                 self.steps.append(event)
-                self.digests.append(weights_digest(self._model[0].state_dict()))
+                self.digests.append(weights_digest(whole_state(self._model[0])))
             case EvaluationRow():
                 self.evaluations.append(event)
             case Observation():

@@ -126,7 +126,7 @@ def mixed(precision: str, clip: bool, job: str = "Mixed", **more: Any) -> Docume
 
 
 def sharded(document: Document) -> Document:
-    return {**document, "optimizer": {"sharded": True}}
+    return {**document, "sharding": "optimizer"}
 
 
 class Way(NamedTuple):

@@ -301,7 +301,7 @@ def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path)
             "zzz: 3",
             "zzz: unknown key; known here: activation_checkpointing, batch, checkpoint, clip_norm, compile, data, determinism, early_stop, "
             "ema, evaluate, faults, fork, initial_weights, job, length, name, optimizer, precision, record, reduction, rehearsal, "
-            "schedule, seed, threads, workers",
+            "schedule, seed, sharding, threads, workers",
         ),
         ("recheck: 0.1", "recheck: unknown key; did you mean 'determinism.recheck'?"),
         (
@@ -359,7 +359,7 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
         ("optimizer: {lr: true}", "optimizer.lr: got true, wanted a number"),
         ("optimizer: {lr: 0}", "optimizer.lr: got 0, wanted more than 0"),
         ("optimizer: {lr: .inf}", "optimizer.lr: got inf, wanted a finite number"),
-        ("optimizer: adamw", "optimizer: got 'adamw', wanted a mapping of fields: name, lr, weight_decay, betas, eps, sharded, momentum, nesterov"),
+        ("optimizer: adamw", "optimizer: got 'adamw', wanted a mapping of fields: name, lr, weight_decay, betas, eps, momentum, nesterov"),
         ("optimizer: {name: lion}", "optimizer.name: got 'lion', wanted 'adamw', 'adam' or 'sgd'"),
         ("optimizer: {name: null}", "optimizer.name: got null, wanted 'adamw', 'adam' or 'sgd'"),
         ("optimizer: {betas: 0.9}", "optimizer.betas: got 0.9, wanted a list"),
@@ -692,3 +692,10 @@ def test_an_override_knows_every_section_that_counts_in_one_unit() -> None:
         return found
 
     assert counted(Spec) == set(COUNTS)
+
+
+@pytest.mark.parametrize(("sharded", "sharding"), [(True, "optimizer"), (False, "none")])
+def test_a_sharded_optimizer_as_0_1_has_it_is_read_as_sharding(sharded: bool, sharding: str) -> None:
+    spec = load_spec({"job": {"use": "a:B"}, "optimizer": {"name": "sgd", "sharded": sharded}})
+    assert (spec.sharding, spec.optimizer.name) == (sharding, "sgd")
+    assert "sharded" not in spec.document()["optimizer"]

@@ -96,7 +96,7 @@ def test_a_trial_that_is_placed_otherwise_is_the_same_run() -> None:
         sweep = load_sweep(document, [f"spec.{one}" for one in overrides])
         return run_name("sweep-a", 0, spec_of(sweep, 0, {"fields": FIELDS}))
 
-    assert name() == name("data.loader_processes=2") == name("optimizer.sharded=true")
+    assert name() == name("data.loader_processes=2") == name("sharding=optimizer")
     assert name() == name("determinism={mode: strict, recheck: 0.5}", "workers.min=2")
     assert name() != name("seed=1")
 

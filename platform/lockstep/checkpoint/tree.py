@@ -205,6 +205,8 @@ class _Packing:
         by_value: bool = False,
     ) -> None:
         self.tensors: dict[str, Tensor | Elsewhere] = {}
+        self._elsewheres: dict[int, str] = {}
+        """The names of what other ranks write, by id: one that is in several places is stored once."""
         self.spans = spans
         self._where = where
         self._at: dict[int, tuple[int, str | None]] = {}
@@ -337,7 +339,9 @@ class _Packing:
         }
 
     def _elsewhere(self, value: Elsewhere, path: str) -> Any:
-        return _tensor_word(self._named(path, value), value.order)
+        if id(value) not in self._elsewheres:
+            self._elsewheres[id(value)] = self._named(path, value)
+        return _tensor_word(self._elsewheres[id(value)], value.order)
 
     def _named(self, path: str, tensor: Tensor | Elsewhere) -> str:
         """Store a tensor under the name of its place."""

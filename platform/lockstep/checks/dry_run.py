@@ -16,6 +16,13 @@ LEAKAGE_S = 20.0
 """How long a dry run may look for evaluation samples that are training samples; training itself looks for half a second."""
 
 
+_SHARDED = {
+    "optimizer": "the optimizer's state",
+    "full": "the parameters, the gradients and the optimizer's state",
+}
+"""What the workers share out, by the spec's `sharding`."""
+
+
 def dry_run(spec: Spec) -> dict[str, Any]:
     """The resolved spec and the plan's arithmetic for 1 … workers.max workers, as plain data.
 
@@ -92,10 +99,9 @@ def as_text(report: dict[str, Any]) -> str:
     if (plan["leakage"] or {}).get("rows"):
         leakage = Leakage(**plan["leakage"])
         lines.append(f"leakage           {leakage.described(plan['eval_samples'])}")
-    if report["spec"]["optimizer"]["sharded"]:
-        lines.append(
-            "optimizer         sharded: of W workers each keeps 1/W of its state, and the bits are the same"
-        )
+    shared = _SHARDED.get(report["spec"]["sharding"])
+    if shared is not None:
+        lines.append(f"sharding          of W workers each keeps 1/W of {shared}, and the bits are the same")
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

@@ -24,6 +24,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.observe.worker_memory import (
+    UNIT_COPIES,
     average_bytes,
     checkpoint_bytes,
     communication_bytes,
@@ -31,12 +32,16 @@ from lockstep.training.observe.worker_memory import (
     nbytes,
     reduction_bytes,
     summed_bytes,
+    sums_in_passes,
     tensors_in,
 )
 from lockstep.training.step.closures import step_once
+from lockstep.training.step.full_sharding import largest
 from lockstep.training.step.norm import workspace_bytes
+from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import check_combination, optimizers_of
 from lockstep.training.step.sharding import SCALARS, Span, flat, gathering_bytes, spans
+from lockstep.training.step.units import Calls, units_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -85,6 +90,8 @@ class Measured:
     """What an update makes and lets go of."""
     phases: int = 1
     """Of a step. With several, a worker holds all its micro-batches of the step until the last phase has had them."""
+    largest_unit: int = 0
+    """Parameters that are gathered at once where they are sharded."""
     apart: int = 0
     """Bytes of the gradients that are not of the phase with most of them: sums wait for one phase at a time."""
 
@@ -181,22 +188,22 @@ def estimated(fixture: Fixture) -> Estimate:
         else full
     )
     workers, available = fixture.workers, available_bytes(device, fixture.workers)
-    largest = None
+    largest_micro = None
     for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
         count = plan.global_batch // micro
         if count < spec.workers.min:
             break
         if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
-            largest = micro
+            largest_micro = micro
     return Estimate(
-        parameters_bytes=full.parameters,
+        parameters_bytes=held(spec, full.parameters, workers),
         buffers_bytes=full.buffers,
-        gradients_bytes=full.gradients,
+        gradients_bytes=held(spec, full.gradients, workers),
         optimizer_bytes=optimizer_bytes(spec, full, workers),
-        average_bytes=full.average,
+        average_bytes=held(spec, full.average, workers),
         activations_bytes=full.activations,
-        reduction_bytes=reduction_bytes(spec, full.summed, plan.micro_batches, workers),
-        communication_bytes=communication_bytes(spec, full.gradients, plan.micro_batches, workers),
+        reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
+        communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
         checkpoint_bytes=full.checkpoint,
         total_bytes=total_bytes(spec, full, plan.micro_batches, workers),
         available_bytes=available,
@@ -205,7 +212,7 @@ def estimated(fixture: Fixture) -> Estimate:
         micro_batch=plan.micro_batch,
         precision=spec.precision,
         activation_checkpointing=spec.activation_checkpointing,
-        largest_micro_batch=largest,
+        largest_micro_batch=largest_micro,
     )
 
 
@@ -218,9 +225,11 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
     modules = fixture.modules(state.job, state.model)
     model, optimizers = state.model, list(optimizers_of(state.optimizer).values())
     batch_bytes = nbytes(tensors_in(batch))
+    calls = Calls(LossModule)
     try:
         for module in modules:
-            fixture.backward(module, state, batch, key)
+            with calls.counted():
+                fixture.backward(module, state, batch, key)
             batch = fixture.fetch(key) if len(modules) > 1 else batch  # a job may write into it
     except JobError:
         if len(key.ids) == fixture.plan.micro_batch:
@@ -268,6 +277,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         computing=computing,
         updating=updating,
         phases=len(modules),
+        largest_unit=largest(model, units_of(model, calls)),
         apart=gradient_bytes(model) - summed_bytes(state),
     )
 
@@ -318,6 +328,8 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
     """What an update makes and lets go of: of a worker's own spans, and then the rounds that gather the others'."""
     if not is_sharded(spec, workers):
         return found.updating
+    if is_fully_sharded(spec, workers):
+        return held(spec, found.updating, workers)
     owned = [0] * workers
     for span in _spans(found, workers):
         owned[span.owner] += (span.stop - span.start) * found.optimizer[span.parameter].width
@@ -327,7 +339,7 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
 
 def is_sharded(spec: Spec, workers: int) -> bool:
     """Whether workers share the optimizer's state out."""
-    return spec.optimizer.sharded and workers > 1
+    return spec.sharding != "none" and workers > 1
 
 
 def _spans(found: Measured, workers: int) -> list[Span]:
@@ -336,15 +348,47 @@ def _spans(found: Measured, workers: int) -> list[Span]:
 
 
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
-    """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
+    """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
+
+    A fully sharded run begins with a whole model, on which the first micro-batch is computed.
+    """
     optimizer = optimizer_bytes(spec, found, workers)
-    standing = found.parameters + 2 * found.buffers + optimizer + found.average + found.workspace
-    sums = reduction_bytes(spec, found.summed, micro_batches, workers)
-    moving = communication_bytes(spec, found.gradients, micro_batches, workers)
+    parameters, average = held(spec, found.parameters, workers), held(spec, found.average, workers)
+    standing = parameters + 2 * found.buffers + optimizer + average + found.workspace
+    sums = sums_bytes(spec, found, micro_batches, workers)
+    moving = moving_bytes(spec, found, micro_batches, workers)
     updating = updating_bytes(spec, found, workers)
     batches = found.batch * batches_held(found.phases, micro_batches, workers)
     kept = 0 if found.phases == 1 else batches - found.batch  # through the updates of all phases but the last
-    return standing + moving + max(sums + batches + found.computing, kept + found.gradients + updating)
+    gradients = held(spec, found.gradients, workers)
+    computing = found.computing - found.gradients + gradients
+    step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
+    start = found.parameters + 2 * found.buffers + found.batch + found.computing
+    return max(step, start if is_fully_sharded(spec, workers) else 0)
+
+
+def is_fully_sharded(spec: Spec, workers: int) -> bool:
+    """Whether workers share the parameters out."""
+    return spec.sharding == "full" and workers > 1
+
+
+def held(spec: Spec, size: int, workers: int) -> int:
+    """What a worker holds of so many bytes of parameters, or of what there is of each parameter."""
+    return -(-size // workers) if is_fully_sharded(spec, workers) else size
+
+
+def sums_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """Bytes of the tree's sums on the worker that holds the most."""
+    if is_fully_sharded(spec, workers):
+        return held(spec, found.summed, workers) * sums_in_passes(micro_batches, workers)
+    return reduction_bytes(spec, found.summed, micro_batches, workers)
+
+
+def moving_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """Bytes of what is gathered, sent and received at once."""
+    if is_fully_sharded(spec, workers):
+        return UNIT_COPIES * found.largest_unit
+    return communication_bytes(spec, found.gradients, micro_batches, workers)
 
 
 def batches_held(phases: int, micro_batches: int, workers: int) -> int:

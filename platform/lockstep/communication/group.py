@@ -310,6 +310,17 @@ class Group:
             raise wrong or first
         return result
 
+    def mesh(self) -> Any:
+        """The group as a one-dimensional `DeviceMesh` of torch's, over the channel. Every member makes its own."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        # It asks for the rank in the default group, which a job in this process must not see.
+        hidden, dist.group.WORLD = dist.group.WORLD, self.channel
+        try:
+            return DeviceMesh.from_group(self.channel, self.device.type)
+        finally:
+            dist.group.WORLD = hidden
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor`, of one shape and layout on all ranks, with that of rank `source`."""
         if self.size == 1:

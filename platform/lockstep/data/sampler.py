@@ -135,15 +135,29 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
-        return sum(len(clip(self.assigned, position.micro_batches)) for position in positions)
+        return sum(len(self._computed(position)) for position in positions)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         epoch, order = -1, None
         for position in self.plan.positions(self.start):
             if position.epoch != epoch or order is None:
                 epoch, order = position.epoch, self._order(position.epoch)
-            for m in clip(self.assigned, position.micro_batches):
-                yield self._micro_batch(order, position, m)
+            for m in self._computed(position):
+                key = self._micro_batch(order, position, m)
+                if self.plan.in_passes and not len(
+                    key.ids
+                ):  # `without` left it no sample, and its worker computes all the same
+                    others = (self._micro_batch(order, position, i) for i in range(position.micro_batches))
+                    key = next((other for other in others if len(other.ids)), key)
+                yield key
+
+    def _computed(self, position: Position) -> Sequence[int]:
+        """The micro-batches that the worker computes in a step: its own; in passes also the first of a pass in which it has none."""
+        if not self.plan.in_passes:
+            return clip(self.assigned, position.micro_batches)
+        rank = self.assigned.start
+        passes = self.plan.passes(position, self.assigned)
+        return [together[rank] if rank < len(together) else together[0] for together in passes]
 
     def first_use(self, wanted: LeftOut) -> FirstUse | None:
         """The first use of any of the samples `wanted` in the run, and how many of them it uses at all; None where it uses none."""

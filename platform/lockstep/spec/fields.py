@@ -31,10 +31,10 @@ from lockstep.spec.sample_ids import normal
 from lockstep.spec.schedules import Constant, Schedule
 from lockstep.spec.section import Section
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
+PLACEMENT = frozenset({"name", "sharding", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
 
-PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded", "determinism": "recheck"}
+PLACEMENT_FIELDS = {"data": "loader_processes", "determinism": "recheck"}
 """By section, the field that is placement though its section is not."""
 
 RECHECK = "determinism.recheck"
@@ -279,6 +279,7 @@ class Spec(Section):
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
+    sharding: Literal["none", "optimizer", "full"] = "none"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -304,6 +305,20 @@ class Spec(Section):
             )
         return {**given, "determinism": parts["mode"], RECHECK: share}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_sharded(cls, given: Any) -> Any:
+        """`optimizer.sharded`, as 0.1 has it, as the `sharding` that it is; readable until 0.2."""
+        optimizer = given.get("optimizer") if isinstance(given, dict) else None
+        if not isinstance(optimizer, dict) or "sharded" not in optimizer:
+            return given
+        sharded = optimizer["sharded"]
+        if not isinstance(sharded, bool):
+            raise ValueError(f"optimizer.sharded: got {shown(sharded)}, wanted true or false")
+        rest = {name: value for name, value in optimizer.items() if name != "sharded"}
+        middle = {"sharding": "optimizer", **given} if sharded else given
+        return {**middle, "optimizer": rest}
+
     @model_validator(mode="after")
     def _rechecks_bits(self) -> Self:
         for name, value in (("determinism.mode", self.determinism), ("reduction", self.reduction)):
@@ -312,6 +327,24 @@ class Spec(Section):
                     RECHECK,
                     f"got {self.recheck:g} with {name} {value}, which keeps no micro-batch's gradient to the bit; "
                     f"leave it out, or set {name}={'strict' if value == 'fast' else 'exact'}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_what_it_can(self) -> Self:
+        """On one worker as well: whether a spec is valid must not depend on the number of workers."""
+        if self.sharding != "full":
+            return self
+        for name, value, remedy in (
+            ("reduction", self.reduction == "native", "set reduction=exact"),
+            ("compile", self.compile, "set compile=false"),
+            (RECHECK, bool(self.recheck), "leave it out"),
+        ):
+            if value:
+                shown_value = {"reduction": "native", "compile": "true"}.get(name, f"{self.recheck}")
+                raise ValueError(
+                    f"sharding: got 'full' with {name} {shown_value}, and no worker has the whole model or a whole gradient; {remedy}, or set "
+                    "sharding=optimizer"
                 )
         return self
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,14 @@ from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_di
 from lockstep.training.job_data import dataset_size
 from lockstep.training.modes import evaluating, has_own_train
 from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.full_sharding import FullSharding, diverged
 from lockstep.training.step.means import means_alone, means_of
 from lockstep.training.step.parameters import ParameterWatch
 from lockstep.training.step.phases import own_phases
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.rows import rows_by_name
+
+T = TypeVar("T")
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""
@@ -79,6 +83,8 @@ class Evaluation:
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
         """Puts back what evaluation wrote to buffers; called after each micro-batch, as in training."""
+        self.sharding: FullSharding | None = None
+        """The sharded parameters of the model, which the workers gather together: they go through the micro-batches in passes."""
         self.join(group)
         self.figures: Mapping[str, str] = {}
         """The job's figures of the newest evaluation, as text by file name; on rank 0."""
@@ -101,16 +107,23 @@ class Evaluation:
         """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
         self._coefficients = {}
         own_rows, outputs, embedded = self._own_results(model, alive)
-        every = self.group.gather((own_rows, self._coefficients, embedded))
-        rows = [row for rank_rows, *_ in every for row in rank_rows]
+        every = self.group.gather(
+            (own_rows, self._coefficients, embedded, self.sharding and self.sharding.order)
+        )
+        if len({order for *_, order in every}) > 1:
+            raise diverged("an evaluation")
+        rows = self._in_order([of_rank for of_rank, *_ in every])
         if self._has_batch_loss:
-            rows = [*self._batch_losses(model, [each for *_, rank in every for each in rank]), *rows]
+            rows = [
+                *self._batch_losses(model, [each for _, _, of_rank, _ in every for each in of_rank]),
+                *rows,
+            ]
         totals: dict[str, tuple[float, float]] = {}
         for row in rows:
             for name, (total, weight) in row.items():
                 subtotal = totals.get(name, (0.0, 0.0))
                 totals[name] = (subtotal[0] + total, subtotal[1] + weight)
-        coefficients = {name: value for _, rank, _ in every for name, value in rank.items()}
+        coefficients = {name: value for _, of_rank, *_ in every for name, value in of_rank.items()}
         if coefficients:  # each term over its own weight of the whole set
             means = [(coefficients[name], *totals[name]) for name in coefficients]
             totals["loss"] = (sum(factor * (total / (weight or 1.0)) for factor, total, weight in means), 1.0)
@@ -140,14 +153,20 @@ class Evaluation:
                 yield _numbers({name: _own(mean) for name, mean in means_of(loss, {}).items()})
             self.restore_buffers()
 
-    def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
+    def _in_order(self, by_rank: Sequence[Sequence[T]]) -> list[T]:
+        """What the ranks have for their micro-batches, in the order of these."""
+        if self.sharding is None:
+            return [of_one for of_rank in by_rank for of_one in of_rank]
+        return [of_one for together in zip_longest(*by_rank) for of_one in together if of_one is not None]
+
+    def _over_the_whole_set(self, model: nn.Module, own: list[whole_set.Outputs]) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
         every = self.group.gather_first(own)
         result: whole_set.WholeSet | None = None
         wrong: LockstepError | None = None
         if every is not None:
             try:
-                outputs = whole_set.joined([outputs for outputs in every if outputs])
+                outputs = whole_set.joined([outputs for outputs in self._in_order(every) if outputs])
                 result = self._over_all(model, outputs)
             except LockstepError as error:
                 wrong = error
@@ -358,24 +377,34 @@ class Evaluation:
     @torch.no_grad()
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
-    ) -> tuple[list[Row], whole_set.Outputs, list[dict[str, Tensor]]]:
-        """Totals of each micro-batch of this rank, their outputs joined in order, and their rows for a loss over a whole batch."""
-        keys = list(map(self._key, self.assigned))
+    ) -> tuple[list[Row], list[whole_set.Outputs], list[dict[str, Tensor]]]:
+        """Totals of each micro-batch of this rank; their outputs, joined in order where the rank's micro-batches are neighbours; and their rows for a loss
+        over a whole batch.
+        """
+        assigned: Sequence[int] = self.assigned
+        if self.sharding is not None:
+            # In the last pass a worker that has none computes the first one of the pass again, and it does not count.
+            self.sharding.order, firsts = 0, range(0, self._last + 1, self.group.size)
+            assigned = [min(first + self.group.rank, self._last) for first in firsts]
+        keys = list(map(self._key, assigned))
         loader = Loader(
-            self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
+            self.batches, keys, self.group.device, min(self.processes, len(assigned)), self.group.let_go
         )
         try:
             means, outputs, embedded = [], [], list[dict[str, Tensor]]()
             # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
             with nullcontext() if any(map(has_own_train, model.modules())) else evaluating(model):
-                for i, batch in zip(self.assigned, loader, strict=True):
+                for i, batch in zip(assigned, loader, strict=True):
                     batch_means, batch_outputs = self._results(model, i, batch, embedded)
                     means.append(batch_means)
                     outputs.append(batch_outputs)
                     alive()
         finally:
             loader.close()
-        return [_numbers(row) for row in means], whole_set.joined(outputs), embedded
+        if self.sharding is None:
+            return [_numbers(row) for row in means], [whole_set.joined(outputs)], embedded
+        count = len(range(self.group.rank, self._last + 1, self.group.size))
+        return [_numbers(row) for row in means[:count]], outputs[:count], embedded
 
     def _key(self, i: int) -> MicroBatch:
         end = min((i + 1) * self.micro_batch, self.samples)
@@ -395,9 +424,12 @@ class Evaluation:
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():
-                    loss = self._loss(model, i, batch, embedded)
-                    further = self.job.metrics(model, batch)
-                    outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+                    compute = partial(self._evaluated, model, i, batch, embedded)
+                    if self.sharding is None:
+                        loss, further, outputs = compute()
+                    else:
+                        loss, further, outputs = self.sharding.computed(compute)
+                        self.sharding.reshard()
                 parameters.check(where)
                 means = means_alone(further) if loss is None else means_of(loss, further)
                 copies = {name: _own(mean) for name, mean in means.items()}
@@ -419,6 +451,15 @@ class Evaluation:
         if isinstance(loss, Loss):
             self._coefficients |= {name: float(term.coefficient) for name, term in loss.terms.items()}
         return loss
+
+    def _evaluated(
+        self, model: nn.Module, i: int, batch: Any, embedded: list[dict[str, Tensor]] | None
+    ) -> tuple[Any, Mapping[str, Mean], whole_set.Outputs]:
+        """What the job computes of a micro-batch: its loss, metrics and outputs."""
+        loss = self._loss(model, i, batch, embedded)
+        further = self.job.metrics(model, batch)
+        outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+        return loss, further, outputs
 
 
 def check_modes(model: nn.Module) -> None:

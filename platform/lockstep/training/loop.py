@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
@@ -18,7 +19,7 @@ from lockstep.data.table_pins import pinned
 from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.inputs.variables import reads_of, variables_noted
-from lockstep.job.interface import Job
+from lockstep.job.interface import Job, overrides
 from lockstep.job.loading import others_out_of_sight
 from lockstep.periodic import periodically
 from lockstep.plan import Position
@@ -37,7 +38,7 @@ from lockstep.record.events.union import (
 )
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.training.auxiliary_state import beside_weights, save_beside
+from lockstep.training.auxiliary_state import beside_weights, put_beside, save_beside
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.determinism import determinism
 from lockstep.training.elastic.recovery import (
@@ -64,6 +65,7 @@ from lockstep.training.setup import Run, check_followed, prepare
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.compiled import NAME as COMPILED
 from lockstep.training.step.optimizer_step import StepResult
+from lockstep.training.step.shards import Shard
 from lockstep.training.weights import save_weights
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
@@ -297,7 +299,11 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     if rule is not None:
         with run.state.averaged():
             over = run.state.best.judge(
-                rule, _named(metrics, rule.metric), step, run.state.model, run.job, run.state.settings.changed
+                rule,
+                _named(metrics, rule.metric),
+                step,
+                tensors(run.state),
+                lambda: beside_weights(run.state.model, run.job, run.state.settings.changed),
             )
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     check_followed(run.state.schedule, metrics)  # a metric of the whole set may be known only now
@@ -335,14 +341,19 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     final model, of the average where there is one: those weights were evaluated. A stopped run has no time for it.
     """
     folder = None if run.group.rank > 0 else kept_in(run, seat)
+    if run.state.sharding is not None:
+        folder = run.group.given(folder, 0)  # the others send their rows
     if folder is None or seat.origin is None:
         return []
     best = run.state.best.weights
-    files = save_weights(folder, {"final": tensors(run.state.model)})
+    files = save_whole(run, folder, "final", tensors(run.state))
     if run.state.has_average:
         with run.state.averaged():
-            files += save_weights(folder, {"ema": tensors(run.state.model)})
-    files += save_weights(folder, {} if best is None else {"best": best})
+            files += save_whole(run, folder, "ema", tensors(run.state))
+    files += [] if best is None else save_whole(run, folder, "best", best)
+    final = final_model_of(run) if seat.origin.saves and not stopped else run.state.model
+    if run.group.rank > 0:
+        return []
     of_weights = {path.stem: path for path in files}
     files += [save_beside(of_weights[name], tree) for name, tree in _beside(run.state).items() if tree]
     if not seat.origin.saves:
@@ -352,8 +363,42 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
             periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"),
             run.state.averaged(),
         ):
-            files += keep_final_model(run.job, run.state.model, folder)
+            files += keep_final_model(run.job, final, folder)
     return files
+
+
+def whole_weights(run: Run, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`weights` with whole tensors in the places of shards, in host memory, on rank 0; the other ranks, which call it too, get what is not sharded."""
+    gathered: dict[int, Tensor | None] = {}
+    for value in weights.values():
+        if isinstance(value, Shard) and id(value) not in gathered:
+            whole = value.gathered(run.group, 0)
+            gathered[id(value)] = whole if whole is None else whole.cpu()
+    every = {name: gathered.get(id(value), value) for name, value in weights.items()}
+    return {name: value for name, value in every.items() if isinstance(value, Tensor)}
+
+
+def save_whole(run: Run, folder: Path, name: str, weights: Mapping[str, Any]) -> list[Path]:
+    """Write weights on rank 0. All ranks of a sharded model call it."""
+    whole = whole_weights(run, weights)
+    return save_weights(folder, {name: whole}) if run.group.rank == 0 else []
+
+
+def final_model_of(run: Run) -> nn.Module:
+    """The run's model with its final weights, or their average; of a sharded one a second model, which rank 0 has whole. All ranks call it."""
+    state = run.state
+    if state.sharding is None or not overrides(run.job, "example_input"):
+        return state.model
+    with state.averaged():
+        weights = whole_weights(run, tensors(state))
+    if run.group.rank > 0:
+        return state.model
+    beside = beside_weights(state.model, run.job, state.settings.changed)
+    with job_at("while its model was made for the final model"):
+        model = run.job.model()
+    with torch.no_grad():
+        put_beside(model, run.job, weights, {kind: tree for kind, tree in beside.items() if kind != "job"})
+    return model
 
 
 def kept_in(run: Run, seat: Seat) -> Path | None:
@@ -399,7 +444,7 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
         "metrics": dict(state.metrics),
         "weights_digest": digest,
         "ema_digest": ema_digest,
-        "best_digest": weights_digest(best) if best is not None else None,
+        "best_digest": _digest(run, best) if best is not None else None,
         "best_step": state.best.step if best is not None else None,
         "beside": {name: tree_digest(tree) if tree else None for name, tree in _beside(state).items()},
         "checkpoint": checkpoints.newest,
@@ -408,10 +453,17 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
     }
 
 
+def _digest(run: Run, weights: Mapping[str, Any]) -> str:
+    """The digest of weights; of sharded ones rank 0 computes it, with one whole tensor after another."""
+    digest = weights_digest(whole_weights(run, weights))
+    return digest if run.state.sharding is None else str(run.group.given(digest, 0))
+
+
 def _common_digest(run: Run, what: str) -> str:
     """The digest of the current weights. DriftError where the ranks have different ones."""
-    state = run.state.model.state_dict()
-    digests = run.group.gather(weights_digest(state))
+    if run.state.sharding is not None:
+        return _digest(run, tensors(run.state))
+    digests = run.group.gather(_digest(run, tensors(run.state)))
     if len(set(digests)) > 1:
         strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         check_same_weights(run.group, run.state.model, run.state.counters.step, strays, what)

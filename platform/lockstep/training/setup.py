@@ -5,8 +5,11 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,10 +56,12 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
 from lockstep.training.step.parameters import check_scaled, short_parameters
+from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import (
     PhaseOptimizers,
     PhaseSchedules,
@@ -66,6 +71,7 @@ from lockstep.training.step.phases import (
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
+from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.weights import load_weights
 
@@ -180,7 +186,8 @@ def prepare(
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):
         warn(text)
-    plan = make_plan(spec, train_data)
+    is_sharded = spec.sharding == "full" and group.size > 1
+    plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     model = make_model(spec, job, plan, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
@@ -193,7 +200,8 @@ def prepare(
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     settings = Settings(group.device)
     reads_of(job).outside.early = False
-    with imports_of_job(job):
+    calls = Calls(LossModule)
+    with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
         rehearsal, evaluate = group.together(
             partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
         )
@@ -207,6 +215,8 @@ def prepare(
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
+    if is_sharded:
+        shard(job, state, group, calls)
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
@@ -225,6 +235,7 @@ def prepare(
     watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
+        evaluate.sharding = state.sharding
     tell(StageEnded("preparation", time.time()))
     inputs = Inputs(spec, job, facts)
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
@@ -307,6 +318,22 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
     check_same_order(group, state.order)
 
 
+def shard(job: Job, state: TrainState, group: Group, calls: Calls) -> None:
+    """Leave this worker its rows of the parameters. All ranks call it, with the same state."""
+    originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
+    fused = any(every.get("fused") for every in state.optimizer.param_groups)
+    conditional = frozenset(job.conditional_parameters(state.model))
+    state.shard(FullSharding(state.model, group, calls, conditional, fused))
+    assert state.sharding is not None
+    gc.collect()
+    still_there = [name for name in state.sharding.shards if originals[name]() is not None]
+    if still_there:
+        raise JobError(
+            f"job.model: parameter {still_there[0]!r} is held outside of its module, by the job or a plain list of the model's, and with sharding=full it would stay "
+            "there as it was at the start; take it from its module each time, or set sharding=optimizer"
+        )
+
+
 def make_stepper(
     spec: Spec, job: Job, plan: Plan, group: Group, state: TrainState, rehearsal: dict[str, Rehearsal]
 ) -> Stepper:
@@ -341,6 +368,7 @@ def watch_bits(
     step.samples = lambda position, m: sampler.at(position, m).ids
     step.places = sampler.places
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
+    compares &= step.state.sharding is None  # a worker computes none alone
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
@@ -368,12 +396,14 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
-    if spec.optimizer.sharded and spec.determinism == "strict":
-        check_threads(model, device, spec.threads)
+    if spec.sharding == "full":
+        check_torch()
+    if spec.sharding != "none" and spec.determinism == "strict":
+        check_threads(model, device, spec.threads, spec.sharding)
     average = None if spec.ema is None else Average(model, spec.ema)
     updates = Updates(plan.total_steps, plan.steps_per_epoch)
     with imports_of_job(job):
-        optimizer = make_optimizer(job, model, spec.optimizer, group)
+        optimizer = make_optimizer(job, model, spec, group)
         schedules = {
             phase: make_schedule(job, spec.schedule, phase_optimizer, updates, evaluates=evaluates)
             for phase, phase_optimizer in optimizers_of(optimizer).items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,19 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.snapshot import writers
-from lockstep.checkpoint.tree import Shared, sharing
+from lockstep.checkpoint.tree import Elsewhere, Shared, sharing
+from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.auxiliary_state import beside_weights, copied, unlisted_tensors
-from lockstep.training.modes import ModuleSettings, Settings
+from lockstep.training.auxiliary_state import copied, unlisted_tensors
+from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.schedule import FunctionOfUpdates, RateSchedule
-from lockstep.training.step.sharding import SCALARS, ShardedOptimizer, counts_on_device
+from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer, counts_on_device
+from lockstep.training.step.shards import Shard
 from lockstep.training.step.weight_average import Average, has_modes, shown_by_optimizers
 
 
@@ -56,21 +59,27 @@ class Best:
     value: float | None = None
     step: int = 0
     evaluations_since: int = 0
-    weights: dict[str, Tensor] | None = None
+    weights: dict[str, Any] | None = None
+    """Tensors, and a `Shard` of each that is sharded."""
     beside: dict[str, Any] | None = None
     """What the model computed with besides; None before the first evaluation."""
 
     def judge(
-        self, rule: EarlyStop, value: float, step: int, model: nn.Module, job: Job, settings: Settings
+        self,
+        rule: EarlyStop,
+        value: float,
+        step: int,
+        weights: Mapping[str, Any],
+        beside: Callable[[], dict[str, Any]],
     ) -> bool:
-        """Note one evaluation. True where the last `patience` evaluations were no improvement. NaN is never better."""
+        """Note one evaluation of `weights`, and what is `beside` them. True where the last `patience` evaluations were no improvement. NaN is never better."""
         better = not math.isnan(value) and (
             self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
         )
         if better:
             self.value, self.step, self.evaluations_since = value, step, 0
-            self.weights = {name: tensor.detach().cpu().clone() for name, tensor in tensors(model).items()}
-            self.beside = copied(beside_weights(model, job, settings))
+            self.weights = {name: _copied(value) for name, value in weights.items()}
+            self.beside = copied(beside())
         else:
             self.evaluations_since += 1
         return self.enough(rule)
@@ -101,11 +110,15 @@ class TrainState:
     compiled: CompiledLosses | None = None
     """Computes the losses, where the spec has `compile`."""
 
+    sharding: FullSharding | None = field(init=False, default=None)
+    """The sharded parameters, where the spec has `sharding: full` and there are several workers; set by `shard`."""
     order: Order = field(init=False)
     """The order in which the optimizers hold the parameters: their state is saved by position."""
     settings: ModuleSettings = field(init=False)
     """What updates have changed of the modules' plain attributes."""
 
+    _placed: dict[int, tuple[Elsewhere, Shard]] = field(init=False, default_factory=dict)
+    """The shards of the newest `sections`, by the id of what stands for each."""
     _shapes: dict[str, tuple[int, ...]] = field(init=False)
     """The shapes of the buffers as `job.model()` made them."""
 
@@ -149,11 +162,52 @@ class TrainState:
             return self.average.shown()
         return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
+    def shard(self, sharding: FullSharding) -> None:
+        """Go on with the shards of the parameters: in the optimizer, and in the average."""
+        self.sharding = sharding
+        names = [name for group in self.order[""] for name in group]
+        assert isinstance(self.optimizer, FullyShardedOptimizer)
+        self.optimizer.take(names, sharding.local, sharding.whole)
+        if self.average is not None:
+            self.average.local = sharding.local
+
+    @property
+    def shared_by(self) -> Group | None:
+        """The group whose ranks have shards of the state's tensors; None where every rank has all of them."""
+        return None if self.sharding is None else self.sharding.group
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's `state_dict`, with a `Shard` of each tensor that is sharded."""
+        return self.model.state_dict() if self.sharding is None else self.sharding.state()
+
+    def average_state(self) -> dict[str, Any]:
+        """The average by the names of its parameters, as `model_state`; empty where there is none."""
+        average = {} if self.average is None else self.average.state_dict()
+        shards = {} if self.sharding is None else self.sharding.shards
+        return {
+            name: shards[name].like(value) if name in shards else value for name, value in average.items()
+        }
+
+    def _standing(self, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """`values` with an `Elsewhere` for each shard; `assembled` puts tensors in their places."""
+        if values is None or self.sharding is None:
+            return None if values is None else dict(values)
+        standing: dict[str, Any] = {}
+        places: dict[int, Elsewhere] = {}  # tied weights are one shard, and stored once
+        for name, value in values.items():
+            standing[name] = value
+            if isinstance(value, Shard):
+                place = places.setdefault(id(value), Elsewhere(value.local.dtype, value.shape, None))
+                standing[name] = place
+                self._placed[id(place)] = place, value
+        return standing
+
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
+        self._placed = {}
         return {
             "model": {
-                "state": self.model.state_dict(),
+                "state": self._standing(self.model_state()),
                 "unlisted_buffers": unlisted_tensors(self.model),
                 "order": self.order,
                 **({"settings": self.settings.changed} if self.settings.changed else {}),
@@ -162,10 +216,13 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "counters": asdict(self.counters),
-            "best": {name: getattr(self.best, name) for name in Best.__slots__},
+            "best": {
+                **{name: getattr(self.best, name) for name in Best.__slots__},
+                "weights": self._standing(self.best.weights),
+            },
             "metrics": dict(self.metrics),
             "job": dict(self.job.state_dict()),
-            **({} if self.average is None else {"ema": self.average.state_dict()}),
+            **({} if self.average is None else {"ema": self._standing(self.average_state())}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
         }
 
@@ -191,7 +248,32 @@ class TrainState:
         if not isinstance(self.optimizer, ShardedOptimizer):
             return dict(sections)
         by_rank = writers(sections, ranks)
-        return {**sections, "optimizer": self.optimizer.assembled(sections["optimizer"], by_rank)}
+        mine: dict[int, Tensor] = {}
+        for key, (place, shard) in self._placed.items():
+            whole = shard.gathered(self.optimizer.group, by_rank[id(place)])
+            if whole is not None:
+                mine[key] = whole
+        optimizer = self.optimizer.assembled(sections["optimizer"], by_rank)
+        return {
+            name: _filled(section, mine) for name, section in {**sections, "optimizer": optimizer}.items()
+        }
+
+    def _rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that this rank has of each whole parameter that is sharded; others as they are."""
+        shards = {} if self.sharding is None else self.sharding.shards
+        return {
+            name: shards[name].rows_of(value) if name in shards else value for name, value in values.items()
+        }
+
+    def _shards(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Whole tensors of a `state_dict`, in memory of their own, with this rank's `Shard` of each that is sharded."""
+        own = self.model_state() if self.sharding is not None else {}
+        return {
+            name: own[name].like(own[name].rows_of(value).clone())
+            if isinstance(own.get(name), Shard)
+            else value
+            for name, value in values.items()
+        }
 
     def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
         """Load what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
@@ -205,17 +287,22 @@ class TrainState:
                 check_order(self.order, "here", saved_order, "in the state that is taken over")
             self.settings.load(sections["model"].get("settings", {}))
             self._give_shapes(sections["model"].get("resized", {}))
-            self.model.load_state_dict(sections["model"]["state"])
+            if self.sharding is None:
+                self.model.load_state_dict(sections["model"]["state"])
+            else:
+                self.sharding.load(sections["model"]["state"])
             with torch.no_grad():
                 for name, tensor in unlisted_tensors(self.model).items():
                     tensor.copy_(sections["model"]["unlisted_buffers"][name])
             restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
-                self.average.load_state_dict(sections["ema"] if not fork else sections.get("ema", {}))
+                average = sections["ema"] if not fork else sections.get("ema", {})
+                self.average.load_state_dict(self._rows(average))
             self.precision.load_state_dict(sections["scaler"])
             self.counters = Counters(**sections["counters"])
-            self.best = Best(**sections["best"])
+            best = sections["best"]
+            self.best = Best(**{**best, "weights": best["weights"] and self._shards(best["weights"])})
             self.metrics = dict(sections["metrics"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise StorageError(
@@ -225,6 +312,24 @@ class TrainState:
             shared = sharing(sections["job"], "job")
             self.job.load_state_dict(sections["job"])
             check_shared(shared, sharing(dict(self.job.state_dict()), "job") if shared else shared)
+
+
+def _copied(value: Any) -> Any:
+    """A tensor or a shard in host memory of its own."""
+    if isinstance(value, Shard):
+        return value.like(value.local.detach().cpu().clone())
+    return value.detach().cpu().clone()
+
+
+def _filled(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """A tree with tensors in the places of those that stand for them; the tree itself where there are none."""
+    if not tensors:
+        return tree
+    if isinstance(tree, Elsewhere):
+        return tensors.get(id(tree), tree)
+    if type(tree) is dict:
+        return {key: _filled(value, tensors) for key, value in tree.items()}
+    return tree
 
 
 def check_shared(saved: Shared, restored: Shared) -> None:
@@ -408,6 +513,6 @@ def power_of_two(weight: float) -> int:
     return math.frexp(weight)[1] - 1
 
 
-def tensors(model: nn.Module) -> dict[str, Any]:
-    """The tensors of the model's `state_dict`."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+def tensors(state: TrainState) -> dict[str, Any]:
+    """The tensors of the model's `state_dict`, with a `Shard` of each that is sharded."""
+    return {name: value for name, value in state.model_state().items() if isinstance(value, Tensor | Shard)}

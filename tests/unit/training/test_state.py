@@ -18,6 +18,7 @@ from lockstep.errors import JobError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
+from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 from lockstep.training.state import (
     Best,
@@ -40,7 +41,7 @@ def judged(rule: EarlyStop, values: list[float]) -> tuple[Best, list[bool]]:
     for i, value in enumerate(values):
         with torch.no_grad():
             model.weight.fill_(float(i))
-        stops.append(best.judge(rule, value, 10 * (i + 1), model, Job(Job.Params()), {}))
+        stops.append(best.judge(rule, value, 10 * (i + 1), model.state_dict(), dict))
     return best, stops
 
 
@@ -84,7 +85,7 @@ class Warm(Job):
 def test_best_weights_are_a_copy_with_buffers_and_what_is_beside_them() -> None:
     best, model, job = Best(), nn.BatchNorm1d(2), Warm(Job.Params())
     model.register_buffer("unlisted", torch.zeros(1), persistent=False)
-    best.judge(EarlyStop(), 1.0, 1, model, job, {})
+    best.judge(EarlyStop(), 1.0, 1, model.state_dict(), lambda: beside_weights(model, job, {}))
     job.heat = 5.0
     with torch.no_grad():
         model.running_mean.fill_(5.0)  # type: ignore[union-attr]

@@ -87,10 +87,10 @@ def is_lost_peer(error: BaseException) -> bool:
 def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     """Whether this group survives the loss of a member, and can let others in.
 
-    It cannot if the others lack a part of the state (a sharded optimizer, which is whole on a single worker and would stay so), if fewer workers would be another run
+    It cannot if the others lack a part of the state (sharding, where a single worker has it whole and would keep it so), if fewer workers would be another run
     (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
     """
-    sharded = spec.optimizer.sharded
+    sharded = spec.sharding != "none"
     replays = origin is not None and origin.replay is not None
     return group.can_abort and spec.reduction == "exact" and not sharded and not replays
 

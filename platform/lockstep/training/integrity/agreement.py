@@ -29,12 +29,12 @@ from lockstep.record.events.union import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.integrity.digests import (
     Digester,
+    held_digest,
     leaves,
-    model_digest,
     optimizer_digest,
     values_digest,
 )
-from lockstep.training.state import TrainState, tensors
+from lockstep.training.state import TrainState
 from lockstep.training.step.phases import optimizers_of
 from lockstep.training.step.sharding import ShardedOptimizer
 
@@ -95,9 +95,9 @@ class Agreement:
     def held(self) -> Held:
         """The digests of what this rank holds now."""
         return (
-            model_digest(self.digester, self._state.model.state_dict()),
+            held_digest(self.digester, self._state.model_state(), self._state.shared_by),
             optimizer_digest(self.digester, self._optimizer()),
-            0 if self._state.average is None else self.digester.digest(self._state.average.weights),
+            held_digest(self.digester, self._state.average_state(), self._state.shared_by),
             optimizer_digest(self.digester, self._others()),
         )
 
@@ -180,7 +180,7 @@ class Agreement:
     def _named(self) -> dict[str, Tensor]:
         """The tensors that are compared, by names that a person understands."""
         state = self._state
-        named = tensors(state.model)
+        named = {name: value for name, value in state.model_state().items() if isinstance(value, Tensor)}
         names = {id(parameter): name for name, parameter in state.model.named_parameters()}
         if not isinstance(state.optimizer, ShardedOptimizer):
             for phase, optimizer in optimizers_of(state.optimizer).items():
@@ -188,7 +188,10 @@ class Agreement:
                 for parameter, values in optimizer.state.items():
                     owner = f"{names.get(id(parameter), '?')}{within}"
                     named |= {f"{path} of {owner}": value for path, value in leaves(values, "")}
-        if state.average is not None:
-            named |= {f"average of {name}": value for name, value in state.average.weights.items()}
+        named |= {
+            f"average of {name}": value
+            for name, value in state.average_state().items()
+            if isinstance(value, Tensor)
+        }
         named |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}

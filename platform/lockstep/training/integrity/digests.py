@@ -33,9 +33,10 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.training.integrity.state_digest import tensor_digests
-from lockstep.training.state import TrainState, tensors
+from lockstep.training.state import TrainState
 from lockstep.training.step.phases import Optimizers
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer
+from lockstep.training.step.shards import Shard
 
 BLOCK = 1 << 16
 """Words that share a factor. As 64-bit numbers they are 512 KiB, which stay in a core's cache from the copy to the sum."""
@@ -49,12 +50,12 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 class Summed:
-    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks, still on their device."""
+    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks from `first` on, still on their device."""
 
-    __slots__ = ("factor", "sums", "term")
+    __slots__ = ("factor", "first", "sums", "term")
 
-    def __init__(self, factor: int, term: int, sums: Tensor | int) -> None:
-        self.factor, self.term, self.sums = factor, term, sums
+    def __init__(self, factor: int, term: int, sums: Tensor | int, first: int = 0) -> None:
+        self.factor, self.term, self.sums, self.first = factor, term, sums, first
 
 
 class Digester:
@@ -73,6 +74,22 @@ class Digester:
         if words.numel() <= _FEW and words.device.type == "cpu":
             return Summed(factor, term, _few(words.tolist()))
         return Summed(factor, term, self._sums(words.to(self._device)))
+
+    def part(self, name: str, shard: Shard) -> Summed:
+        """What the rows of one rank add: the whole is the sum over the ranks, of which rank 0 adds the constant term."""
+        local = shard.local
+        factor, term = _constants(name, str(local.dtype), tuple(shard.shape))
+        words = _words(local).to(self._device)
+        each = words.numel() // max(1, local.numel())
+        start = shard.elements.start * each
+        first, begin = divmod(start, BLOCK)
+        # The first block begins within the words of a whole tensor: it is filled up from the left with zeros, which add nothing.
+        head = words[: BLOCK - begin] if begin else words[:0]
+        sums = self._sums(words[head.numel() :])
+        if begin:
+            padded = torch.cat([words.new_zeros(begin), head])
+            sums = torch.cat([self._sums(padded), sums])
+        return Summed(factor, term if shard.rank == 0 else 0, sums, first)
 
     def _sums(self, words: Tensor) -> Tensor:
         """The sum of each block of the words."""
@@ -107,7 +124,8 @@ def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
             if isinstance(part.sums, Tensor):
                 blocks = flat[at : at + part.sums.numel()]
                 at += len(blocks)
-                tensor_sum = int((blocks * _odd(2**32, len(blocks))).sum(dtype=np.uint64))
+                factors = _odd(2**32, part.first + len(blocks))[part.first :]
+                tensor_sum = int((blocks * factors).sum(dtype=np.uint64))
             else:
                 tensor_sum = part.sums
             total += tensor_sum * part.factor + part.term
@@ -141,6 +159,8 @@ def values_digest(tree: Mapping[str, Any]) -> int:
 
 def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
+    if isinstance(optimizer, FullyShardedOptimizer):
+        return _digest_of_parts(digester, optimizer)
     saved = optimizer.state_dict()
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer_digest(digester, saved)
@@ -162,12 +182,50 @@ def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     return sum(partial) & _MASK
 
 
+def _digest_of_parts(digester: Digester, optimizer: FullyShardedOptimizer) -> int:
+    rank, ranks = optimizer.group.rank, optimizer.group.size
+    summed, lines = [], []
+    for i, is_whole, parameter, state in optimizer.own_parts():
+        for name, value in state.items():
+            path = f"state/{i}/{name}"
+            if isinstance(value, Tensor) and not is_whole and name not in SCALARS:
+                summed.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
+            elif rank == 0 and isinstance(value, Tensor):
+                summed.append(digester.summed(path, value))
+            elif rank == 0:
+                lines.append(f"{path}={_text(value)}")
+    if rank == 0:
+        groups = {"param_groups": optimizer.groups_as_saved()}
+        lines += [f"{path}={_text(value)}" for path, value in leaves(groups)]
+    (total,) = resolved([summed])
+    every: list[int] = optimizer.group.gather((total + _of_lines(lines)) & _MASK)
+    return sum(every) & _MASK
+
+
+def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | None) -> int:
+    """The digest of tensors by name, of some of which each rank of the `group` has a `Shard`. All ranks call it; without a group there are none."""
+    if group is None:
+        return digester.digest({name: value for name, value in tensors.items() if isinstance(value, Tensor)})
+    summed = [
+        digester.part(name, value) if isinstance(value, Shard) else digester.summed(name, value)
+        for name, value in tensors.items()
+        if isinstance(value, Shard) or (group.rank == 0 and isinstance(value, Tensor))
+    ]
+    (total,) = resolved([summed])
+    every: list[int] = group.gather(total)
+    return sum(every) & _MASK
+
+
 def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
     """The digests of weights, optimizer and average by their names, as 16 hexadecimal digits. All ranks call it."""
     return {
-        "weights_digest": f"{model_digest(digester, state.model.state_dict()):016x}",
+        "weights_digest": f"{held_digest(digester, state.model_state(), state.shared_by):016x}",
         "optimizer_digest": f"{held_optimizer_digest(digester, state.optimizer):016x}",
-        **({} if state.average is None else {"ema_digest": f"{digester.digest(state.average.weights):016x}"}),
+        **(
+            {}
+            if state.average is None
+            else {"ema_digest": f"{held_digest(digester, state.average_state(), state.shared_by):016x}"}
+        ),
     }
 
 
@@ -175,7 +233,7 @@ def check_same_weights(
     group: Group, model: nn.Module, step: int, strays: Sequence[int], what: str = "weights"
 ) -> None:
     """Raise DriftError for ranks whose weights differ from rank 0's, and name the first tensor that differs."""
-    every = group.gather(tensor_digests(tensors(model)))
+    every = group.gather(tensor_digests(model.state_dict()))
     first = next(name for name in every[0] if any(digests.get(name) != every[0][name] for digests in every))
     raise DriftError(
         f"after step {step} ranks {list(strays)} hold other {what} than rank 0, first in {first!r}; this run is void"

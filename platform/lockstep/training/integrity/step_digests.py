@@ -97,11 +97,10 @@ class StepDigests:
         self._every = None
         if self._summed is None or self._wanted is not None:
             return
-        every = self._group.gather(list(self.gradients().values()))
-        counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
-        self._every = tuple(
-            value for rank_digests, count in zip(every, counts, strict=True) for value in rank_digests[:count]
-        )
+        every = self._group.gather(self.gradients())
+        of_step = [clip(assigned, position.micro_batches) for assigned in ranges]
+        by_micro_batch = {m: every[rank][m] for rank, owned in enumerate(of_step) for m in owned}
+        self._every = tuple(by_micro_batch[m] for m in range(position.micro_batches))
 
     def taken(self, position: Position) -> Digests | None:
         """The digests of the step that was just updated, as this rank has them; None where the step has none."""

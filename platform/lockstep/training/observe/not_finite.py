@@ -99,6 +99,9 @@ def find(run: Run, error: NumericsError) -> Found:
     """The first operator of the step that made a value that is not finite, and what caused it."""
     assert error.step is not None
     until, finding = time.monotonic() + LONGEST_S, Found(run.plan.position(error.step).number)
+    if run.state.sharding is not None:
+        finding.evidence = "with sharding=full no worker has the whole model to compute a micro-batch again; resume it with sharding=none for the operator"
+        return finding
     bad_weights = _not_finite(dict(run.state.model.state_dict()))
     for key in _keys(run, error):
         if time.monotonic() > until:

@@ -56,13 +56,15 @@ class Watch:
         self._growth = Growth(run.group.device)
         self._history = run.history
         self._model, self._leads = run.state.model, run.group.rank == 0 and self._every is not None
+        self._sees_layers = self._leads and run.state.sharding is None
+        """Whether rank 0 looks at whole gradients and weights, which no worker has where they are sharded."""
         self._flows: dict[str, LayerFlow] = {}
         """By phase name, in a step that is observed."""
         self._coverage: Coverage | None = None
         self._of_precision: dict[str, float] = {}
         self._beside: BesideFp32 | None = None
         """Set in a step in which precisions are compared."""
-        self._is_comparing = self._leads and self._precision.name != "fp32"
+        self._is_comparing = self._sees_layers and self._precision.name != "fp32"
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
         # The modules of a compiled loss do not run one by one.
@@ -72,7 +74,7 @@ class Watch:
 
     def begin(self, position: Position) -> None:
         """Called when the step at `position` begins."""
-        if self._leads and self._is_due(position):
+        if self._sees_layers and self._is_due(position):
             self._flows = {
                 phase.name: self._flow_of(position, phase) for phase in self._step.each_phase if phase.names
             }

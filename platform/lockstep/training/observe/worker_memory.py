@@ -21,21 +21,35 @@ BUCKETS_MOVING = 2
 """Buckets that are in flight at once: the one that leaves, and the one before it."""
 
 
+UNIT_COPIES = 3
+"""Copies of a unit's parameters that are there at once where they are sharded: gathered, or as gradients, and what is sent and received of them."""
+
+
 def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
     """The text of memory.json: what this rank holds at the end of a run, under the names of an estimate's fields, and every rank's peak.
 
     The tree's sums and the messages are gone by then: they are computed from the plan, as in the estimate.
     """
-    gradients, summed, count = gradient_bytes(state.model), summed_bytes(state), plan.micro_batches
+    sharding, count = state.sharding, plan.micro_batches
+    if sharding is None:
+        parameters: Iterable[Tensor] = state.model.parameters()
+        gradients, summed = gradient_bytes(state.model), summed_bytes(state)
+        reduction = reduction_bytes(spec, summed, count, workers)
+        communication = communication_bytes(spec, gradients, count, workers)
+    else:
+        parameters = sharding.local.values()
+        gradients = sum(p.grad.nbytes for p in sharding.local.values() if p.grad is not None)
+        reduction = gradients * sums_in_passes(count, workers)
+        communication = UNIT_COPIES * sharding.largest_unit_bytes
     return json.dumps(
         {
-            "parameters_bytes": nbytes(state.model.parameters()),
+            "parameters_bytes": nbytes(parameters),
             "buffers_bytes": nbytes(state.model.buffers()),
             "gradients_bytes": gradients,
             "optimizer_bytes": optimizer_bytes(state.optimizer),
             "average_bytes": average_bytes(state),
-            "reduction_bytes": reduction_bytes(spec, summed, count, workers),
-            "communication_bytes": communication_bytes(spec, gradients, count, workers),
+            "reduction_bytes": reduction,
+            "communication_bytes": communication,
             "checkpoint_bytes": checkpoint_bytes(state),
             "peak_bytes_by_rank": list(peak_by_rank),
         },
@@ -90,6 +104,12 @@ def checkpoint_bytes(state: TrainState) -> int:
 def sums_held(assigned: range, leaves: int) -> int:
     """The most sets of gradients that a worker's part of the tree holds while it computes another micro-batch."""
     return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
+
+
+def sums_in_passes(micro_batches: int, workers: int) -> int:
+    """The most partial sums of its rows that a worker keeps between two passes of a step."""
+    ends = range(workers, micro_batches, workers)
+    return max((len(nodes(range(end), micro_batches)) for end in ends), default=0)
 
 
 def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:

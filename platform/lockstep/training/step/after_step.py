@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,12 @@ def call_after_step(
 ) -> None:
     """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
     seed_all(after_step_key(seed, step - 1), device)
-    with job_at(f"after step {step}"), torch.no_grad():
+    sharding = state.sharding
+    with (
+        nullcontext() if sharding is None else sharding.gathered(),
+        job_at(f"after step {step}"),
+        torch.no_grad(),
+    ):
         if takes_statistics(state.job):
             state.job.after_step(state.model, step, dict(statistics))
         else:

@@ -51,6 +51,8 @@ class Agreed(NamedTuple):
     save: bool
     regroup: bool
     pace: list[float]
+    same_order: bool = True
+    """Whether every rank closed its message with the same `order`."""
 
 
 class Exchange:
@@ -60,11 +62,19 @@ class Exchange:
     and weight of the loss, then of each part); the flags; its wishes to stop, to save and to regroup; its own pace.
     """
 
-    def __init__(self, group: Group, micro_batches: int, parts: Sequence[str], flags: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        micro_batches: int,
+        parts: Sequence[str],
+        flags: int,
+        ranges: Sequence[range] | None = None,
+    ) -> None:
+        """`ranges` are the micro-batches of each rank in a full step, where they are not `worker_ranges`."""
         self.group = group
         self.parts, self.names = tuple(parts), frozenset(parts)
         self.width = 2 + 2 * len(self.parts)
-        self.ranges = worker_ranges(micro_batches, group.size)
+        self.ranges = worker_ranges(micro_batches, group.size) if ranges is None else ranges
         self.rows = max(map(len, self.ranges))
         self.flags = flags
         self._values: list[Tensor | float] = []
@@ -96,16 +106,16 @@ class Exchange:
         """Note whether this rank asks to end the run after this step, to save its state then, or to form another group."""
         self._votes = float(stop), float(save), float(regroup)
 
-    def close(self, pace: float = 0.0) -> None:
-        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds."""
+    def close(self, pace: float = 0.0, order: int = 0) -> None:
+        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds; `order` is below 2**53, and compared."""
         device = self.group.device
-        length = self.rows * self.width + self.flags + len(self._votes) + 1
+        length = self.rows * self.width + self.flags + len(self._votes) + 2
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
         for b in self._resized:
             sent[self.rows * self.width + b] = _RESIZED
-        sent[-4:] = *self._votes, pace
+        sent[-5:] = *self._votes, pace, float(order)
         self._values, self._flagged, self._resized = [], (), ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -139,16 +149,18 @@ class Exchange:
             self._wait, self._apart = None, []
         messages: list[list[float]] = self.message.view(self.group.size, -1).tolist()
         self._messages = None
-        rows = [
-            message[i * self.width : (i + 1) * self.width]
+        by_micro_batch = {
+            m: message[i * self.width : (i + 1) * self.width]
             for assigned, message in zip(self.ranges, messages, strict=True)
-            for i in range(len(clip(assigned, micro_batches)))
-        ]
-        flags = messages[0][self.rows * self.width : -4]  # rank 0 is the one that runs micro-batch 0
+            for i, m in enumerate(clip(assigned, micro_batches))
+        }
+        rows = [by_micro_batch[m] for m in range(micro_batches)]
+        flags = messages[0][self.rows * self.width : -5]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
-        stop, save, regroup = (any(message[i] for message in messages) for i in (-4, -3, -2))
-        pace = [message[-1] for message in messages]
-        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace)
+        stop, save, regroup = (any(message[i] for message in messages) for i in (-5, -4, -3))
+        pace = [message[-2] for message in messages]
+        same_order = len({message[-1] for message in messages}) == 1
+        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace, same_order)
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

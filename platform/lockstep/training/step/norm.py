@@ -73,11 +73,14 @@ class _Batch(NamedTuple):
 class GradientNorm:
     """The norm over the gradients of `parameters`. Keeps its workspace, so that a step allocates next to nothing."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        device = parameters[0].device
+    def __init__(self, parameters: Sequence[Tensor], workspace: Tensor | None = None) -> None:
+        """`workspace` is that of another norm on the device of the gradients, which is used in turn."""
+        device = parameters[0].device if workspace is None else workspace.device
         at_once = BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
         self._shapes = [parameter.shape for parameter in parameters]
-        self._workspace = torch.empty(at_once, dtype=torch.float64, device=device)
+        self._workspace = (
+            torch.empty(at_once, dtype=torch.float64, device=device) if workspace is None else workspace
+        )
         by_width = _by_width(parameters)
         self._sums = torch.empty(sum(map(len, by_width.values())), dtype=torch.float64, device=device)
         self._batches: list[_Batch] = []

@@ -11,27 +11,31 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.interface import Job
+from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import Optimizer
 from lockstep.training.failure import job_at
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
-from lockstep.training.step.sharding import ShardedOptimizer, check_shardable
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
 from lockstep.training.step.weight_average import has_modes
 
 
-def make_optimizer(job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None) -> Optimizers:
+def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None = None) -> Optimizers:
     """An optimizer over all parameters that require a gradient, or one for each phase. A job's own must hold each of them once.
 
     JobError or SpecError where the job's own does not fit.
     """
     phases = phases_of(job, model)
     if phases[0].name:
-        return PhaseOptimizers(_of_phases(phases, model, spec))
-    optimizer = _whole_optimizer(job, model, spec)
-    if not spec.sharded:
+        return PhaseOptimizers(_of_phases(phases, model, spec.optimizer))
+    optimizer = _whole_optimizer(job, model, spec.optimizer)
+    if spec.sharding == "none":
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
     check_shardable(optimizer)
-    return optimizer if group is None or group.size == 1 else ShardedOptimizer(optimizer, group)
+    if group is None or group.size == 1:
+        return optimizer
+    kind = FullyShardedOptimizer if spec.sharding == "full" else ShardedOptimizer
+    return kind(optimizer, group)
 
 
 def _of_phases(

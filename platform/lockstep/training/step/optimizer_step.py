@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.communication.group import Group
@@ -46,17 +46,21 @@ from lockstep.training.step.after_step import follow_update, has_after_step
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.closures import Closure
 from lockstep.training.step.exchange import Agreed, Totals
+from lockstep.training.step.full_sharding import FullSharding, advised, diverged
 from lockstep.training.step.means import check_form, check_same_parts, has_form
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
-from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
+from lockstep.training.step.phases import FrozenRule, all_rest, check_sharded, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
+
+ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer)
+"""Optimizers that never add up a gradient's elements, and those that share one of them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class Stepper:
         """Those of the step under way; None where the job gives none."""
         self._computes_statistics = overrides(job, "step_statistics")
         if statistics or self._computes_statistics:
+            check_sharded(spec, "statistics of a step")
             self.statistics = StepStatistics(group, plan, "the statistics of the step")
         self._gathered: Mapping[str, Any] = {}
         self._evaluates_again = False
@@ -239,6 +244,8 @@ class Stepper:
         if self._looks_at_buffers(position):
             self.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
         agreed = phase.exchange.read(position.micro_batches)
+        if not agreed.same_order:
+            raise diverged(f"step {position.number}")
         if phase.whole is not None:
             phase.whole.check(agreed.totals)
         if self.recheck is not None:
@@ -341,6 +348,9 @@ class Stepper:
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
     ) -> None:
         """Leave in every `.grad` the tree sum of all micro-batches' gradients: the gradient of the loss sum, times `scale_down`."""
+        if self.state.sharding is not None:
+            self._accumulate_in_passes(self.state.sharding, phase, position, batches, scale_down)
+            return
         assigned = clip(self.assigned, position.micro_batches)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
@@ -417,6 +427,40 @@ class Stepper:
         self.times.mark("forward")
         return next(turns)
 
+    def _accumulate_in_passes(
+        self,
+        sharding: FullSharding,
+        phase: PhaseStep,
+        position: Position,
+        batches: Iterator[Any],
+        scale_down: float,
+    ) -> None:
+        """`_accumulate` where the parameters are sharded: leaves in `phase.parameters` this worker's rows of the sums.
+
+        A worker that has no micro-batch in a pass computes the pass's first one, which does not count.
+        """
+        phase.forget_gradients()
+        phase.module.used.clear()
+        self.watched.note()
+        sharding.begin_step(position.micro_batches)
+        passes, rank = self.plan.passes(position, self.assigned), self.group.rank
+        for together in passes:
+            last = together is passes[-1]
+            counts = rank < len(together)
+            m = together[rank] if counts else together[0]
+            empty = self.spec.data.without is not None and not len(tuple(self.samples(position, m)))
+            if counts:
+                self.digests.next_micro_batch(m, phase.digested_as)
+            observe = self.digests.note if counts and self.digests.notes else None
+            sharding.begin_pass(together, empty=empty, last=last, observe=observe)
+            with advised():
+                self._backward(
+                    phase, position, m, batches, scale_down, last=False, counts=counts, empty=empty
+                )
+            sharding.end_pass(self._where(phase, position, m))
+        phase.exchange.close(self.watch.take(), sharding.order)
+        phase.exchange.send()
+
     def _compute(
         self,
         phase: PhaseStep,
@@ -439,7 +483,10 @@ class Stepper:
         scale_down: float,
         *,
         last: bool,
+        counts: bool = True,
+        empty: bool = False,
     ) -> None:
+        """Forward and backward of a micro-batch. Where it `counts`, its totals go to the other ranks; those of an `empty` one are zero."""
         self.times.mark("reduction")
         with self.watch:
             batch = next(batches)
@@ -450,15 +497,16 @@ class Stepper:
             self.probe.loss(position, m, loss.total)
         self.times.mark("forward")
         with self._of_job(phase, position, m):
-            phase.exchange.put(loss)
-            if m == 0:
+            if counts:
+                phase.exchange.put(_without_samples(loss) if empty else loss)
+            if m == 0 and counts:
                 phase.exchange.flag(self.buffers.keep(), self.buffers.resized())
             if last:
                 phase.exchange.close(self.watch.take())
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
-            if m == 0:
+            if m == 0 and counts:
                 self.buffers.keep_late()
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
@@ -496,7 +544,7 @@ class Stepper:
     def _forward(
         self,
         phase: PhaseStep,
-        module: nn.Module,
+        module: Callable[[Any], Loss],
         position: Position,
         m: int,
         batch: Any,
@@ -511,7 +559,7 @@ class Stepper:
             phase.module.settle = phase.whole.settle(m, where, again=precision is None)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             try:
-                loss: Loss = module(batch)
+                loss = module(batch)
             finally:  # whoever else computes a micro-batch, as after a loss that is not finite, computes it alone
                 phase.module.settle = None
             if batch is not None and not has_form(loss, phase.exchange.names):
@@ -625,7 +673,7 @@ class Stepper:
         """Make the sums of the gradients those of the mean loss, and clip them. Returns them, and their norm before."""
         spec, state, optimizer = self.spec, self.state, phase.optimizer
         # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
-        if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
+        if phase.updates_by_job or type(optimizer) not in ELEMENT_OPTIMIZERS:
             align_gradients(phase.parameters)
         gradients = phase.gradients(self._where(phase, position, 0))
         with job_at(f"the update of step {position.number}"):
@@ -715,6 +763,12 @@ class Stepper:
     def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
         within = f", phase {phase.name!r}" if phase.name else ""
         return f"step {position.number}, micro-batch {m}, rank {self.group.rank}{within}"
+
+
+def _without_samples(loss: Loss) -> Loss:
+    """The loss of a micro-batch without samples, with the parts of another one."""
+    parts = dict.fromkeys(loss.parts, Mean(0.0, 0.0))
+    return replace(loss, total=torch.zeros_like(loss.total), weight=0.0, parts=parts)
 
 
 def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -28,10 +29,12 @@ from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.norm import GradientNorm
-from lockstep.training.step.phases import ModelPhase, phases_of
+from lockstep.training.step.phases import ModelPhase, check_sharded, phases_of
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
+from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer
 from lockstep.training.step.whole_batch import whole_batch
 
@@ -118,6 +121,23 @@ def zero_term(parameters: Iterator[Tensor]) -> Tensor:
     return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
 
 
+class ShardedLoss:
+    """A loss whose parameters are sharded: FSDP gathers them as it computes."""
+
+    def __init__(self, loss: LossModule, sharding: FullSharding) -> None:
+        self._loss, self._sharding = loss, sharding
+
+    def __call__(self, batch: Any) -> Loss:
+        def compute() -> tuple[Tensor, Loss]:
+            loss = self._loss(batch)
+            return loss.total, loss
+
+        # Backward has to begin with the tensor that FSDP hands out.
+        loss: Loss
+        total, loss = self._sharding.computed(compute)
+        return replace(loss, total=total)
+
+
 class PhaseStep:
     """One phase of a worker's steps: its loss, its parameters, and how gradients and totals reach the other ranks."""
 
@@ -138,21 +158,28 @@ class PhaseStep:
     ) -> None:
         """`parts` and `terms` are those of its loss by name, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
         self._spec, self._plan, self._group = spec, plan, group
+        self.sharding = state.sharding
         self.phase, self.name = phase, phase.name
         self.optimizer = state.optimizer_of(phase.name)
         self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.closure_calls = closure_calls(job, self.optimizer)
         """How often its optimizer may evaluate the loss again in one update."""
-        self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
+        self.exchange = Exchange(group, plan.micro_batches, parts, buffers, plan.ranges(group.size))
         self.module = LossModule(job, state.model, phase, state.compiled)
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
+        if self.whole is not None:
+            check_sharded(
+                spec, "a loss over the whole batch" if phase.embed else "terms with weights of their own"
+            )
+        if self.closure_calls:
+            check_sharded(spec, "an optimizer that evaluates the loss again")
         self._every = phase.parameters(state.model)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.reduction: Reduction | None = None
-        self.wrapped: nn.Module = self.module
+        self.wrapped: Callable[[Any], Loss] = self.module
         self._unused: list[str] = []
 
     def learn(self, frozen: frozenset[str]) -> bool:
@@ -165,7 +192,11 @@ class PhaseStep:
             self.abandon()
             self.module.learn(names)
             self.names, self.parameters = names, self.module.parameters_that_learn
-            if names:
+            if names and self.sharding is not None:
+                self.parameters = [self.sharding.local[name] for name in names]
+                self.norm = ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
+                self.wrapped = ShardedLoss(self.module, self.sharding)
+            elif names:
                 self.norm = GradientNorm(self.parameters)
                 if self._group.size > 1:
                     self.wrapped = self._in_ddp()
@@ -215,6 +246,8 @@ class PhaseStep:
 
     def forget_gradients(self) -> None:
         """Set every gradient to None, also of parameters that rest: an update skips a parameter without one."""
+        if self.sharding is not None:
+            self.sharding.forget_gradients()
         for parameter in self._every:
             parameter.grad = None
 

@@ -142,10 +142,10 @@ def check_combination(job: Job, spec: Spec) -> None:
     if not phased and not rests:
         return
     feature = "phases" if phased else "frozen_parameters"
-    if spec.optimizer.sharded:
+    if spec.sharding != "none":
         raise SpecError(
-            f"optimizer.sharded: got true, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
-            "shared out; set optimizer.sharded=false"
+            f"sharding: got {spec.sharding!r}, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
+            "shared out; set sharding=none"
         )
     if spec.reduction == "native":
         raise SpecError(
@@ -155,6 +155,15 @@ def check_combination(job: Job, spec: Spec) -> None:
         raise SpecError(
             f"determinism.recheck: got {spec.recheck:g}, and the job has phases: a micro-batch is computed again for one loss alone; "
             "set determinism.recheck=0"
+        )
+
+
+def check_sharded(spec: Spec, feature: str) -> None:
+    """SpecError where parameters are sharded and a step goes over its micro-batches more than once. On one worker as well."""
+    if spec.sharding == "full":
+        raise SpecError(
+            f"sharding: got 'full', and the job has {feature}: a step with sharded parameters goes over its micro-batches once; "
+            "set sharding=optimizer or none"
         )
 
 

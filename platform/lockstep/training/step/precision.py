@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from lockstep.errors import NumericsError
+from lockstep.training.step.sharding import FullyShardedOptimizer
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,6 +67,8 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
+            if isinstance(optimizer, FullyShardedOptimizer):
+                optimizer.agree_on_overflow(self.scaler._found_inf_per_device(optimizer).values())
 
     def update(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
         """Step an optimizer whose gradients are unscaled. False where the step was skipped because gradients overflowed.

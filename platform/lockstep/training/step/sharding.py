@@ -10,7 +10,7 @@ split. In a checkpoint each tensor is whole again: its parts go to the rank that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import SpecError
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
+from lockstep.training.step.shards import element_ranges
 
 UNIT = 64
 """Parameters are split at multiples of so many elements: at least the vectors of every processor, and 128 bytes of bf16."""
@@ -99,21 +100,21 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     if kind not in ELEMENT_BY_ELEMENT:
         supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         raise SpecError(
-            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
-            "bits of the whole only if each element is updated independently; set optimizer.sharded=false"
+            f"sharding: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
+            "bits of the whole only if each element is updated independently; set sharding=none"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise SpecError(
-            f"optimizer.sharded: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
-            "take the hooks out, or set optimizer.sharded=false"
+            f"sharding: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
+            "take the hooks out, or set sharding=none"
         )
     if optimizer.state:
         raise SpecError(
-            f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
+            f"sharding: the job's {kind.__name__} comes with state; wanted one that has taken no step, or sharding=none"
         )
 
 
-def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
+def check_threads(model: nn.Module, device: torch.device, threads: int, sharding: str) -> None:
     """SpecError for parameters in a short type that several threads of a processor update.
 
     Each thread takes a share of a tensor, which ends elsewhere in a part than in the whole. Where one ends, torch adds short numbers one by one,
@@ -124,9 +125,9 @@ def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in SHORT:
             raise SpecError(
-                f"optimizer.sharded: got true with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
+                f"sharding: got {sharding!r} with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
                 "thread's share of it ends, and that is elsewhere in a part; set threads=1, hold it in float32 and set precision: bf16, or set "
-                "optimizer.sharded=false"
+                "sharding=none"
             )
 
 
@@ -262,7 +263,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One tensor of parameter `i`: whole on the rank that writes it, `place` on the others."""
         rank, calls, copies = self.group.rank, [], []
         assembled = (
-            torch.empty_like(self.parameters[i], dtype=place.dtype, requires_grad=False)
+            torch.empty_like(
+                self.parameters[i], dtype=place.dtype, device=self.group.device, requires_grad=False
+            )
             if rank == writer
             else None
         )
@@ -276,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             target = assembled if self._uncut[i] else _required(flat(assembled))[span.start : span.stop]
             if source is not None:
-                target.copy_(source)
+                target.copy_(source.view(target.shape))
                 continue
             received = torch.empty_like(target, memory_format=torch.contiguous_format).view(-1)
             calls.append(dist.P2POp(dist.irecv, received, span.owner, self.group.channel))
@@ -294,12 +297,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._own.state.clear()
         groups = [every for every in self.param_groups for _ in every["params"]]
-        for i, part in self._parts.items():
-            if i in state_dict["state"]:
-                taken = {
-                    name: self._taken(part, groups[i], name, value)
-                    for name, value in state_dict["state"][i].items()
-                }
+        for i, saved in state_dict["state"].items():
+            if (part := self._parts.get(i)) is not None:
+                taken = {name: self._taken(part, groups[i], name, value) for name, value in saved.items()}
                 self._own.state[part.value] = taken
 
     def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
@@ -313,8 +313,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
             )
         if not self._uncut[i]:
-            value = value.permute(self._orders[i]).reshape(-1)[start:stop]
+            value = value.permute(self._orders[i]).reshape(-1)[start:stop].view(part.value.shape)
         return value.to(part.value.device, copy=True)
+
+
+class FullyShardedOptimizer(ShardedOptimizer):
+    """Updates the rows that a worker holds of each parameter. It is whole until `take` is called, and takes no step before."""
+
+    def take(self, names: Sequence[str], local: Mapping[str, Tensor], whole: Container[str]) -> None:
+        """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole."""
+        ranks, rank = self.group.size, self.group.rank
+        self.parameters = [
+            torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+            for parameter in self.parameters
+        ]
+        self.spans, self._parts, self._whole_on_all = (
+            [],
+            {},
+            frozenset(i for i, name in enumerate(names) if name in whole),
+        )
+        for i, (name, parameter) in enumerate(zip(names, self.parameters, strict=True)):
+            if not parameter.requires_grad:
+                continue
+            cut = [range(parameter.numel())] if name in whole else element_ranges(parameter.shape, ranks)
+            spans = [Span(i, part.start, part.stop, owner) for owner, part in enumerate(cut)]
+            self.spans += spans
+            self._parts[i] = _Part(spans[0 if name in whole else rank], local[name])
+        self._orders = [list(range(parameter.dim())) for parameter in self.parameters]
+        self._uncut = [name in whole for name in names]
+        given = iter(names)
+        for every in self.param_groups:
+            every["params"] = [local[next(given)] for _ in every["params"]]
+        self._own = self._made()
+
+    def _build(self) -> None:
+        """`take` does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this worker's rows. FSDP gathers the others' before they are needed."""
+        for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in every.items() if name != "params"})
+        self._own.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of a sharded optimizer, in the order in which the parameters were first updated: every worker has a part of each."""
+        saved = super().state_dict()
+        numbers = {id(part.value): i for i, part in self._parts.items()}
+        order = [numbers[id(parameter)] for parameter in self._own.state]
+        return {**saved, "state": {i: saved["state"][i] for i in order}}
+
+    def own_parts(self) -> Iterator[tuple[int, bool, Tensor, Mapping[str, Any]]]:
+        """The number of each parameter, whether every worker has it whole, the shape that it has whole as a meta tensor, and its state here."""
+        for i, part in self._parts.items():
+            if part.value in self._own.state:
+                yield i, i in self._whole_on_all, self.parameters[i], self._own.state[part.value]
+
+    def agree_on_overflow(self, found: Iterable[Tensor]) -> None:
+        """Give each of the `found` flags of the loss scaler what the worker with the largest one has: one that overflowed skips the step for all."""
+        for flag in found:
+            flag.fill_(max(self.group.gather(float(flag))))
 
 
 def _as_told(name: str, value: Any) -> Any:

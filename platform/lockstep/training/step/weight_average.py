@@ -28,6 +28,8 @@ class Average:
         self.model = model
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
+        self.local: Mapping[str, Tensor] = {}
+        """This worker's rows of the parameters, by name, where they are sharded."""
         self._told = False
 
     def move(self) -> None:
@@ -60,7 +62,7 @@ class Average:
                 self.weights[name].copy_(original)
 
     def _learning(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: self.local.get(name, p) for name, p in self.model.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by the names of their parameters."""

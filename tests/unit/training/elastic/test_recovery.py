@@ -23,7 +23,7 @@ REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
     "on GPUs": ({}, GPU, AttemptOrigin()),
-    "`optimizer.sharded`": ({"optimizer": {"name": "adamw", "sharded": True}}, CPU, AttemptOrigin()),
+    "`sharding`": ({"sharding": "optimizer"}, CPU, AttemptOrigin()),
     "`reduction: native`": ({"reduction": "native"}, CPU, AttemptOrigin()),
     "steps that are taken again to be [compared](verify.md)": ({}, CPU, REPLAYED),
 }

@@ -275,7 +275,7 @@ class StepRehearsal:
             return
         seed_all(model_key(seed), self.device)
         model = self.job.model()
-        again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
+        again = order_of(make_optimizer(self.job, model, self.spec), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
 
     def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:

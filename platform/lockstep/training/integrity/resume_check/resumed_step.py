@@ -62,7 +62,7 @@ def alone(spec: Spec) -> Spec:
             "rehearsal": "off",
             "recheck": 0.0,
             "data": spec.data.model_copy(update={"loader_processes": 0}),
-            "optimizer": spec.optimizer.model_copy(update={"sharded": False}),
+            "sharding": "none",
             "record": spec.record.model_copy(update={"digest_every": None, "observe_every": None}),
         }
     )

@@ -1,0 +1,556 @@
+"""Parameters, gradients and the optimizer's state shared out over the workers, with the bits of a model that every worker holds.
+
+torch's FSDP2 (`fully_shard`) gathers the parameters of a unit before it computes, lets go of them after it, and hands the gradients of a
+micro-batch to a reduction of ours. The workers go through a step together: in pass j worker r of W computes micro-batch j·W + r, so that what one
+reduction brings together are W neighbouring leaves of the tree. Each worker gets its rows of all W leaves, and adds them up along the tree:
+the additions of one process, on rows.
+
+Invariants: all workers gather and reduce the same units in the same order, in every pass, whatever they compute; a worker without a micro-batch in a
+pass computes the first one of it again, and nobody counts that. What FSDP cannot cut to the bit stays whole on every worker (`whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.communication.group import Group
+from lockstep.errors import JobError, SpecError
+from lockstep.training.step.parameters import SHORT, written_parameter
+from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.sharding import UNIT
+from lockstep.training.step.shards import Shard, element_ranges
+from lockstep.training.step.units import Calls, units_of
+
+T = TypeVar("T")
+
+Observe = Callable[[Sequence[Tensor], Sequence[int]], None]
+"""Called with gradients of one micro-batch, in logical order, and the indices of their parameters."""
+
+_CALLS = (
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+)
+
+
+def check_torch() -> None:
+    """SpecError where this torch lacks a call of FSDP2 that full sharding needs."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        missing = "fully_shard"
+    else:
+        missing = next((name for name in _CALLS if not hasattr(FSDPModule, name)), "")
+    if missing:
+        raise SpecError(
+            f"sharding: got 'full', and torch {torch.__version__} has no {missing}; install torch>=2.11, or set sharding=optimizer"
+        )
+
+
+class _Root(nn.Module):
+    """The module at which FSDP begins and ends a micro-batch: whatever the job's loss calls happens inside it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class _NoShards(TorchFunctionMode):
+    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _READS:
+            for value in args:
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if any(hasattr(part, "to_local") for part in parts):
+                    raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
+        return func(*args, **(kwargs or {}))
+
+
+_READS = frozenset({"__get__", "__set__"})
+"""What FSDP itself does with shards in a forward: it looks at their attributes."""
+
+
+class FullSharding:
+    """A model whose parameters are sharded, and the gradients of the step under way."""
+
+    def __init__(
+        self, model: nn.Module, group: Group, calls: Calls, whole: frozenset[str], fused: bool
+    ) -> None:
+        """Shard `model` in place. All ranks of the `group` call it, with a model of the same bits.
+
+        `whole` are parameters that stay whole on every worker; `fused`: whether one kernel updates an element, which on a CPU rounds the end of a
+        tensor otherwise.
+        """
+        self.model, self.group = model, group
+        self.names = [name for name, _ in model.named_parameters()]
+        units = units_of(model, calls)
+        self.whole = whole | _uncut(model, units, group, fused)
+        """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
+        self.units = [_name_of(model, unit) for unit in units]
+        asking = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.largest_unit_bytes = largest(model, units, self.whole)
+        """The bytes of the parameters that are gathered at once, those outside of all units apart."""
+        self._root, modules = _sharded(model, units, self.whole, group)
+        self._modules: list[Any] = modules
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        self.shards: dict[str, Shard] = {
+            name: Shard(parameters[name].to_local().detach(), parameters[name].shape, group.rank, group.size)
+            for name in self.names
+            if name not in self.whole
+        }
+        """This worker's rows of each parameter that is sharded, by name."""
+        self.local: dict[str, nn.Parameter] = {
+            name: parameters[name]
+            if name in self.whole
+            else nn.Parameter(self.shards[name].local, requires_grad=asking[name])
+            for name in self.names
+        }
+        """What this worker updates of each parameter, in the memory that FSDP gathers from."""
+        self._index = {name: i for i, name in enumerate(name for name in self.names if asking[name])}
+        self._learning = [name for name in self.names if asking[name]]
+        self._scatters = self._set_up(modules, asking)
+        self._whole_sum: TreeSum | None = None
+        self._whole_learning = [name for name in self._learning if name in self.whole]
+        self.pass_: range = range(0)
+        self.leaves = 0
+        self.observe: Observe | None = None
+        self.empty = False
+        """Whether this worker's micro-batch has no sample: its gradient is zero everywhere."""
+        self.last = False
+        self.order = 0
+        """A number for the units that were gathered since `begin_step`, in their order: the same on every worker, or one has computed with other weights."""
+        with torch.no_grad():  # so that FSDP knows its root before anything else calls a unit
+            self._root(lambda: None)
+        self.reshard()
+        for name in self.shards:
+            if asking[
+                name
+            ]:  # what FSDP sets before the last pass is no sum, and would take the memory of one
+                parameters[name].register_post_accumulate_grad_hook(self._drop)
+        self._gathered = self._as_gathered()
+        """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
+        self._writes: list[int] = []
+
+    def _set_up(self, modules: Sequence[nn.Module], asking: Mapping[str, bool]) -> list[_Scatter]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        scatters = []
+        for number, module in enumerate(modules):
+            sharded: Any = module
+            of_unit = [
+                names[id(parameter)] for parameter in _in_order_of_fsdp(module, modules, names, self.whole)
+            ]
+            learning = [name for name in of_unit if asking[name]]
+            scatter = _Scatter(self, learning)
+            sharded.set_custom_all_gather(_Gather(self, number))
+            sharded.set_custom_reduce_scatter(scatter)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            if learning:
+                scatters.append(scatter)
+        return scatters
+
+    def _drop(self, parameter: Tensor) -> None:
+        if not self.last:
+            parameter.grad = None
+
+    def _as_gathered(self) -> dict[str, nn.Parameter]:
+        gathered: dict[str, nn.Parameter] = {}
+        for module in self._modules:
+            module.unshard()
+            gathered |= {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if name in self.shards and not hasattr(parameter, "to_local")
+            }
+            module.reshard()
+        return gathered
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, leaves: int) -> None:
+        """Begin a step, or a phase of it, of so many micro-batches."""
+        self.leaves, self.order = leaves, 0
+        self._whole_sum = TreeSum(leaves)
+        for scatter in self._scatters:
+            scatter.tree = TreeSum(leaves)
+
+    def begin_pass(self, together: range, *, empty: bool, last: bool, observe: Observe | None) -> None:
+        """Begin a pass over the micro-batches `together`, of which this worker computes one; `last` is whether it is the step's last pass.
+
+        `observe` sees the gradient of this worker's micro-batch before it is cut.
+        """
+        self.pass_, self.empty, self.last, self.observe = together, empty, last, observe
+        for scatter in self._scatters:
+            scatter.calls = 0
+        self._writes = [parameter._version for parameter in self._gathered.values()]
+
+    def computed(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
+        with _NoShards():
+            result: T = self._root(compute)
+        return result
+
+    def end_pass(self, where: str) -> None:
+        """Add what every worker has computed in the pass. After the last one the sums are the gradients of `local`.
+
+        JobError where a unit gave no gradient, or more than one, or where the job wrote to a parameter.
+        """
+        for (name, parameter), writes in zip(self._gathered.items(), self._writes, strict=True):
+            if parameter._version != writes:
+                raise written_parameter(name, where)
+            if parameter.grad is not None:
+                raise JobError(
+                    f"parameter {name!r}: its gradient went on after that of its module was done ({where}), as where a gradient is differentiated again, and "
+                    "with sharding=full the rest would be lost; set sharding=optimizer"
+                )
+        for scatter in self._scatters:
+            if scatter.calls != 1:
+                raise _not_once(scatter.learning, scatter.calls, where)
+        self._add_whole(where)
+        for name, parameter in self.model.named_parameters():
+            if name in self.whole:
+                continue
+            if self.last and parameter.grad is not None:
+                self.local[name].grad = parameter.grad.to_local()  # type: ignore[attr-defined]
+            parameter.grad = None
+
+    def _add_whole(self, where: str) -> None:
+        """Bring the gradients together that every worker needs whole: those of all micro-batches of the pass, by parameter type."""
+        names = self._whole_learning
+        if not names:
+            return
+        assert self._whole_sum is not None
+        gradients = [self.local[name].grad for name in names]
+        missing = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+        if missing:
+            raise _missing(missing, where)
+        own = [gradient for gradient in gradients if gradient is not None]
+        if self.empty:
+            torch._foreach_zero_(own)
+        if self.observe is not None:
+            self.observe(own, [self._index[name] for name in names])
+        by_rank = self._of_every_rank(own)
+        for m, of_rank in zip(self.pass_, by_rank, strict=False):
+            self._whole_sum.add(range(m, m + 1), of_rank)
+        total = self._whole_sum.sums[0][1] if self.last else [None] * len(names)
+        for name, gradient in zip(names, total, strict=True):
+            self.local[name].grad = gradient
+
+    def _of_every_rank(self, gradients: list[Tensor]) -> list[list[Tensor]]:
+        """The gradients of every rank, by rank, in memory of their own."""
+        row = torch.cat([_bytes(gradient) for gradient in gradients])
+        every = row.new_empty((self.group.size, len(row)))
+        self.group.wait(_all_gather(every.view(-1), row, self.group.channel))
+        sizes = [gradient.nbytes for gradient in gradients]
+        return [
+            [
+                _laid_out(part, gradient)
+                for part, gradient in zip(torch.split(received, sizes), gradients, strict=True)
+            ]
+            for received in every
+        ]
+
+    def forget_gradients(self) -> None:
+        """Set every gradient to None."""
+        for parameter in chain(self.local.values(), self.model.parameters()):
+            parameter.grad = None
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Let go of what is gathered: outside of a micro-batch every module has its shards."""
+        for module in self._modules:
+            module.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have every parameter whole in the model, on every worker; what is written to them stays. All ranks call it. It needs the memory of all parameters."""
+        for module in self._modules:
+            module.unshard()
+        try:
+            yield
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    if name in self.shards:
+                        self.shards[name].local.copy_(self.shards[name].rows_of(parameter.detach()))
+        finally:
+            self.reshard()
+
+    def state(self) -> dict[str, Any]:
+        """The model's `state_dict`, with a `Shard` for each tensor that is sharded."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {
+            name: self.shards[names[id(value)]]
+            if names.get(id(value)) in self.shards
+            else value.detach()
+            if isinstance(value, Tensor)
+            else value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load a whole model's `state_dict`, of which this worker takes its rows. RuntimeError or ValueError where it is another model's."""
+        current = self.state()
+        if strange := sorted(saved.keys() ^ current.keys()):
+            raise RuntimeError(f"{strange[0]!r} is in one of the two models alone")
+        rest = {}
+        with torch.no_grad():
+            for name, value in current.items():
+                if isinstance(value, Shard):
+                    value.local.copy_(value.rows_of(saved[name]))
+                else:
+                    rest[name] = saved[name]
+        self.model.load_state_dict(rest, strict=False)
+
+
+class _Gather:
+    """FSDP's gathering of a unit, on the group's channel: a lost worker ends it as it ends any other wait."""
+
+    def __init__(self, sharding: FullSharding, number: int) -> None:
+        self._sharding, self._number = sharding, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        sharding = self._sharding
+        sharding.order = (sharding.order * 1_000_003 + self._number + 1) % (1 << 48)
+        sharding.group.wait(_all_gather(output_tensor, input_tensor, group))
+
+
+class _Scatter:
+    """Brings the rows of a unit's gradients to their workers, and adds those of W micro-batches along the tree."""
+
+    def __init__(self, sharding: FullSharding, learning: list[str]) -> None:
+        self._sharding, self.learning = sharding, learning
+        self.tree = TreeSum(0)
+        self.calls = 0
+        ranks = sharding.group.size
+        self._shapes = [sharding.shards[name].shape for name in learning]
+        self._elements = [element_ranges(shape, ranks) for shape in self._shapes]
+        self._widths = [len(elements[0]) for elements in self._elements]
+        self._indices = [sharding._index[name] for name in learning]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """`input_tensor` has a row for each rank: its rows of the unit's gradients one after another, each filled up to the length of rank 0's."""
+        sharding, ranks = self._sharding, self._sharding.group.size
+        self.calls += 1
+        if self.calls > 1 or output_tensor.numel() != sum(self._widths):
+            raise _not_once(
+                self.learning, self.calls if self.calls > 1 else 0, f"micro-batches {sharding.pass_}"
+            )
+        if sharding.empty:
+            input_tensor.zero_()
+        if sharding.observe is not None:
+            self._show(input_tensor.view(ranks, -1), sharding.observe)
+        received = torch.empty_like(input_tensor)
+        sharding.group.wait(dist.all_to_all_single(received, input_tensor, group=group, async_op=True))
+        rows = received.view(ranks, -1)
+        for m, row in zip(sharding.pass_, rows, strict=False):
+            self.tree.add(range(m, m + 1), [row])
+        if sharding.last:
+            output_tensor.copy_(self.tree.sums[0][1][0])
+            self.tree = TreeSum(0)
+        else:  # what the next passes need, in memory of its own: what was received is W times as much
+            start, end = received.data_ptr(), received.data_ptr() + received.nbytes
+            self.tree.sums = [
+                (node, [total.clone() if start <= total.data_ptr() < end else total])
+                for node, (total,) in self.tree.sums
+            ]
+        if (
+            received.device.type == "cpu"
+        ):  # a thread of gloo keeps what it has sent and received until it gets a turn to run
+            for done in (received, input_tensor):
+                done.untyped_storage().resize_(0)
+
+    def _show(self, rows: Tensor, observe: Observe) -> None:
+        """Show the gradients of this rank's micro-batch, one parameter at a time."""
+        begin = 0
+        for shape, elements, width, index in zip(
+            self._shapes, self._elements, self._widths, self._indices, strict=True
+        ):
+            parts = [row[begin : begin + len(each)] for row, each in zip(rows, elements, strict=True)]
+            observe([torch.cat(parts).view(shape)], [index])
+            begin += width
+
+
+def _all_gather(output: Tensor, own: Tensor, channel: Any) -> Any:
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # its name since torch 2.13
+    return gather(output, own, group=channel, async_op=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in the order of its memory."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)
+
+
+def _laid_out(part: Tensor, like: Tensor) -> Tensor:
+    """What `_bytes` gave, as a tensor that lies in memory as `like` does."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    in_memory = part.clone().view(like.dtype).view([like.shape[dimension] for dimension in order])
+    return in_memory.permute([order.index(dimension) for dimension in range(len(order))])
+
+
+def _uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bool) -> frozenset[str]:
+    """The parameters that FSDP cannot cut, or whose update would have other bits where they are cut.
+
+    These are scalars, parameters with hooks, without elements or in another memory order than their shape's, those that several units share, complex ones, in a unit
+    with several types all but those of its most common one, and those for which torch rounds the end of a tensor otherwise (short types, and fused kernels on a
+    CPU), where a cut is at no multiple of `UNIT` elements.
+    """
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, set[int]] = {}
+    for number, unit in enumerate(units):
+        for parameter in unit.parameters():
+            owners.setdefault(named[id(parameter)], set()).add(number)
+    for name in _outside(model, units, named):
+        owners.setdefault(name, set()).add(-1)
+    parameters, by_owner = dict(model.named_parameters()), dict[int, list[str]]()
+    uncut = set[str]()
+    for name, parameter in parameters.items():
+        cut_elsewhere = fused and parameter.device.type == "cpu"
+        plain = parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_contiguous()
+        plain &= not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if (
+            not plain
+            or parameter.is_complex()
+            or len(owners[name]) > 1
+            or (
+                (parameter.dtype in SHORT or cut_elsewhere)
+                and any(
+                    elements.start % UNIT
+                    for elements in element_ranges(parameter.shape, group.size)
+                    if elements
+                )
+            )
+        ):
+            uncut.add(name)
+        elif parameter.requires_grad:
+            by_owner.setdefault(next(iter(owners[name])), []).append(name)
+    for names in by_owner.values():
+        sizes: dict[torch.dtype, int] = {}
+        for name in names:
+            sizes[parameters[name].dtype] = sizes.get(parameters[name].dtype, 0) + parameters[name].numel()
+        most = max(sizes, key=lambda dtype: sizes[dtype])
+        uncut |= {name for name in names if parameters[name].dtype != most}
+    return frozenset(uncut)
+
+
+def largest(model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str] = frozenset()) -> int:
+    """The bytes of the parameters of the largest unit, or of those in none; without those that stay `whole`."""
+    uncut = {id(parameter) for name, parameter in model.named_parameters() if name in whole}
+    sizes = [sum(p.nbytes for p in unit.parameters() if id(p) not in uncut) for unit in units]
+    return max([*sizes, sum(p.nbytes for p in model.parameters() if id(p) not in uncut) - sum(sizes)])
+
+
+def _outside(model: nn.Module, units: Sequence[nn.Module], named: Mapping[int, str]) -> Iterator[str]:
+    """The parameters that a module outside of all units holds."""
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            yield from (named[id(parameter)] for parameter in module.parameters(recurse=False))
+
+
+def _sharded(
+    model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str], group: Group
+) -> tuple[_Root, list[nn.Module]]:
+    """The root of the sharded model, and its modules that have shards, the root last."""
+    from torch.distributed.fsdp import fully_shard
+
+    ignored = {parameter for name, parameter in model.named_parameters() if name in whole}
+    mesh = group.mesh()
+    root = _Root(model)
+    modules = [*units, root]
+    for module in modules:
+        fully_shard(module, mesh=mesh, ignored_params=ignored)
+    return root, modules
+
+
+def _in_order_of_fsdp(
+    module: nn.Module, modules: Sequence[nn.Module], names: Mapping[int, str], whole: frozenset[str]
+) -> list[nn.Parameter]:
+    """A unit's parameters in the order in which FSDP lays them out: those of a module's children before its own."""
+    others, seen, result = {id(other) for other in modules if other is not module}, set[int](), []
+
+    def visit(at: nn.Module) -> None:
+        seen.add(id(at))
+        for child in at.children():
+            if id(child) not in seen and id(child) not in others:
+                visit(child)
+        for parameter in at.parameters(recurse=False):
+            if id(parameter) not in seen and names[id(parameter)] not in whole:
+                seen.add(id(parameter))
+                result.append(parameter)
+
+    visit(module)
+    return result
+
+
+def _name_of(model: nn.Module, unit: nn.Module) -> str:
+    return str(next(name for name, module in model.named_modules() if module is unit))
+
+
+def _missing(names: Sequence[str], where: str) -> JobError:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return JobError(
+        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
+        "or name it in conditional_parameters if some micro-batches rightly leave it out"
+    )
+
+
+def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
+    if times == 0:
+        return _missing(names, where)
+    return JobError(
+        f"parameter {names[0]!r}: its module was computed {times} times ({where}), and once in the first micro-batch; with sharding=full a module of a list is "
+        "computed once in each micro-batch, or never once; set sharding=optimizer"
+    )
+
+
+_OF_SHARDS = ("storage of size 0", "DTensor")
+"""What torch says where a parameter is used while it is not gathered."""
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Add the remedy where the job fails because it uses parameters that are not gathered."""
+    try:
+        yield
+    except JobError as error:
+        if any(word in str(error) for word in _OF_SHARDS):
+            raise JobError(
+                f"{error}: with sharding=full a parameter has its values only while its own module computes, and a gradient that is differentiated again needs "
+                "them later; use parameters in their modules, or set sharding=optimizer"
+            ) from error
+        raise
+
+
+def diverged(where: str) -> JobError:
+    """The error for workers that did not gather the same units in the same order."""
+    return JobError(
+        f"sharding: in {where} the workers did not compute the same modules in the same order, so one may have had the weights of another module; with "
+        "sharding=full what is computed must not depend on the samples; set sharding=optimizer"
+    )

@@ -1,0 +1,75 @@
+"""A worker's shard of a tensor that all workers hold together: consecutive rows of it, as FSDP2 cuts them.
+
+The rows of a tensor of d rows go to W workers in order, ⌈d/W⌉ to each as long as there are any. So a shard is a range of the elements in
+logical order, and what is added up over blocks of elements, such as a norm or a digest, can be added up by the workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.communication.group import Group
+
+
+def row_ranges(rows: int, ranks: int) -> list[range]:
+    """The rows that each rank holds."""
+    each = -(-rows // ranks)
+    return [range(min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(ranks)]
+
+
+def element_ranges(shape: torch.Size, ranks: int) -> list[range]:
+    """The elements that each rank holds, in logical order."""
+    inner = shape[1:].numel()
+    return [range(rows.start * inner, rows.stop * inner) for rows in row_ranges(shape[0], ranks)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """The rows of one rank: `local`, of a tensor of the shape `shape`."""
+
+    local: Tensor
+    shape: torch.Size
+    rank: int
+    ranks: int
+
+    @property
+    def elements(self) -> range:
+        """Its elements, in logical order."""
+        return element_ranges(self.shape, self.ranks)[self.rank]
+
+    def like(self, local: Tensor) -> Shard:
+        """The same rows of another tensor of that shape."""
+        return Shard(local, self.shape, self.rank, self.ranks)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """The rows of this rank in a tensor of the same shape. ValueError where it has another."""
+        if whole.shape != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(whole.shape)}, wanted {tuple(self.shape)}")
+        rows = row_ranges(self.shape[0], self.ranks)[self.rank]
+        return whole[rows.start : rows.stop]
+
+    def gathered(self, group: Group, target: int) -> Tensor | None:
+        """The whole tensor on rank `target`, in memory of its own; None on the others. All ranks call it, in the same order of tensors."""
+        local = self.local.detach().to(group.device).contiguous()
+        if group.rank != target:
+            if local.numel():
+                group.wait_for_messages(
+                    dist.batch_isend_irecv([dist.P2POp(dist.isend, local.view(-1), target, group.channel)])
+                )
+            return None
+        whole = local.new_empty(self.shape)
+        flat = whole.view(-1)
+        receives = []
+        for rank, elements in enumerate(element_ranges(self.shape, self.ranks)):
+            part = flat[elements.start : elements.stop]
+            if rank == target:
+                part.copy_(local.view(-1))
+            elif len(elements):
+                receives.append(dist.P2POp(dist.irecv, part, rank, group.channel))
+        if receives:
+            group.wait_for_messages(dist.batch_isend_irecv(receives))
+        return whole

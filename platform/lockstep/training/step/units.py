@@ -1,0 +1,79 @@
+"""Which modules of a model are gathered, computed and let go one at a time where its parameters are sharded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class Calls:
+    """How often each module was called in the forward passes of a loss; what a backward computes again does not count."""
+
+    def __init__(self, loss: type[nn.Module]) -> None:
+        """`loss` is the class of the modules that compute a loss."""
+        self._loss = loss
+        self._calls: Counter[int] = Counter()
+        self._losses = 0
+        self._inside = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the calls in the block."""
+        hooks = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, _arguments: Any) -> None:
+        if isinstance(module, self._loss):
+            self._losses, self._inside = self._losses + 1, True
+        elif self._inside:
+            self._calls[id(module)] += 1
+
+    def _leave(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
+        if isinstance(module, self._loss):
+            self._inside = False
+
+    def once(self, module: nn.Module) -> bool:
+        """Whether every loss has called the module exactly once."""
+        return self._calls[id(module)] == self._losses > 0
+
+
+def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:
+    """The units, in the model's order: the modules of the classes that the model does not want split, as Hugging Face's name theirs
+    (`_no_split_modules`), else the members of its lists and sequences of modules, of nested ones the outermost.
+
+    A member that some loss calls several times, or not at all, is none: its gradients would be summed in another order than those of a model in one place.
+    """
+    unsplit = {
+        name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    members = _of_classes(model, unsplit) or _of_lists(model)
+    seen, units = set[int](), []
+    for member in members:
+        if id(member) not in seen and calls.once(member) and any(True for _ in member.parameters()):
+            units.append(member)
+        seen.add(id(member))
+    return units
+
+
+def _of_classes(module: nn.Module, names: set[str]) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        found += [child] if type(child).__name__ in names else _of_classes(child, names)
+    return found
+
+
+def _of_lists(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, _LISTS):
+        return list(module.children())
+    return [member for child in module.children() for member in _of_lists(child)]

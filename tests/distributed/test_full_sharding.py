@@ -1,0 +1,448 @@
+"""G1 for sharded parameters: the bits, the identity and the checkpoints of a model that every worker holds, on any number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep.checkpoint.snapshot as snapshot
+import lockstep.training.step.full_sharding as full_sharding
+from lockstep import Loss
+from lockstep.checkpoint.reader import checkpoints, load
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.errors import JobError, SpecError
+from lockstep.spec.loading import load_spec
+from lockstep.training.integrity.state_digest import tree_digest
+from lockstep.training.observe import worker_memory
+from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.sharded_norm import ShardedNorm
+from tests.distributed import test_same_bits
+from tests.distributed.pool import Pool
+from tests.distributed.small_jobs import Plain
+from tests.distributed.test_sharded_estimate import estimate_of
+from tests.distributed.training import Document, Trained, train, train_attempt
+
+RUN = "run"
+HERE = "tests.distributed.test_full_sharding"
+
+
+def full(document: Document) -> Document:
+    return {**document, "sharding": "full"}
+
+
+def check(pool: Pool, job: str, precision: str, workers: int) -> None:
+    """Ragged steps, clipping, a schedule, and a worker that a step leaves without a micro-batch (gpt on four)."""
+    wanted = test_same_bits.reference(job, 8, precision)
+    found = pool.run(workers, train, full(test_same_bits.document(job, 8, precision)))
+    assert found == [wanted] * workers
+
+
+@pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 3)])
+def test_the_bits_are_those_of_the_whole_model(pool: Pool, job: str, precision: str, workers: int) -> None:
+    check(pool, job, precision, workers)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("job", "precision", "workers"), list(product(("digits", "gpt"), ("fp32", "bf16", "fp16"), (1, 2, 3, 4)))
+)
+def test_the_bits_are_those_of_the_whole_model_in_full(
+    pool: Pool, job: str, precision: str, workers: int
+) -> None:
+    check(pool, job, precision, workers)
+
+
+# --- parameters of every kind -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Odd sizes, dropout, a buffer that follows its input, a parameter that all blocks share, and one in another type."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(7, 13), nn.Linear(13, 7, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("level", torch.zeros(7))
+        self.scale = scale
+        self.shift = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.out(self.dropout(torch.tanh(self.into(x)))) * self.scale
+        if self.training:
+            self.level.lerp_(y.detach().mean(0), 0.1)  # type: ignore[operator, union-attr]
+        return x + y - self.level + self.shift.float()
+
+
+class Stack(nn.Module):
+    """An embedding that is tied to the head, blocks, and parameters that FSDP cannot cut: a scalar, a transposed one, one with a hook, a rare one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = nn.Parameter(torch.ones(7))
+        self.table = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(Block(scale) for _ in range(3))
+        self.twice = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+        self.head = nn.Linear(7, 11)
+        self.head.weight = self.table.weight
+        self.heat = nn.Parameter(torch.ones(()))
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+        self.hooked = nn.Parameter(torch.zeros(7))
+        self.hooked.register_hook(lambda gradient: gradient * 0.5)
+        self.rare = nn.Parameter(torch.zeros(7))
+        self.frozen = nn.Parameter(torch.ones(9, 7), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table((x * 4).round().long().clamp(-5, 5) + 5).mean(1) + self.hooked + self.frozen.sum(0) / 9
+        for block in self.blocks:
+            h = block(h)
+        h = self.twice(self.twice(h))
+        h = h + (h @ self.turned.t()) @ self.turned
+        if float(x[0, 0]) > 0.5:
+            h = h + self.rare
+        return self.head(h)[:, :3] * self.heat
+
+
+class Kinds(Plain):
+    def model(self) -> nn.Module:
+        return Stack()
+
+    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
+        return ["rare"]
+
+    def activation_checkpoints(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.blocks)  # type: ignore[arg-type]
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-1.5, 1.5)
+
+
+@cache
+def kinds(name: str) -> Document:
+    """Ragged, clipped, with an average, an evaluation that decides, samples left out, and what `name` says."""
+    base: Document = {
+        "job": {"use": f"{HERE}:Kinds", "params": {"samples": 37}},
+        "batch": {"global": 16, "micro": 2},
+        "length": {"epochs": 2},
+        "data": {"drop_last": False, "without": "1,5-12"},
+        "clip_norm": 0.5,
+        "ema": 0.8,
+        "evaluate": {"every": {"steps": 2}},
+        "early_stop": {"metric": "eval/loss", "mode": "min", "patience": 9},
+        "optimizer": {"lr": 0.05},
+    }
+    return (
+        base
+        | {
+            "adamw": {},
+            "sgd": {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}},
+            "recomputed": {"activation_checkpointing": True, "precision": "bf16"},
+        }[name]
+    )
+
+
+@cache
+def reference(name: str) -> Trained:
+    return train(kinds(name))
+
+
+@pytest.mark.parametrize(("name", "workers"), [("adamw", 2), ("sgd", 4), ("recomputed", 3)])
+def test_parameters_of_every_kind(pool: Pool, name: str, workers: int) -> None:
+    assert pool.run(workers, train, full(kinds(name))) == [reference(name)] * workers
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("name", "workers"), list(product(("adamw", "sgd", "recomputed"), (1, 2, 3, 4))))
+def test_parameters_of_every_kind_in_full(pool: Pool, name: str, workers: int) -> None:
+    assert pool.run(workers, train, full(kinds(name))) == [reference(name)] * workers
+
+
+def sharded_names(document: Document) -> tuple[list[str], list[str]]:
+    """The units of a run, and the parameters that every worker has whole."""
+    made: list[full_sharding.FullSharding] = []
+    init = full_sharding.FullSharding.__init__
+
+    def noted(self: full_sharding.FullSharding, *given: Any) -> None:
+        made.append(self)
+        init(self, *given)
+
+    with mock.patch.object(full_sharding.FullSharding, "__init__", noted):
+        train(document)
+    return made[0].units, sorted(made[0].whole)
+
+
+def test_what_is_a_unit_and_what_stays_whole(pool: Pool) -> None:
+    """A module that is computed twice in a micro-batch is no unit: its gradients would be summed in another order."""
+    units, whole = pool.run(2, sharded_names, full({**kinds("adamw"), "length": {"steps": 1}}))[0]
+    assert units == ["blocks.0", "blocks.1", "blocks.2"]
+    shifts = [f"blocks.{i}.shift" for i in range(3)]
+    assert whole == sorted(["blocks.0.scale", *shifts, "heat", "hooked", "rare", "turned"])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def saving(storage: Path, sharding: str, name: str = "adamw") -> Document:
+    return {
+        **kinds(name),
+        "sharding": sharding,
+        "checkpoint": {"storage": str(storage), "every": {"steps": 1}, "keep_every": 1},
+    }
+
+
+def attempt_with_many_writers(document: Document, origin: AttemptOrigin, stop: int | None = None) -> Trained:
+    """Every rank writes a part, however small the state is."""
+    with mock.patch.object(snapshot, "SMALLEST_SHARE", 64):
+        return train_attempt(document, RUN, origin, stop)
+
+
+def folder(storage: Path) -> RunFolder:
+    return RunFolder.open(open_storage(str(storage)), RUN)
+
+
+def content(storage: Path) -> dict[int, str]:
+    """What each checkpoint holds, by step; all but the timing columns of the ledger and the like."""
+    found = [
+        load(one, only={"model", "optimizer", "scaler", "counters", "check", "best", "ema"})
+        for one in checkpoints(folder(storage))
+    ]
+    return {one.manifest.step: tree_digest(one.sections) for one in found}
+
+
+def test_a_checkpoint_holds_what_one_process_saves_and_anyone_goes_on_from_it(
+    pool: Pool, tmp_path: Path
+) -> None:
+    wanted = reference("adamw")
+    plain, shards, total = tmp_path / "plain", tmp_path / "shards", len(wanted.rows)
+    assert train_attempt(saving(plain, "none"), RUN, AttemptOrigin()) == wanted
+    found = pool.run(3, attempt_with_many_writers, saving(shards, "full"), AttemptOrigin())
+    assert found == [wanted] * 3
+    assert content(shards) == content(plain)
+    assert len(content(plain)) == total
+    for storage, sharding, workers, step in (
+        (shards, "none", 1, 3),
+        (shards, "full", 2, 2),
+        (plain, "full", 4, total - 1),
+        (shards, "optimizer", 2, 2),
+    ):
+        origin = AttemptOrigin(RUN, folder(storage).claim().number, step)
+        for one in pool.run(workers, attempt_with_many_writers, saving(storage, sharding), origin):
+            assert (one.rows, one.identity) == (wanted.rows, wanted.identity)
+            assert one.digests == wanted.digests[step:]
+            assert one.best == wanted.best
+        assert (
+            content(shards) == content(plain) or sharding == "optimizer"
+        )  # it keeps states in another order
+
+
+# --- controls, refusals, memory ---------------------------------------------------------------------------------
+
+
+def train_in_a_ring_s_order(document: Document) -> Trained:
+    """What arrives is added from left to right, as a chain of workers would."""
+
+    def folded(self: TreeSum, node: range, gradients: list[Tensor]) -> None:
+        if self.sums:
+            _, total = self.sums.pop()
+            torch._foreach_add_(total, gradients)
+            gradients = total
+        self.sums.append((node, gradients))
+
+    with mock.patch.object(TreeSum, "add", folded):
+        return train(document)
+
+
+def train_with_a_norm_by_worker(document: Document) -> Trained:
+    """Each worker adds up its own rows, and the workers' sums are added: the rows, and so the order, depend on their number."""
+
+    def of_rows(self: ShardedNorm, gradients: Sequence[Tensor]) -> list[float]:
+        own = [float(gradient.pow(2).sum(dtype=torch.float64)) for gradient in gradients]
+        return [sum(of_ranks) for of_ranks in zip(*self._group.gather(own), strict=True)]
+
+    with mock.patch.object(ShardedNorm, "squares", of_rows):
+        return train(document)
+
+
+@pytest.mark.parametrize("broken", [train_in_a_ring_s_order, train_with_a_norm_by_worker])
+def test_another_order_gives_other_bits(pool: Pool, broken: Any) -> None:
+    """The controls."""
+    found = pool.run(2, broken, full(test_same_bits.document("digits", 8, "fp32")))[0]
+    assert found.rows != test_same_bits.reference("digits", 8, "fp32").rows
+
+
+class Deep(Plain):
+    class Params(Plain.Params):
+        width: int = 128
+        depth: int = 8
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        width = self.params.width
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(self.params.depth)]
+        return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 3))
+
+
+class Wanderer(Plain):
+    """Holds a parameter outside of its module."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.held = [model[0].weight]  # type: ignore[index]
+        return model
+
+
+class Penalised(Deep):
+    """Differentiates a gradient."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        x = x.requires_grad_()
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        return Loss(total + gradient.pow(2).sum(), len(y))
+
+
+class Halving(nn.Linear):
+    """Halves its weight from its sixth call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class Writer(Plain):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Halving(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def small(job: str, **more: Any) -> Document:
+    return {"job": {"use": job}, "batch": {"global": 8, "micro": 2}, "length": {"steps": 2}, **more}
+
+
+def test_a_parameter_that_the_job_holds_itself_is_refused(pool: Pool) -> None:
+    """It would keep the weights of the start, and its gradient would be lost without a word."""
+    with pytest.raises(JobError, match=r"^job.model: parameter '0.weight' is held outside of its module"):
+        pool.run(2, train, full(small(f"{HERE}:Wanderer")))
+
+
+class Penalising(Deep):
+    """Adds the squares of all weights, outside of their modules."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        penalty: Any = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return Loss(loss.total + penalty * loss.weight, loss.weight)
+
+
+class Measuring(Deep):
+    """Divides by the norm of a weight, a number that torch would add up in another order."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total / float(model[0].weight.detach().norm()), loss.weight)  # type: ignore[index, operator, union-attr]
+
+
+@pytest.mark.parametrize("job", ["Penalised", "Penalising", "Measuring"])
+def test_parameters_that_are_used_outside_of_their_modules_are_refused(pool: Pool, job: str) -> None:
+    with pytest.raises(JobError, match=r"or set sharding=optimizer$"):
+        pool.run(2, train, full(small(f"{HERE}:{job}", rehearsal="quick")))
+
+
+def test_a_write_to_a_parameter_is_refused_as_without_sharding(pool: Pool) -> None:
+    document = small(f"{HERE}:Writer", length={"steps": 6}, rehearsal="off")
+    for setting in (document, full(document)):
+        with pytest.raises(JobError, match=r"^parameter '0.weight' was written to"):
+            pool.run(2, train, setting)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"reduction": "native"}, "sharding: got 'full' with reduction native"),
+        ({"compile": True}, "sharding: got 'full' with compile true"),
+        ({"determinism": {"recheck": 0.5}}, "sharding: got 'full' with determinism.recheck 0.5"),
+    ],
+)
+def test_settings_that_need_a_whole_model_are_refused(more: Document, message: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        load_spec(full(small(f"{HERE}:Kinds", **more)))
+    assert str(refusal.value).startswith(message)
+
+
+def test_a_torch_without_the_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_sharding, "_CALLS", ("set_custom_reduce_scatter", "set_something_newer"))
+    with pytest.raises(
+        SpecError, match=r"has no set_something_newer; install torch>=2.11, or set sharding=optimizer$"
+    ):
+        full_sharding.check_torch()
+
+
+def held(document: Document) -> dict[str, Any]:
+    """What this rank says that it holds."""
+    texts: list[str] = []
+    used = worker_memory.used
+
+    def noted(*given: Any) -> str:
+        texts.append(used(*given))
+        return texts[0]
+
+    with mock.patch.object(worker_memory, "used", noted):
+        train(document)
+    result: dict[str, Any] = json.loads(texts[0])
+    return result
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
+    document = small(f"{HERE}:Deep")
+    whole, estimated = held(document), estimate_of(full(document), workers)
+    for share in pool.run(workers, held, full(document)):
+        for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+            # A size, not a value of training: rows are not divided.
+            assert share[name] == pytest.approx(whole[name] / workers, rel=0.05)
+            assert share[name] == pytest.approx(estimated[name], rel=0.05)
+        for name in ("communication_bytes", "buffers_bytes"):
+            assert share[name] == estimated[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature"),
+    [
+        ("batch_kinds:Clip", "a loss over the whole batch"),
+        ("batch_kinds:Detection", "terms with weights of their own"),
+        ("batch_kinds:Moco", "statistics of a step"),
+    ],
+)
+def test_what_goes_over_a_step_twice_is_refused(kind: str, feature: str) -> None:
+    """On one worker as well; whole and with a shared optimizer it trains."""
+    document: Document = {
+        "job": {"use": f"tests.distributed.{kind}"},
+        "batch": {"global": 8, "micro": 4},
+        "length": {"steps": 1},
+        "rehearsal": "off",
+    }
+    with pytest.raises(
+        SpecError, match=f"^sharding: got 'full', and the job has {feature}: .*; set sharding="
+    ):
+        train(full(document))
+    train(document | {"sharding": "optimizer"})
