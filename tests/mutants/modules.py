@@ -18,7 +18,7 @@ COVERED = {
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_going_on.py",
     ],
-    "record/mirror/metric_sync.py": [
+    "record/mirror/metric_cursor.py": [
         "tests/unit/record/test_outage.py",
         "tests/unit/record/test_partial_store.py",
     ],

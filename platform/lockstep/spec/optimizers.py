@@ -16,13 +16,13 @@ class TorchOptimizer(Section):
     """One of torch.optim, whose arguments are the settings of the section."""
 
     torch_class: ClassVar[str]
-    """Its name in torch.optim. It updates each element by that element's own numbers, or `sharded` would change bits."""
+    """Its name in torch.optim. It updates each element by that element's own numbers, or `sharding: optimizer` would change bits."""
     fuses: ClassVar[bool] = False
     """Whether one kernel on CUDA does all that an update does to an element, where torch's default launches one for each operation."""
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of torch's class, beside the parameters."""
-        return {field: value for field, value in self if field not in {"name", "sharded"}}
+        return {field: value for field, value in self if field != "name"}
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -40,7 +40,6 @@ class AdamW(TorchOptimizer):
     weight_decay: NonNegativeFloat = 0.01
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    sharded: bool = False
 
 
 class Adam(TorchOptimizer):
@@ -54,7 +53,6 @@ class Adam(TorchOptimizer):
     weight_decay: NonNegativeFloat = 0.0
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    sharded: bool = False
 
 
 class SGD(TorchOptimizer):
@@ -67,7 +65,6 @@ class SGD(TorchOptimizer):
     weight_decay: NonNegativeFloat = 0.0
     momentum: NonNegativeFloat = 0.0
     nesterov: bool = False
-    sharded: bool = False
 
     @field_validator("nesterov")
     @classmethod

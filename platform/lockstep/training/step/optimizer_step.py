@@ -663,8 +663,7 @@ class Stepper:
         self._mean_gradients(phase, position, totals, scale_down)
         phase.rest_unused()
         # The generators stand where this rank's last micro-batch has left them.
-        key = update_key(self.spec.seed, position.step, phase.phase.key, call)
-        seed_all(key, self.group.device)
+        seed_all(update_key(self.spec.seed, position.step, phase.phase.key, call), self.group.device)
         return totals.loss / totals.weight
 
     def _mean_gradients(
