@@ -117,7 +117,7 @@ def _width(length: int, ways: int) -> int:
 def exchange_traffic(micro_batches: int, workers: int, *, parts: int = 1, flags: int = 0) -> Traffic:
     """The step's one exchange where it goes by itself: what `training.step.exchange` sends to each other rank."""
     rows = max(map(len, worker_ranges(micro_batches, workers)))
-    return Traffic(1, (rows * (2 + 2 * parts) + flags + 4) * 8 * (workers - 1), workers - 1)
+    return Traffic(1, (rows * (2 + 2 * parts) + flags + 5) * 8 * (workers - 1), workers - 1)
 
 
 def efficiency(compute_s: float, traffic: Sequence[Traffic], link: Link) -> float:

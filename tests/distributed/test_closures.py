@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import JobError, LockstepError, SpecError
-from lockstep.randomness import seed_all
+from lockstep.randomness import model_key, seed_all, step_key
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step import optimizer_step
@@ -38,7 +38,7 @@ def by_hand(job: Any, *, keyed: bool = True, calls: list[int] | None = None) -> 
     """The loop of the optimizer's author: the digest of the model after every step. `keyed`: each evaluation draws the same dropout."""
     digests = []
     with determinism("strict", threads=1):
-        seed_all(11, "model")
+        seed_all(model_key(11))
         model = job.model()
         optimizer = job.optimizer(model)
         for step, (x, y) in batches(job.train_data()):
@@ -46,7 +46,7 @@ def by_hand(job: Any, *, keyed: bool = True, calls: list[int] | None = None) -> 
 
             def closure(x: Any = x, y: Any = y, step: int = step, count: list[int] = count) -> Any:
                 if keyed or not count[0]:
-                    seed_all(11, "step", step, 0)
+                    seed_all(step_key(11, step, 0))
                 count[0] += 1
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)

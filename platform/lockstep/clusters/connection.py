@@ -25,7 +25,7 @@ from lockstep.clusters.authentication import (
 from lockstep.clusters.background import disconnect, in_background
 from lockstep.clusters.core_watch import CoreWatch
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
-from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals import CONTROLLER_LOGGER, unavailable
 from lockstep.clusters.ray_internals.address_file import default_folder
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
@@ -105,7 +105,7 @@ def connected(
         # In a notebook, that a package is missing for widgets that nobody sees.
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
         # The traceback of a worker that is lost as it is started: the attempt's end says so in one line.
-        logging.getLogger("ray.train.v2._internal.execution.controller.controller").setLevel(logging.CRITICAL)
+        logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
 
     in_background(importlib.import_module, "torch", name="lockstep-import")
     settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -83,7 +83,8 @@ def main() -> None:
         answer = _newest(request) if request["version"] is None else _written(request)
     except Exception as error:  # noqa: BLE001 - a library's, or of the disk: raised where it was asked for
         answer = {"error": one_line(error)}
-    print(json.dumps(answer))  # noqa: T201
+    with os.fdopen(1, "w", closefd=False) as out:
+        out.write(json.dumps(answer))
 
 
 def _opened(request: Mapping[str, Any]) -> Any:

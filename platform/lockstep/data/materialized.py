@@ -61,6 +61,7 @@ def materialized_by_content(parts: Iterable[pa.Table]) -> Path:
             path = folder / "rows.arrow"
             folder.mkdir(exist_ok=True)
             if not path.exists():
+                files.flush(aside)
                 aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)

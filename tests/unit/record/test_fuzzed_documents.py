@@ -280,10 +280,10 @@ def read_ledger(folder: Path, content: bytes) -> None:
 
 
 def read_fields(folder: Path, content: bytes) -> None:
-    from lockstep.proof.recorded_run import _fields
+    from lockstep.proof.recorded_run import recorded_fields
 
     file_of(folder, f"{RUN}/spec.yaml", as_yaml(SPEC))
-    _fields("off", RUN, file_of(folder, f"{RUN}/fields.json", content).parent)
+    recorded_fields("off", RUN, file_of(folder, f"{RUN}/fields.json", content).parent)
 
 
 def read_attempt(folder: Path, content: bytes) -> None:

@@ -53,6 +53,9 @@ _TRAIN = "ray.train.v2._internal"
 _CONTROLLER = f"{_TRAIN}.execution.controller:TrainController"
 _GROUPS = f"{_TRAIN}.execution.worker_group"
 _GROUP = f"{_GROUPS}:WorkerGroup"
+CONTROLLER_LOGGER = f"{_TRAIN}.execution.controller.controller"
+"""By which Ray Train's controller logs the traceback of what ends it."""
+
 _CALLBACK = f"{_TRAIN}.execution.callback"
 _FIXED = f"{_TRAIN}.execution.scaling_policy:FixedScalingPolicy"
 

@@ -37,6 +37,10 @@ _BY_NAME = frozenset({"import_module", "__import__", "exec_module", "load_module
 """Functions that import what they are given a name of."""
 
 
+_PICKLES_TO_HASH = str(Path("torch", "_inductor", "codecache.py"))
+"""It names what has no module of its own, such as `torch.contiguous_format`, by the first module of the process in which that is found."""
+
+
 @dataclass(slots=True)
 class Asked:
     """Modules that were asked to be imported, and those of them that code of the job asked for, and no library in its stead."""
@@ -69,7 +73,7 @@ def imports_noted(found: Asked) -> Iterator[None]:
     def outermost(file: str, *names: str) -> Iterator[None]:
         """Note the names that a file asks for, unless an import is under way."""
         nonlocal importing
-        if importing or threading.get_ident() != thread:
+        if importing or threading.get_ident() != thread or file.endswith(_PICKLES_TO_HASH):
             yield
             return
         importing = True
