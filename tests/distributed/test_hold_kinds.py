@@ -109,7 +109,7 @@ def test_each_kind_learns(alone: Alone, own: list[type[Kind]]) -> None:
 
 def on(kind: type[Kind], processes: int, storage: Path) -> dict[str, Any]:
     """A job's run with so many loader processes, whose checkpoints are kept apart from the other jobs'."""
-    data = {"drop_last": False, "loader_processes": processes}
+    data = {"drop_last": False, **kind.more.get("data", {}), "loader_processes": processes}
     return document(kind, data=data, checkpoint={"storage": str(storage / kind.__name__), "every": None})
 
 
