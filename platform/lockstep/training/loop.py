@@ -64,7 +64,7 @@ from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.compiled import NAME as COMPILED
-from lockstep.training.step.optimizer_step import StepResult
+from lockstep.training.step.results import StepResult
 from lockstep.training.step.shards import Shard
 from lockstep.training.weights import save_weights
 

@@ -10,8 +10,8 @@ A joining worker has built the run as at its start (`let_in`). It holds no state
 
 Invariants:
 
-- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun. In a step of several
-  phases, and where an update evaluates the loss again, the state at its start is kept until it is done, and goes back there.
+- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun. Where a step
+  has several phases, or its update evaluates the loss again, ranks do wait between its changes: its start is kept until it is done, and taken back to.
 - A state that went on or was handed over is compared, bit for bit, before the next step.
 - Each meeting begins a new attempt: the previous one can publish no checkpoint once this one has saved.
 """

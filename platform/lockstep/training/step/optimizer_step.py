@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all, step_key, update_key, whole_batch_key
-from lockstep.record.events.union import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.integrity.agreement import Agreement
@@ -54,6 +53,7 @@ from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, check_sharded, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
@@ -61,52 +61,6 @@ from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer)
 """Optimizers that never add up a gradient's elements, and those that share one of them out."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of one step in Python numbers, equal on every rank.
-
-    With phases, loss, weight, rate and norms are those of the first phase that took part; `parts` has those of each phase by its name.
-    """
-
-    loss: float
-    weight: float
-    parts: dict[str, float]
-    lr: float
-    grad_norm: float
-    clipped_norm: float
-    scale: float
-    skipped: bool
-    stop: bool
-    """Whether a rank asked to end the run after this step."""
-    save: bool
-    """Whether a rank asked to save the state after this step."""
-    regroup: bool
-    """Whether a rank asked to form another group after this step."""
-    pace: list[float]
-    """Each rank's time for a micro-batch of its own, in seconds."""
-    digests: Digests | None = None
-
-
-class PhaseResult(NamedTuple):
-    """The result of one phase of a step, and what its ranks agreed on."""
-
-    agreed: Agreed
-    loss: float
-    weight: float
-    parts: dict[str, float]
-    lr: float
-    grad_norm: float
-    clipped_norm: float
-    scale: float
-    skipped: bool
-
-    def columns(self, *, scaled: bool) -> dict[str, float]:
-        """The ledger's columns of a named phase; `scaled` where a loss scaler may skip it."""
-        base = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
-        skipped = {"skipped": float(self.skipped)} if scaled else {}
-        return {**base, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
 
 
 class Stepper:
@@ -260,7 +214,8 @@ class Stepper:
                     self.statistics.note_whole(phase.whole.statistics, phase.phase.loss_label)
                 if last:
                     self._gathered = self.statistics.gather(f" (step {position.number})")
-            # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
+            # The last message of the phase, unless its update evaluates the loss again: from here to the next one no rank waits for another, so a lost
+            # rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged, resized=agreed.resized)
             self.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down, again)
@@ -305,7 +260,7 @@ class Stepper:
         return StepResult(
             loss=first.loss,
             weight=first.weight,
-            parts=first.parts if "" in taken else _by_phase(taken, scaled=self.spec.precision == "fp16"),
+            parts=first.parts if "" in taken else by_phase(taken, scaled=self.spec.precision == "fp16"),
             lr=first.lr,
             grad_norm=first.grad_norm,
             clipped_norm=first.clipped_norm,
@@ -332,7 +287,8 @@ class Stepper:
     def abandon(self) -> None:
         """Give up the step under way for good: the state is that after the last step, and another Stepper may take the parameters.
 
-        An update itself is never interrupted: no rank waits for another in it. What earlier phases of this step have updated is taken back.
+        What this step has changed by now is taken back: by earlier phases, or by an update that evaluates the loss again. Any other update
+        is never interrupted, because no rank waits for another in it.
         """
         if self._abandoned:
             return
@@ -517,11 +473,11 @@ class Stepper:
 
     def _note_statistics(self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss) -> None:
         """Note what a micro-batch gives for `after_step`: with its loss, and in the first phase of a step by a method of its own."""
-        label, where = phase.phase.loss_label, self._where(phase, position, m)
+        label = phase.phase.loss_label
         if self.statistics is None:
             if loss.statistics:
                 raise JobError(
-                    f"{label}: gives statistics ({where}), and gave none in the first micro-batch; give them in every micro-batch"
+                    f"{label}: gives statistics ({self._where(phase, position, m)}), and gave none in the first micro-batch; give them in every micro-batch"
                 )
             return
         wanted = self._computes_statistics and self.statistics.wants(m)
@@ -533,7 +489,7 @@ class Stepper:
         with self._of_job(phase, position, m), torch.no_grad(), self.state.precision.autocast():
             given = self.state.job.step_statistics(self.state.model, batch)
         self.statistics.note(m, given, "job.step_statistics")
-        self.watched.check(where)
+        self.watched.check(self._where(phase, position, m))
         self._leave_no_trace()
 
     def _leave_no_trace(self) -> None:
@@ -660,16 +616,14 @@ class Stepper:
             self._evaluates_again = self.digests.paused = False
             self.probe = probe
             self.buffers.start_from(end)
-        self._mean_gradients(phase, position, totals, scale_down)
+        self._take_mean(phase, position, totals, scale_down)
         phase.rest_unused()
         # The generators stand where this rank's last micro-batch has left them.
         seed_all(update_key(self.spec.seed, position.step, phase.phase.key, call), self.group.device)
         return totals.loss / totals.weight
 
-    def _mean_gradients(
-        self, phase: PhaseStep, position: Position, totals: Totals, scale_down: float
-    ) -> tuple[list[Tensor], float]:
-        """Make the sums of the gradients those of the mean loss, and clip them. Returns them, and their norm before."""
+    def _take_mean(self, phase: PhaseStep, position: Position, totals: Totals, scale_down: float) -> float:
+        """Make the sums of the gradients those of the mean loss, and clip them. Returns their norm before that."""
         spec, state, optimizer = self.spec, self.state, phase.optimizer
         # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
         if phase.updates_by_job or type(optimizer) not in ELEMENT_OPTIMIZERS:
@@ -683,7 +637,7 @@ class Stepper:
         grad_norm = phase.norm(gradients)
         if spec.clip_norm is not None:
             clip_gradients(gradients, grad_norm, spec.clip_norm)
-        return gradients, grad_norm
+        return grad_norm
 
     def _update(
         self,
@@ -696,7 +650,7 @@ class Stepper:
         """Update from the summed gradients; `again` evaluates the loss anew, for an optimizer that may."""
         spec, state, totals = self.spec, self.state, agreed.totals
         optimizer, scale = phase.optimizer, state.precision.scale
-        _, grad_norm = self._mean_gradients(phase, position, totals, scale_down)
+        grad_norm = self._take_mean(phase, position, totals, scale_down)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             within = f" of phase {phase.name!r}" if phase.name else ""
             raise NumericsError(
@@ -706,7 +660,7 @@ class Stepper:
         phase.rest_unused()
         phase.rates.set(state.counters.updates)
         if (
-            phase.updates_by_job or again is not None
+            phase.updates_by_job or again
         ):  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(update_key(spec.seed, position.step, phase.phase.key), self.group.device)
         loss, closure = totals.loss / totals.weight, None
@@ -768,12 +722,3 @@ def _without_samples(loss: Loss) -> Loss:
     """The loss of a micro-batch without samples, with the parts of another one."""
     parts = dict.fromkeys(loss.parts, Mean(0.0, 0.0))
     return replace(loss, total=torch.zeros_like(loss.total), weight=0.0, parts=parts)
-
-
-def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:
-    """The results of each phase as parts of the step, such as `discriminator/loss`."""
-    return {
-        f"{name}/{column}": value
-        for name, result in taken.items()
-        for column, value in result.columns(scaled=scaled).items()
-    }
