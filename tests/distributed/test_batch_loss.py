@@ -201,6 +201,17 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
 # --- one value however a run is executed ----------------------------------------------------------------------
 
 
+def check_one_value(pool: Pool, workers: int, kinds: list[type[Kind]]) -> None:
+    """Ragged steps leave a worker without a micro-batch; alone the whole rehearsal is made, and nothing warned of."""
+    documents = [document(kind, **{"rehearsal": "full", **kind.more}) for kind in kinds]
+    others = [{**each, "rehearsal": "off"} for each in documents]
+    alone, shared = train_every(documents), pool.run(workers, train_every, others)
+    for kind, single, *ranks in zip(kinds, alone, *shared, strict=True):
+        assert len(set(single[1])) == len(single[2]) == 3 and single[3] and single[4] == (), (kind, single[4])
+        for rank in ranks:
+            assert rank[:4] == single[:4], kind
+
+
 @pytest.mark.parametrize(
     ("workers", "kinds"),
     [
@@ -213,14 +224,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
 def test_every_kind_has_one_value_and_is_told_of_nothing(
     pool: Pool, workers: int, kinds: list[type[Kind]]
 ) -> None:
-    """Ragged steps leave a worker without a micro-batch; alone the whole rehearsal is made."""
-    documents = [document(kind, **{"rehearsal": "full", **kind.more}) for kind in kinds]
-    others = [{**each, "rehearsal": "off"} for each in documents]
-    alone, shared = train_every(documents), pool.run(workers, train_every, others)
-    for kind, one, *ranks in zip(kinds, alone, *shared, strict=True):
-        assert len(set(one[1])) == len(one[2]) == 3 and one[3] and one[4] == (), (kind, one[4])
-        for rank in ranks:
-            assert rank[:4] == one[:4], kind
+    check_one_value(pool, workers, kinds)
 
 
 WAYS: dict[str, Document] = {

@@ -27,9 +27,9 @@ from tests.distributed.closure_kinds import (
     Sam,
     SharpnessAware,
 )
-from tests.distributed.kinds import RUN, Kind, document, taken_up, train_every
+from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
-from tests.distributed.test_batch_loss import batches, whole
+from tests.distributed.test_batch_loss import batches, check_one_value, whole
 from tests.distributed.test_hold_kinds import attempts
 from tests.distributed.training import Document, train, train_job
 
@@ -83,13 +83,7 @@ def test_each_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
 def test_every_kind_has_one_value_and_is_told_of_nothing(
     pool: Pool, workers: int, kinds: list[type[Kind]]
 ) -> None:
-    documents = [document(kind, **{"rehearsal": "full", **kind.more}) for kind in kinds]
-    others = [{**each, "rehearsal": "off"} for each in documents]
-    alone, shared = train_every(documents), pool.run(workers, train_every, others)
-    for kind, one, *ranks in zip(kinds, alone, *shared, strict=True):
-        assert len(set(one[1])) == len(one[2]) == 3 and one[3] and one[4] == (), (kind, one[4])
-        for rank in ranks:
-            assert rank[:4] == one[:4], kind
+    check_one_value(pool, workers, kinds)
 
 
 @pytest.mark.parametrize(

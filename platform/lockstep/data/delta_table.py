@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -14,34 +13,28 @@ import pyarrow.parquet as pq
 
 from lockstep.data.file_locations import StoredFile, retried
 from lockstep.data.materialized import materialized
-from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, wanted_columns
+from lockstep.data.snapshots import (
+    NumberedVersion,
+    SnapshotFiles,
+    contents_digest,
+    in_path_order,
+    wanted_columns,
+)
 
 DELETED = "deletionVectors"
 """The feature of tables in which rows are deleted beside the files."""
 
 
 @dataclass(frozen=True)
-class Delta(Snapshot):
+class Delta(NumberedVersion):
     """A Delta table at a path or a URI, in its newest version at the beginning of the run or in the `version` that is given.
 
     `storage_options` are deltalake's, for the table's log; files are opened as those of any table. Rows that are deleted beside
     their file, and columns that were renamed, are written once without the deleted rows and under their names.
     """
 
-    uri: str | os.PathLike[str]
-    version: int | None = None
-    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
-
     format = "Delta"
     extra = "delta"
-
-    @property
-    def location(self) -> str:
-        return os.fspath(self.uri)
-
-    @property
-    def named_version(self) -> str | None:
-        return None if self.version is None else str(self.version)
 
     def newest(self) -> str:
         with self.reading():
@@ -83,8 +76,7 @@ class Delta(Snapshot):
     def _table(self, version: int | None) -> Any:
         from deltalake import DeltaTable
 
-        options = None if self.storage_options is None else dict(self.storage_options)
-        return DeltaTable(self.location, version=version, storage_options=options)
+        return DeltaTable(self.location, version=version, storage_options=self.options)
 
 
 def _kept_rows(table: Any, uris: Sequence[str]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:

@@ -12,38 +12,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from lockstep.data.file_locations import one_line
 from lockstep.data.materialized import materialized
-from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, wanted_columns
+from lockstep.data.snapshots import NumberedVersion, SnapshotFiles, contents_digest, wanted_columns
 
 
 @dataclass(frozen=True)
-class Lance(Snapshot):
+class Lance(NumberedVersion):
     """A Lance table at a path or a URI, in its newest version at the beginning of the run or in the `version` that is given.
 
     Its rows, in the order of its fragments and without those that are deleted, are written once into the user's cache.
     `storage_options` are those of pylance.
     """
 
-    uri: str | os.PathLike[str]
-    version: int | None = None
-    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
-
     format = "Lance"
     extra = "lance"
-
-    @property
-    def location(self) -> str:
-        return os.fspath(self.uri)
-
-    @property
-    def named_version(self) -> str | None:
-        return None if self.version is None else str(self.version)
 
     def newest(self) -> str:
         with self.reading():
@@ -60,10 +48,9 @@ class Lance(Snapshot):
         """What the process that reads the table answers."""
         if importlib.util.find_spec("lance") is None:
             raise ImportError("No module named 'lance'")
-        options = None if self.storage_options is None else dict(self.storage_options)
         ended = subprocess.run(
             [sys.executable, "-c", "from lockstep.data.lance_table import main; main()"],
-            input=json.dumps({"uri": self.location, "options": options, **request}).encode(),
+            input=json.dumps({"uri": self.location, "options": self.options, **request}).encode(),
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             check=False,

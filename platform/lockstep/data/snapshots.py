@@ -7,6 +7,7 @@ resume and every replay opens the same.
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,6 +121,28 @@ class Snapshot(ABC):
                     raise self.gone(version, f"its file {path!r} is not there any more")
                 stored[path] = file
         return [stored[path] for path in paths]
+
+
+@dataclass(frozen=True)
+class NumberedVersion(Snapshot):
+    """A table at a path or a URI whose versions are numbers. `storage_options` are those of its format's library."""
+
+    uri: str | os.PathLike[str]
+    version: int | None = None
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+
+    @property
+    def location(self) -> str:
+        return os.fspath(self.uri)
+
+    @property
+    def named_version(self) -> str | None:
+        return None if self.version is None else str(self.version)
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        """`storage_options` as the library takes them."""
+        return None if self.storage_options is None else dict(self.storage_options)
 
 
 def wanted_columns(columns: Sequence[str] | None, there: Sequence[str]) -> list[str]:

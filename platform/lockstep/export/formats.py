@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ from lockstep.job.frames import place_in_job
 
 Outputs = dict[str, Tensor]
 Call = Callable[[Inputs], Outputs]
+
+
+class Traced(NamedTuple):
+    """What a model is traced on."""
+
+    inputs: Inputs
+    example: Example
+    """The example of the job that they are taken from."""
+    outputs: Sequence[str]
+    """The names of the model's outputs."""
+    fixed: bool
+    """Whether the artifact takes just as many rows as the example has."""
 
 
 class ExportFormat:
@@ -64,17 +76,8 @@ class ExportFormat:
         """What loads it here, with its version."""
         return f"torch {torch.__version__}"
 
-    def write(
-        self,
-        model: nn.Module,
-        traced: Inputs,
-        example: Example,
-        outputs: Sequence[str],
-        path: Path,
-        *,
-        fixed: bool,
-    ) -> None:
-        """Write a model in eval mode, traced on some inputs, to `path`. Raises whatever its exporter raises."""
+    def write(self, model: nn.Module, traced: Traced, path: Path) -> None:
+        """Write a model in eval mode to `path`. Raises whatever its exporter raises."""
         raise NotImplementedError
 
     def load(self, path: Path) -> Call:
@@ -105,12 +108,12 @@ def write(
     form: ExportFormat, model: nn.Module, example: Example, outputs: Sequence[str], path: Path, *, fixed: bool
 ) -> tuple[str, ...]:
     """Write a model in eval mode to `path`; what the exporter warned of. ExportError where the model cannot be exported."""
-    traced = (
+    inputs = (
         example.tensors if fixed else example.take([i % example.rows for i in range(max(2, example.rows))])
     )
     try:
         with torch.no_grad(), _own_warnings() as heard:
-            form.write(model, traced, example, outputs, path, fixed=fixed)
+            form.write(model, Traced(inputs, example, outputs, fixed), path)
     except (ExportError, OSError):
         raise
     except Exception as error:  # tracing runs the job's own code, and torch's exporters raise anything
@@ -126,18 +129,16 @@ def _save(write: Callable[[io.BytesIO], object], path: Path) -> None:
     path.write_bytes(archive.getbuffer())
 
 
-def _program(
-    model: nn.Module, traced: Inputs, example: Example, *, fixed: bool
-) -> torch.export.ExportedProgram:
+def _program(model: nn.Module, traced: Traced) -> torch.export.ExportedProgram:
     from torch._dynamo.exc import UserError, UserErrorType
 
     shapes = None
-    if not fixed:
+    if not traced.fixed:
         batch = torch.export.Dim(BATCH)
-        every = [{0: batch} if has_rows else None for has_rows in example.has_rows]
+        every = [{0: batch} if has_rows else None for has_rows in traced.example.has_rows]
         shapes = inspect.signature(model.forward).bind(*every).arguments
     try:
-        return torch.export.export(model, traced, dynamic_shapes=shapes)
+        return torch.export.export(model, traced.inputs, dynamic_shapes=shapes)
     except UserError as error:
         if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
             raise
@@ -167,17 +168,8 @@ class Pt2(ExportFormat):
 
     name, suffix = "pt2", ".pt2"
 
-    def write(
-        self,
-        model: nn.Module,
-        traced: Inputs,
-        example: Example,
-        outputs: Sequence[str],
-        path: Path,
-        *,
-        fixed: bool,
-    ) -> None:
-        program = _program(model, traced, example, fixed=fixed)
+    def write(self, model: nn.Module, traced: Traced, path: Path) -> None:
+        program = _program(model, traced)
         _save(lambda archive: torch.export.save(program, archive), path)
 
     def load(self, path: Path) -> Call:
@@ -199,24 +191,15 @@ class Onnx(ExportFormat):
 
         return f"onnxruntime {onnxruntime.__version__}"
 
-    def write(
-        self,
-        model: nn.Module,
-        traced: Inputs,
-        example: Example,
-        outputs: Sequence[str],
-        path: Path,
-        *,
-        fixed: bool,
-    ) -> None:
-        shapes = [{0: BATCH} if has_rows else None for has_rows in example.has_rows]
+    def write(self, model: nn.Module, traced: Traced, path: Path) -> None:
+        shapes = [{0: BATCH} if has_rows else None for has_rows in traced.example.has_rows]
         onnx_program = torch.onnx.export(
-            _program(model, traced, example, fixed=fixed),
+            _program(model, traced),
             dynamo=True,
             verbose=False,
-            input_names=example.names,
-            output_names=outputs,
-            dynamic_shapes=None if fixed else shapes,
+            input_names=traced.example.names,
+            output_names=traced.outputs,
+            dynamic_shapes=None if traced.fixed else shapes,
         )
         assert onnx_program is not None  # it is, of the exporter by dynamo
         onnx_program.save(path, external_data=False)
@@ -246,18 +229,9 @@ class TorchScript(ExportFormat):
     name, suffix = "torchscript", ".pt"
     advice = "a trace keeps the branches that the example took: take them out of forward, or export pt2"
 
-    def write(
-        self,
-        model: nn.Module,
-        traced: Inputs,
-        example: Example,
-        outputs: Sequence[str],
-        path: Path,
-        *,
-        fixed: bool,
-    ) -> None:
+    def write(self, model: nn.Module, traced: Traced, path: Path) -> None:
         # The check of torch is one of the same example; the comparison with eager mode does more.
-        trace = torch.jit.trace(model, traced, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        trace = torch.jit.trace(model, traced.inputs, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         _save(lambda archive: torch.jit.save(trace, archive), path)
 
     def load(self, path: Path) -> Call:
