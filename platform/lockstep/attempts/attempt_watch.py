@@ -62,9 +62,9 @@ class AttemptWatch:
         """Workers, by their numbers, whose loss the others have outlived, and which are told."""
         self._looked_at = 0.0
 
-    def until_over(self, place: WorkerPlacement) -> None:
+    def until_over(self, placement: WorkerPlacement) -> None:
         """Start the workers and follow them until they have ended, or are ended because nothing can be recorded."""
-        self._cluster = self._around.watch(self._spec, place, self._blame.left_out)
+        self._cluster = self._around.watch(self._spec, placement, self._blame.left_out)
         try:
             self._follow()
         except (*LOST, LockstepError):

@@ -69,9 +69,9 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = self._around.first_place(self._spec, self._stop, self._account.say)
+        placement = self._around.first_place(self._spec, self._stop, self._account.say)
         try:
-            summary, failure = self._attempts(place)
+            summary, failure = self._attempts(placement)
             self._end.show(summary)
         except (KeyboardInterrupt, Exception) as error:
             self._end.early(error)
@@ -94,14 +94,14 @@ class Supervisor:
             signal_number=self._stop.number,
         )
 
-    def _attempts(self, place: WorkerPlacement) -> tuple[Mapping[str, Any], RecordError | None]:
+    def _attempts(self, placement: WorkerPlacement) -> tuple[Mapping[str, Any], RecordError | None]:
         """One attempt after another, until one comes to an end that is recorded, or no other is worth it.
 
         The run's summary, and what could not be recorded of it.
         """
         budget, account, stop = RetryBudget(self._spec.faults), self._account, self._stop
         while True:
-            ended, moving = self._attempt(place, saves_at_once=budget.lost > 1)
+            ended, moving = self._attempt(placement, saves_at_once=budget.lost > 1)
             current, error = account.current, ended.error
             if ended.summary is not None:
                 stopped = ended.summary["stopped"]
@@ -133,7 +133,7 @@ class Supervisor:
                 account.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 stop.wait(decision.pause_s)
             try:
-                place = self._around.next_place(self._spec, self._blame.left_out, stop, account.say)
+                placement = self._around.next_place(self._spec, self._blame.left_out, stop, account.say)
                 self._origin = self._next()
             except (ClusterError, StorageError) as refused:
                 self._end.give_up(stop.ended(refused) if stop.asked else refused, ended.details)
@@ -144,15 +144,15 @@ class Supervisor:
         trained = any(attempt.last_step for attempt in earlier)
         return trained and not newest.last_step and isinstance(error, JobError | DeterminismError)
 
-    def _attempt(self, place: WorkerPlacement, *, saves_at_once: bool) -> tuple[RunView, str | None]:
+    def _attempt(self, placement: WorkerPlacement, *, saves_at_once: bool) -> tuple[RunView, str | None]:
         """One attempt, from its start to what it came to: a summary or an error; and why it was asked to move, if it was."""
         account, origin = self._account, self._origin
         again = bool(account.attempts)
-        account.begin(origin.attempt, place.workers)
-        place = self._standbys.first(place)
+        account.begin(origin.attempt, placement.workers)
+        placement = self._standbys.first(placement)
         mailbox = self._recording.mailbox
         workers = self._around.workers(
-            self._spec, origin, mailbox, place, self._environment, self._shown_as, self._options.source
+            self._spec, origin, mailbox, placement, self._environment, self._shown_as, self._options.source
         )
         watch = AttemptWatch(
             self._spec, workers, self._around, account, self._recording, self._stop,
@@ -161,9 +161,9 @@ class Supervisor:
         view = RunView(origin.attempt)
         try:
             # The first time the mailbox itself still starts: the workers need not wait for it.
-            self._recording.begin(origin.attempt, place.workers, wait=again)
+            self._recording.begin(origin.attempt, placement.workers, wait=again)
             account.current.from_step = self._saved_step() if again or origin.run_id else 0
-            watch.until_over(place)
+            watch.until_over(placement)
             status = self._recording.status()
             view = status.view
             watch.look(status)

@@ -149,8 +149,10 @@ def status(
 
         store = tracking_uri(uri)
         folder = _folder(run, uri, storage)
-        found = status_of(reader(store, storage).run(run), store, folder, time.time())
-        answer(found.as_dict(), lambda: as_text(found, resume_command(run, store, str(folder.absolute()))))
+        progress = status_of(reader(store, storage).run(run), store, folder, time.time())
+        answer(
+            progress.as_dict(), lambda: as_text(progress, resume_command(run, store, str(folder.absolute())))
+        )
 
 
 def compare(
@@ -182,13 +184,13 @@ def compare(
             raise SpecError(
                 f"compare: got {len(ids)} run{'s' * (len(ids) != 1)}, wanted from 2 to {MOST}; `lockstep show RUN --plot` draws one"
             )
-        found = compared([_curves(run, uri, storage) for run in ids], keys or [])
+        comparison = compared([_curves(run, uri, storage) for run in ids], keys or [])
         if page is not None:
-            write_text(page, as_page(found))
+            write_text(page, as_page(comparison))
         lines = [] if page is None else [f"written           {page}"]
         answer(
-            {**found.as_dict(), "html": page and str(page)},
-            lambda: "\n\n".join([as_text(found, screen), *lines]),
+            {**comparison.as_dict(), "html": page and str(page)},
+            lambda: "\n\n".join([as_text(comparison, screen), *lines]),
         )
 
 

@@ -108,11 +108,13 @@ def options_of_call(
 def taken_by(command: str) -> tuple[str, ...]:
     """The names of the options that a command takes."""
     declarations = {entry.name: entry.metadata.get("declared") for entry in dataclasses.fields(RunOptions)}
-    return tuple(name for name, found in declarations.items() if found and command in found.commands)
+    return tuple(
+        name for name, declaration in declarations.items() if declaration and command in declaration.commands
+    )
 
 
 def declared(name: str) -> Declared:
     """How commands take the option of this name."""
-    (found,) = (entry for entry in dataclasses.fields(RunOptions) if entry.name == name)
-    declaration: Declared = found.metadata["declared"]
+    (option,) = (entry for entry in dataclasses.fields(RunOptions) if entry.name == name)
+    declaration: Declared = option.metadata["declared"]
     return declaration

@@ -105,8 +105,8 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
         if weights_digest(again) != weights.digest:
             original, others = tensor_digests(weights.state), tensor_digests(again)
             names = [name for name in {**original, **others} if original.get(name) != others.get(name)]
-            found = f"{len(names)} weights are other ones, such as {names[0]!r}"
-            raise problems.OTHER_WEIGHTS(format="pretrained", got=found)
+            difference = f"{len(names)} weights are other ones, such as {names[0]!r}"
+            raise problems.OTHER_WEIGHTS(format="pretrained", got=difference)
         return _artifact(
             weights, Pretrained(), path, None, (), (), _equal(weights), (), runtime=_library_of(model)
         )

@@ -75,9 +75,9 @@ def _different(
     form: ExportFormat, name: str, size: int, difference: _Difference, within: Tolerance
 ) -> ExportError:
     allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
-    found = f"{difference.differing} of {difference.elements} elements have other bits, by up to {difference.absolute:.3g}"
+    seen = f"{difference.differing} of {difference.elements} elements have other bits, by up to {difference.absolute:.3g}"
     return problems.DIFFERENT(
-        format=form.name, name=name, rows=size, got=found, wanted=allowed, advice=form.advice
+        format=form.name, name=name, rows=size, got=seen, wanted=allowed, advice=form.advice
     )
 
 

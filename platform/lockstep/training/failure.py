@@ -21,11 +21,11 @@ def as_lockstep_error(error: BaseException, where: str, *, check: str = "") -> L
     `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`; `check` is the check that it belongs to, where no other does.
     """
     if isinstance(error, LockstepError):
-        found = may_pass(error)
+        lockstep_error = may_pass(error)
     else:
-        found = _error_of(error, where + place_in_job(error))
-    found.check = found.check or check
-    return found
+        lockstep_error = _error_of(error, where + place_in_job(error))
+    lockstep_error.check = lockstep_error.check or check
+    return lockstep_error
 
 
 def _error_of(error: BaseException, where: str) -> LockstepError:

@@ -70,21 +70,21 @@ def _meant(key: str, name: str) -> bool:
     return key == name or "*" in key
 
 
-def as_text(found: Comparison, screen: Screen) -> str:
+def as_text(comparison: Comparison, screen: Screen) -> str:
     """The comparison for a terminal: the runs with their letters, the fields that differ, and each curve of all runs in one picture."""
-    letters = LETTERS[: len(found.runs)]
+    letters = LETTERS[: len(comparison.runs)]
     parts = [
         table(
             [
                 ["", "RUN", "NAME"],
-                *([a, run.run_id, run.name] for a, run in zip(letters, found.runs, strict=True)),
+                *([a, run.run_id, run.name] for a, run in zip(letters, comparison.runs, strict=True)),
             ]
         )
     ]
-    if found.fields:
-        rows = [[name, *(value or "" for value in values)] for name, values in found.fields.items()]
+    if comparison.fields:
+        rows = [[name, *(value or "" for value in values)] for name, values in comparison.fields.items()]
         parts.append(table([["FIELD", *letters], *rows]))
-    parts += [drawn_together(key, curves, screen) for key, curves in found.curves.items()]
+    parts += [drawn_together(key, curves, screen) for key, curves in comparison.curves.items()]
     return "\n\n".join(parts)
 
 
@@ -105,25 +105,30 @@ path { fill: none; stroke-width: 1.5 } b { font-family: ui-monospace, monospace 
 """
 
 
-def as_page(found: Comparison) -> str:
+def as_page(comparison: Comparison) -> str:
     """The same as one HTML file that needs no other."""
-    letters = LETTERS[: len(found.runs)]
+    letters = LETTERS[: len(comparison.runs)]
     runs = _html_table(
         ["", "run", "name"],
-        [[_mark(a), _text(run.run_id), _text(run.name)] for a, run in zip(letters, found.runs, strict=True)],
+        [
+            [_mark(a), _text(run.run_id), _text(run.name)]
+            for a, run in zip(letters, comparison.runs, strict=True)
+        ],
     )
     fields = _html_table(
         ["field", *letters],
         [
             [_text(name), *("" if value is None else _text(value) for value in values)]
-            for name, values in found.fields.items()
+            for name, values in comparison.fields.items()
         ],
     )
-    pictures = "\n".join(f"<h2>{_text(key)}</h2>\n{_picture(curves)}" for key, curves in found.curves.items())
+    pictures = "\n".join(
+        f"<h2>{_text(key)}</h2>\n{_picture(curves)}" for key, curves in comparison.curves.items()
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
-        f"<title>{len(found.runs)} runs compared</title>\n<style>{_STYLE}</style>\n<h1>{len(found.runs)} runs compared</h1>\n"
-        f"{runs}\n{fields if found.fields else '<p>Their specs are equal, but for placement.</p>'}\n{pictures}\n</html>\n"
+        f"<title>{len(comparison.runs)} runs compared</title>\n<style>{_STYLE}</style>\n<h1>{len(comparison.runs)} runs compared</h1>\n"
+        f"{runs}\n{fields if comparison.fields else '<p>Their specs are equal, but for placement.</p>'}\n{pictures}\n</html>\n"
     )
 
 

@@ -45,7 +45,7 @@ class Condition(NamedTuple):
 
 def conditions(text: str) -> list[Condition]:
     """The comparisons of a text, with `and` between them. SpecError where it is none."""
-    found = []
+    comparisons = []
     for part in re.split(r"\s+and\s+", text.strip()):
         match = _CONDITION.fullmatch(part)
         if match is None:
@@ -54,8 +54,8 @@ def conditions(text: str) -> list[Condition]:
             )
         name, sign, wanted = match.groups()
         quoted = len(wanted) > 1 and wanted[0] == wanted[-1] and wanted[0] in "'\""
-        found.append(Condition(name, sign, wanted[1:-1] if quoted else _number(wanted)))
-    return found
+        comparisons.append(Condition(name, sign, wanted[1:-1] if quoted else _number(wanted)))
+    return comparisons
 
 
 def matching(

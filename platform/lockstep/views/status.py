@@ -99,21 +99,21 @@ def _last_checkpoint(run_id: str, curves: Curves | None) -> int | None:
         return None
 
 
-def as_text(found: RunStatus, resume_command: str) -> str:
+def as_text(status: RunStatus, resume_command: str) -> str:
     """The status for a person; of a run that has not come to its end, with the command that resumes it."""
-    of = "" if found.steps is None else f" of {found.steps} ({found.step / max(1, found.steps):.0%})"
+    of = "" if status.steps is None else f" of {status.steps} ({status.step / max(1, status.steps):.0%})"
     shown = {
-        "run": found.run_id,
-        "state": found.state,
-        "step": f"{found.step}{of}",
-        "time left": "" if found.eta_s is None else duration(found.eta_s),
+        "run": status.run_id,
+        "state": status.state,
+        "step": f"{status.step}{of}",
+        "time left": "" if status.eta_s is None else duration(status.eta_s),
         "effective": ""
-        if found.effective is None
-        else f"{found.effective:.0%} of its time went into steps that count",
-        "last checkpoint": "none" if found.last_checkpoint is None else f"step {found.last_checkpoint}",
-        "workers": "" if found.workers is None else str(found.workers),
+        if status.effective is None
+        else f"{status.effective:.0%} of its time went into steps that count",
+        "last checkpoint": "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}",
+        "workers": "" if status.workers is None else str(status.workers),
     }
-    if found.state in ("FAILED", "KILLED"):
+    if status.state in ("FAILED", "KILLED"):
         shown["resume it with"] = resume_command
     return "\n".join(f"{name:<18}{text}" for name, text in shown.items() if text)
 

@@ -133,13 +133,13 @@ class ShardedNorm(GradientNorm):
     def squares(self, gradients: Sequence[Tensor]) -> list[float]:
         """The sum of the squares of each parameter's whole gradient, of which `gradients` are this worker's rows."""
         own: dict[_Key, float] = {}
-        for one in self._rounds:
-            received = self._exchanged(gradients, one)
-            assembled = [self._assembled(gradients, received, parts) for parts in one.own.values()]
-            own |= dict(zip(one.own, one.norm.squares(assembled), strict=True))
+        for exchange in self._rounds:
+            received = self._exchanged(gradients, exchange)
+            assembled = [self._assembled(gradients, received, parts) for parts in exchange.own.values()]
+            own |= dict(zip(exchange.own, exchange.norm.squares(assembled), strict=True))
         sums: dict[_Key, float] = {}
-        for place, of_rank in zip(self._places, self._of_every_rank(own), strict=True):
-            sums |= dict(zip(place, of_rank, strict=True))
+        for keys, of_rank in zip(self._places, self._of_every_rank(own), strict=True):
+            sums |= dict(zip(keys, of_rank, strict=True))
         totals = [0.0] * self._parameters
         for key in self._keys:
             totals[key[0]] += sums[key]
@@ -195,7 +195,7 @@ class ShardedNorm(GradientNorm):
             [part.tolist() for part in torch.split(received, most)] if most else [[]] * (self._group.size - 1)
         )
         rows.insert(rank, values)
-        return [each[: len(place)] for each, place in zip(rows, self._places, strict=True)]
+        return [each[: len(keys)] for each, keys in zip(rows, self._places, strict=True)]
 
 
 def _parts(parameter: int, cut: Sequence[range] | None, length: int, rank: int) -> list[_Part]:

@@ -369,9 +369,9 @@ class FullyShardedOptimizer(ShardedOptimizer):
             if part.value in self._own.state:
                 yield i, i in self._whole_on_all, self.parameters[i], self._own.state[part.value]
 
-    def agree_on_overflow(self, found: Iterable[Tensor]) -> None:
-        """Give each of the `found` flags of the loss scaler what the worker with the largest one has: one that overflowed skips the step for all."""
-        for flag in found:
+    def agree_on_overflow(self, flags: Iterable[Tensor]) -> None:
+        """Give each of these `flags` of the loss scaler what the worker with the largest one has: one that overflowed skips the step for all."""
+        for flag in flags:
             flag.fill_(max(self.group.gather(float(flag))))
 
 

@@ -67,10 +67,10 @@ def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:
 
 
 def _of_classes(module: nn.Module, names: set[str]) -> list[nn.Module]:
-    found = []
+    members = []
     for child in module.children():
-        found += [child] if type(child).__name__ in names else _of_classes(child, names)
-    return found
+        members += [child] if type(child).__name__ in names else _of_classes(child, names)
+    return members
 
 
 def _of_lists(module: nn.Module) -> list[nn.Module]:
