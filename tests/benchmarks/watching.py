@@ -23,8 +23,8 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Record
 from lockstep.spec.loading import load_spec
+from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
-from lockstep.training.loop import Clock
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.step_times import StepTimes
 from lockstep.training.setup import prepare

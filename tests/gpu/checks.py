@@ -33,7 +33,8 @@ from lockstep.plan import worker_ranges
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism, numerics_probe
-from lockstep.training.loop import fit, peak_memory
+from lockstep.training.final_results import peak_memory
+from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.step import reduction
 from lockstep.training.step.compiled import cpp_compiler

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
@@ -19,9 +16,8 @@ from lockstep.data.table_pins import pinned
 from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.inputs.variables import reads_of, variables_noted
-from lockstep.job.interface import Job, overrides
+from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
-from lockstep.periodic import periodically
 from lockstep.plan import Position
 from lockstep.record.events.union import (
     Alive,
@@ -37,9 +33,9 @@ from lockstep.record.events.union import (
     tell_nobody,
 )
 from lockstep.spec.fields import Spec
-from lockstep.spec.locations import RECORD_OFF
-from lockstep.training.auxiliary_state import beside_weights, put_beside, save_beside
+from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
 from lockstep.training.elastic.recovery import (
     LeftError,
@@ -52,28 +48,20 @@ from lockstep.training.elastic.recovery import (
     regrouped,
 )
 from lockstep.training.failure import job_at
-from lockstep.training.final_model import keep_final_model
-from lockstep.training.integrity.digests import check_same_weights
+from lockstep.training.final_results import kept, peak_memory, summarise
 from lockstep.training.integrity.resume_check.check import SpareCheck
-from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
-from lockstep.training.state import TrainState, tensors
+from lockstep.training.state import tensors
 from lockstep.training.step.compiled import NAME as COMPILED
-from lockstep.training.step.results import StepResult
-from lockstep.training.step.shards import Shard
-from lockstep.training.weights import save_weights
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
 """Why a group takes no more steps: the run is at its end; a stop was requested; `requests.go_on` says that nobody wants more of it;
 the workers go on in another group."""
-
-ALIVE_S = 1.0
-"""Seconds between signs of life while a run makes its final model, which may be large."""
 
 
 def fit(
@@ -332,194 +320,3 @@ def _named(metrics: Mapping[str, float], name: str) -> float:
     if name not in metrics:
         raise SpecError(f"early_stop.metric: the job gives no {name!r}{nearest(name, metrics)}")
     return metrics[name]
-
-
-def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
-    """On rank 0, write the results of the run into its folder. Returns their paths; no path where the attempt saves nothing.
-
-    These are the weights of the last step, their average and the best ones, where there are any, and what is beside them. A run that was not stopped also gets the
-    final model, of the average where there is one: those weights were evaluated. A stopped run has no time for it.
-    """
-    folder = None if run.group.rank > 0 else kept_in(run, seat)
-    if run.state.sharding is not None:
-        folder = run.group.given(folder, 0)  # the others send their rows
-    if folder is None or seat.origin is None:
-        return []
-    best = run.state.best.weights
-    files = save_whole(run, folder, "final", tensors(run.state))
-    if run.state.has_average:
-        with run.state.averaged():
-            files += save_whole(run, folder, "ema", tensors(run.state))
-    files += [] if best is None else save_whole(run, folder, "best", best)
-    final = final_model_of(run) if seat.origin.saves and not stopped else run.state.model
-    if run.group.rank > 0:
-        return []
-    of_weights = {path.stem: path for path in files}
-    files += [save_beside(of_weights[name], tree) for name, tree in _beside(run.state).items() if tree]
-    if not seat.origin.saves:
-        return []
-    if not stopped and run.spec.record.uri != RECORD_OFF:
-        with (
-            periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"),
-            run.state.averaged(),
-        ):
-            files += keep_final_model(run.job, final, folder)
-    return files
-
-
-def whole_weights(run: Run, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`weights` with whole tensors in the places of shards, in host memory, on rank 0; the other ranks, which call it too, get what is not sharded."""
-    gathered: dict[int, Tensor | None] = {}
-    for value in weights.values():
-        if isinstance(value, Shard) and id(value) not in gathered:
-            whole = value.gathered(run.group, 0)
-            gathered[id(value)] = whole if whole is None else whole.cpu()
-    every = {name: gathered.get(id(value), value) for name, value in weights.items()}
-    return {name: value for name, value in every.items() if isinstance(value, Tensor)}
-
-
-def save_whole(run: Run, folder: Path, name: str, weights: Mapping[str, Any]) -> list[Path]:
-    """Write weights on rank 0. All ranks of a sharded model call it."""
-    whole = whole_weights(run, weights)
-    return save_weights(folder, {name: whole}) if run.group.rank == 0 else []
-
-
-def final_model_of(run: Run) -> nn.Module:
-    """The run's model with its final weights, or their average; of a sharded one a second model, which rank 0 has whole. All ranks call it."""
-    state = run.state
-    if state.sharding is None or not overrides(run.job, "example_input"):
-        return state.model
-    with state.averaged():
-        weights = whole_weights(run, tensors(state))
-    if run.group.rank > 0:
-        return state.model
-    beside = beside_weights(state.model, run.job, state.settings.changed)
-    with job_at("while its model was made for the final model"):
-        model = run.job.model()
-    with torch.no_grad():
-        put_beside(model, run.job, weights, {kind: tree for kind, tree in beside.items() if kind != "job"})
-    return model
-
-
-def kept_in(run: Run, seat: Seat) -> Path | None:
-    """The folder of the results; None for an attempt that leaves none. Steps that are taken again may be asked for theirs."""
-    if seat.origin is None:
-        return None
-    if seat.origin.saves:
-        return run.spec.folder / seat.requests.run_id()
-    folder = seat.origin.replay.weights if seat.origin.replay is not None else None
-    return None if folder is None else Path(folder)
-
-
-def _beside(state: TrainState) -> dict[str, dict[str, Any]]:
-    """What is beside the final weights and the best ones, by the names of their files, where that is known."""
-    best = {} if state.best.beside is None else {"best": state.best.beside}
-    return {"final": beside_weights(state.model, state.job, state.settings.changed), **best}
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most memory in bytes that this rank has held: what torch has allocated on a GPU, else the process's resident set."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool) -> dict[str, Any]:
-    """The summary of the run. Raises DriftError where the ranks' weights are not the same bits."""
-    state = run.state
-    digest = _common_digest(run, "weights")
-    ema_digest = None
-    if state.has_average:
-        with state.averaged():
-            ema_digest = _common_digest(run, "averages of the weights")
-    best = state.best.weights
-    return {
-        "identity": run.facts["identity"],
-        "step": state.counters.step,
-        "epoch": state.epoch(run.plan),
-        "samples": state.counters.samples,
-        "skipped": state.counters.skipped,
-        "stopped": stopped,
-        "workers": run.group.size,
-        "metrics": dict(state.metrics),
-        "weights_digest": digest,
-        "ema_digest": ema_digest,
-        "best_digest": _digest(run, best) if best is not None else None,
-        "best_step": state.best.step if best is not None else None,
-        "beside": {name: tree_digest(tree) if tree else None for name, tree in _beside(state).items()},
-        "checkpoint": checkpoints.newest,
-        "unsaved": checkpoints.unsaved,
-        **clock.figures(),
-    }
-
-
-def _digest(run: Run, weights: Mapping[str, Any]) -> str:
-    """The digest of weights; of sharded ones rank 0 computes it, with one whole tensor after another."""
-    digest = weights_digest(whole_weights(run, weights))
-    return digest if run.state.sharding is None else str(run.group.given(digest, 0))
-
-
-def _common_digest(run: Run, what: str) -> str:
-    """The digest of the current weights. DriftError where the ranks have different ones."""
-    if run.state.sharding is not None:
-        return _digest(run, tensors(run.state))
-    digests = run.group.gather(_digest(run, tensors(run.state)))
-    if len(set(digests)) > 1:
-        strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        check_same_weights(run.group, run.state.model, run.state.counters.step, strays, what)
-    return str(digests[0])
-
-
-class Clock:
-    """Measures the timing columns: what a run took, apart from what it computed."""
-
-    def __init__(self, origin: AttemptOrigin | None = None) -> None:
-        self.attempt = 1 if origin is None else origin.attempt
-        self.first_step_at: float | None = None
-        self._mark = time.perf_counter()
-        self._waited_s = 0.0
-        self._steps = self._samples = 0
-        self._steady_s = self._steady_wait_s = 0.0
-
-    def row(self, run: Run, position: Position, result: StepResult, batches: Loader) -> StepRow:
-        """The ledger's row of the step that has just ended."""
-        now, wall = time.perf_counter(), time.time()
-        step_s, wait_s = now - self._mark, batches.waited_s - self._waited_s
-        self._mark, self._waited_s = now, batches.waited_s
-        if self.first_step_at is None:
-            self.first_step_at = wall
-        else:
-            self._steps, self._samples = self._steps + 1, self._samples + position.samples
-            self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
-        return StepRow(
-            step=position.number,
-            epoch=position.epoch,
-            samples=run.state.counters.samples,
-            loss=result.loss,
-            weight=result.weight,
-            parts=result.parts,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            clipped_norm=result.clipped_norm,
-            scale=result.scale,
-            skipped=result.skipped,
-            data_wait_s=wait_s,
-            step_s=step_s,
-            wall_clock=wall,
-            attempt=self.attempt,
-            digests=result.digests,
-        )
-
-    def leave_out(self) -> None:
-        """Start the next step's time here: an evaluation or a save is not part of it."""
-        self._mark = time.perf_counter()
-
-    def figures(self) -> dict[str, float | None]:
-        """Rates over all steps but the first, which pays for warming up."""
-        seconds = self._steady_s
-        return {
-            "first_step_at": self.first_step_at,
-            "steps_per_s": self._steps / seconds if seconds else None,
-            "samples_per_s": self._samples / seconds if seconds else None,
-            "data_wait_share": self._steady_wait_s / seconds if seconds else None,
-        }

@@ -23,10 +23,11 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
+from lockstep.training.clock import Clock
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.resume_check.evidence import Evidence, held_values
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Refused, Request, Taken
-from lockstep.training.loop import Clock, surroundings
+from lockstep.training.loop import surroundings
 from lockstep.training.setup import prepare
 from lockstep.training.start import restore
 
