@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
-from lockstep.training.step.parameters import SHORT, written_parameter
+from lockstep.training.step.parameters import written_parameter
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.sharding import UNIT
 from lockstep.training.step.shards import Shard, element_ranges
+from lockstep.training.step.uncut_parameters import largest, uncut
 from lockstep.training.step.units import Calls, units_of
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class FullSharding:
         self.model, self.group = model, group
         self.names = [name for name, _ in model.named_parameters()]
         units = units_of(model, calls)
-        self.whole = whole | _uncut(model, units, group, fused)
+        self.whole = whole | uncut(model, units, group, fused)
         """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
         self.units = [_name_of(model, unit) for unit in units]
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -412,66 +412,6 @@ def _laid_out(part: Tensor, like: Tensor) -> Tensor:
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     in_memory = part.clone().view(like.dtype).view([like.shape[dimension] for dimension in order])
     return in_memory.permute([order.index(dimension) for dimension in range(len(order))])
-
-
-def _uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bool) -> frozenset[str]:
-    """The parameters that FSDP cannot cut, or whose update would have other bits where they are cut.
-
-    These are scalars, parameters with hooks, without elements or in another memory order than their shape's, those that several units share, complex ones, in a unit
-    with several types all but those of its most common one, and those for which torch rounds the end of a tensor otherwise (short types, and fused kernels on a
-    CPU), where a cut is at no multiple of `UNIT` elements.
-    """
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[str, set[int]] = {}
-    for number, unit in enumerate(units):
-        for parameter in unit.parameters():
-            owners.setdefault(named[id(parameter)], set()).add(number)
-    for name in _outside(model, units, named):
-        owners.setdefault(name, set()).add(-1)
-    parameters, by_owner = dict(model.named_parameters()), dict[int, list[str]]()
-    uncut = set[str]()
-    for name, parameter in parameters.items():
-        cut_elsewhere = fused and parameter.device.type == "cpu"
-        plain = parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_contiguous()
-        plain &= not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if (
-            not plain
-            or parameter.is_complex()
-            or len(owners[name]) > 1
-            or (
-                (parameter.dtype in SHORT or cut_elsewhere)
-                and any(
-                    elements.start % UNIT
-                    for elements in element_ranges(parameter.shape, group.size)
-                    if elements
-                )
-            )
-        ):
-            uncut.add(name)
-        elif parameter.requires_grad:
-            by_owner.setdefault(next(iter(owners[name])), []).append(name)
-    for names in by_owner.values():
-        sizes: dict[torch.dtype, int] = {}
-        for name in names:
-            sizes[parameters[name].dtype] = sizes.get(parameters[name].dtype, 0) + parameters[name].numel()
-        most = max(sizes, key=lambda dtype: sizes[dtype])
-        uncut |= {name for name in names if parameters[name].dtype != most}
-    return frozenset(uncut)
-
-
-def largest(model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str] = frozenset()) -> int:
-    """The bytes of the parameters of the largest unit, or of those in none; without those that stay `whole`."""
-    uncut = {id(parameter) for name, parameter in model.named_parameters() if name in whole}
-    sizes = [sum(p.nbytes for p in unit.parameters() if id(p) not in uncut) for unit in units]
-    return max([*sizes, sum(p.nbytes for p in model.parameters() if id(p) not in uncut) - sum(sizes)])
-
-
-def _outside(model: nn.Module, units: Sequence[nn.Module], named: Mapping[int, str]) -> Iterator[str]:
-    """The parameters that a module outside of all units holds."""
-    inside = {id(module) for unit in units for module in unit.modules()}
-    for module in model.modules():
-        if id(module) not in inside:
-            yield from (named[id(parameter)] for parameter in module.parameters(recurse=False))
 
 
 def _sharded(
