@@ -18,7 +18,7 @@ BOUNDED = $(TESTS) -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=t
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu mutants newest-ray lock sbom audit clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos soak bench gpu mutants newest-ray lock sbom audit clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -66,6 +66,11 @@ chaos: ROUNDS = 200
 chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (hours)
 	$(BIN)/python -m tests.chaos.disturbed --faults $$(( $(ROUNDS) - $(ROUNDS) / 4 ))
 	$(BIN)/python -m tests.chaos.disturbed_sweep --faults $$(( $(ROUNDS) / 4 ))
+
+# Each case follows from its seed. One that fails is made smaller, and lies in build/soak: `python -m tests.soak --replay` tries it again.
+HOURS ?= 2
+soak: $(INSTALLED_TEST)  ## HOURS=2 of random programs under random faults, each held against the same run left alone
+	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED)
 
 # In copies of the working tree. Answers are kept in .mutants: interrupted, it goes on where it was.
 SAMPLE ?= 20

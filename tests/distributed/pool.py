@@ -41,7 +41,7 @@ class Pool:
         errors = [value for value in answers if isinstance(value, Exception)]
         if not errors:
             return answers
-        if workers > 1:
+        if workers > 1 or not self._workers[0][0].is_alive():
             failed = self._workers[:workers]
             # Behind the others, which are called first while these start.
             self._workers = self._workers[workers:] + [_start() for _ in failed]

@@ -355,7 +355,7 @@ def _live(
         spec = load_spec(document)
         meeting = Meeting(1, number, "127.0.0.1", Secret(bytes(32)), worker, worker.seated)
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
-        with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
+        with several, watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
             job = load_job(spec.job.use, spec.job.params)
             cpu = torch.device("cpu")
             origin = AttemptOrigin(table_versions=other.table_versions) if run_id else None
@@ -404,7 +404,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
 
 
 @contextmanager
-def _watched(
+def watched(
     falls: Sequence[Fall], places: list[tuple[int, str]], begun: list[int], fall_silent: Callable[[], None]
 ) -> Iterator[None]:
     """Note which places are passed in which step, and fall where it is said."""

@@ -534,8 +534,18 @@ def test_an_optimizer_beside_phases_is_refused() -> None:
         train(document(BothWays))  # type: ignore[arg-type]
 
 
+def test_a_class_takes_back_the_optimizer_of_its_base() -> None:
+    run = document(TakenBack)  # type: ignore[arg-type]
+    of_base = {**run, "job": {"use": f"{Dcgan.__module__}:Dcgan"}}
+    assert train(run).weights_digest == train(of_base).weights_digest
+
+
 class BothWays(Dcgan):
     more: Iterable[Any] = {}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class TakenBack(BothWays):
+    optimizer = lockstep.Job.optimizer  # type: ignore[assignment]

@@ -117,12 +117,15 @@ def _check_outputs(use: str, own: dict[str, Any]) -> None:
 
 
 def _own_methods(job_class: type[Job]) -> dict[str, Any]:
-    """The functions of the job's class and of its bases that are the user's, by name."""
+    """The functions of the job's class and of its bases that are the user's, by name.
+
+    `optimizer = Job.optimizer` in a class takes back what its base has: the method is Lockstep's again.
+    """
     methods: dict[str, Any] = {}
     for base in reversed(job_class.__mro__[: job_class.__mro__.index(Job)]):
         if not base.__module__.startswith(("lockstep.", "torch.")):
             methods |= {name: value for name, value in vars(base).items() if _function(value) is not None}
-    return methods
+    return {name: value for name, value in methods.items() if value is not vars(Job).get(name)}
 
 
 def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
