@@ -230,7 +230,11 @@ class _DriverRestarter:
         if step not in self._asked:
             self._asked.add(step)
             self.let_in += change.joining
-        if len(self.calls.waiting) < change.joining:
+        coming = set(range(self.let_in - change.joining, self.let_in))
+        present = set(self.calls.workers)
+        if coming <= present and present.isdisjoint(change.leaving):
+            return False  # a loss in this step had them join already
+        if not coming <= present.union(self.calls.waiting):
             return None
         assert self.calls.plan(change.leaving) is not None
         return True
