@@ -13,7 +13,6 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
 | agents | `lockstep cluster up` does not wait for the agents that take jobs |
-| jobs | `--retries` is refused |
 | own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later; SIGTERM to all processes at once, as from Slurm, ends it before a last checkpoint |
 | draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
@@ -44,7 +43,6 @@ Part = Literal[
     "key-values",
     "packages",
     "agents",
-    "jobs",
     "own node",
     "draining",
 ]
@@ -215,10 +213,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._raylet:GcsClient": None,  # its methods are made when it is
         "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
         "ray._private.state:available_resources_per_node": (),
-    },
-    "jobs": {
-        "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR": None,
-        "ray.dashboard.modules.job.common:JOB_ID_METADATA_KEY": None,
     },
 }
 """The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
