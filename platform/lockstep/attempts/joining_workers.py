@@ -1,6 +1,6 @@
 """Workers that join an attempt while it trains: actors beside Ray Train's group, which knows nothing of them.
 
-Each has a process of its own, an idle standby if there is one. It builds the run, waits to be let in, receives the state from a worker,
+Each has a process of its own. It builds the run, waits to be let in, receives the state from a worker,
 and then trains like any other. It ends with the attempt.
 """
 

@@ -17,10 +17,12 @@ from typing import Any
 from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
+from lockstep.attempts.preloaded import AHEAD
 from lockstep.attempts.stages import StageEnds
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.background import in_background
 from lockstep.clusters.bounded_calls import answer_of
+from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events.union import Joined
@@ -191,7 +193,6 @@ class WorkerGroup:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
 
         from lockstep.attempts.process_group import AuthenticatedTorch
-        from lockstep.attempts.spare_workers import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
 
         placement, gpu = self._place, "GPU" in self._place.each
@@ -202,15 +203,11 @@ class WorkerGroup:
             "label_selector": anywhere_but(placement.unfit),
         }
         torch_config = AuthenticatedTorch("nccl" if gpu else "gloo", secret=self._config["secret"])
-        module = self._spec.job.use.partition(":")[0]
-        ahead = imports_ahead(
-            self._config["folder"], module, self._spec.workers.max, private=self._spec.record.private
-        )
         run = {
             "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray would resume a name that it has seen
             "storage_path": storage,
             "failure_config": FailureConfig(max_failures=0),
-            "worker_runtime_env": {"env_vars": {**self._environment, **ahead}},
+            "worker_runtime_env": {"env_vars": {**self._environment, **preloading(AHEAD)}},
         }
         if unavailable("driver trainer"):
             from lockstep.attempts.public_trainer import PublicTrainer

@@ -16,7 +16,6 @@ import torch
 from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
 from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.sender import Sender
-from lockstep.attempts.spare_workers import imported_at
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
@@ -80,7 +79,7 @@ class WorkerPlace:
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
-        joined = listening(self._number, imported_at()) if self._joining_worker else None
+        joined = listening(self._number) if self._joining_worker else None
         client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
         return Meeting(self._first, self._number, host, self._secret, client, seated)
@@ -115,7 +114,7 @@ def worker_main(config: dict[str, Any]) -> None:
     arrived = time.time()
     group = Group.join(ray.train.torch.get_device())
     place = WorkerPlace(config, group.rank)
-    place.sender.tell(listening(group.rank, imported_at()))
+    place.sender.tell(listening(group.rank))
     if group.rank == 0:
         place.sender.tell(StageEnded("arrival", arrived))
     with _errors_reported(place.sender, f"rank {group.rank}", group.rank):

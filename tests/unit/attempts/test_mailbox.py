@@ -107,7 +107,7 @@ def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> 
 
 
 def joined(rank: int) -> Joined:
-    return Joined(rank, f"node-{rank}", 100 + rank, Path("stacks"), 0.0, "")
+    return Joined(rank, f"node-{rank}", 100 + rank, Path("stacks"), "")
 
 
 def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:

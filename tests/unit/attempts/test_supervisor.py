@@ -236,7 +236,7 @@ def suspected(node: str) -> Script:
 
     def script(workers: Workers) -> Generator[None]:
         for rank, name in enumerate(("node-a", node, "node-c")):
-            workers.tell(Joined(rank, name, 1, Path("stacks"), 0.0, "{}"))
+            workers.tell(Joined(rank, name, 1, Path("stacks"), "{}"))
         workers.step(3)
         workers.tell(corrupted(3, since=2))
         for step in range(4, 12):
@@ -628,25 +628,3 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     why = run.recording.summaries[0]["why"]
     assert why.startswith("no rank made progress for " if begun else "no first step within ")
     assert "what each was doing is in stacks-attempt-1.txt" in why
-
-
-@pytest.mark.parametrize("after_s", [0.0, 3600.0, None])
-def test_processes_stand_by_for_an_attempt_that_trains_for_a_while(
-    tmp_path: Path, after_s: float | None
-) -> None:
-    """Once it has, and not where nobody wants them: the next attempt is placed where they are, and its account says how many it took."""
-
-    def trains_on(workers: Workers) -> Generator[None]:
-        workers.step(1)
-        if after_s == 0.0:
-            yield from workers.until(lambda: run.standbys.filled)
-        else:
-            yield from workers.until(lambda: run.recording.summaries)
-        workers.save(1)
-        workers.lose()
-
-    faults = {"faults": {"standby_after_s": after_s}}
-    run = Supervised(tmp_path, [trains_on, trains(2, ends=None)], faults, ranks=2)
-    run.run()
-    assert run.standbys.filled[:1] == ([(1, ["node-a", "node-b"])] if after_s == 0.0 else [])
-    assert [one["standbys"] for one in run.recording.summaries] == [0, 2 if after_s == 0.0 else 0]

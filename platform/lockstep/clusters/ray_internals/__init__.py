@@ -5,14 +5,12 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 
 | part | without it |
 |---|---|
-| driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
-| standbys | a lost worker is replaced by a process that has yet to start |
+| driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, Ray chooses the nodes |
 | forked ids | every worker imports what it needs by itself |
 | worker set-up | the start of every worker takes 0.4 s of a processor longer |
 | nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
-| agents | `lockstep cluster up` does not wait for the agents that take jobs |
 | own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later; SIGTERM to all processes at once, as from Slurm, ends it before a last checkpoint |
 | draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
@@ -36,13 +34,11 @@ PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
 
 Part = Literal[
     "driver trainer",
-    "standbys",
     "forked ids",
     "worker set-up",
     "nodes",
     "key-values",
     "packages",
-    "agents",
     "own node",
     "draining",
 ]
@@ -151,15 +147,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.train.torch:TorchTrainer._create_default_callbacks": ("self",),
         "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("self", "controller_init_kwargs"),
     },
-    "standbys": {
-        "ray._private.ray_constants:WORKER_PROCESS_SETUP_HOOK_ENV_VAR": None,
-        "ray._private.grpc_utils:init_grpc_channel": None,
-        "ray.core.generated.common_pb2:PYTHON": None,
-        "ray.core.generated.node_manager_pb2:PrestartWorkersRequest": None,
-        "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub": None,
-        "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
-        "ray._private.state:available_resources_per_node": (),
-    },
     "forked ids": {
         "ray.actor:ActorClassID": None,
         "ray._raylet:ActorClassID.from_random": None,
@@ -192,11 +179,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.runtime_env.packaging:create_package": None,
         "ray._private.runtime_env.packaging:_dir_travel": None,
         "ray._private.runtime_env.packaging:_get_excludes": ("path", "excludes"),
-    },
-    "agents": {
-        "ray._private.ray_constants:KV_NAMESPACE_DASHBOARD": None,
-        "ray.dashboard.consts:DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX": None,
-        "ray.cluster_utils:Cluster.add_node": None,
     },
     "own node": {
         "ray._private.node:Node.start_monitor": ("self",),
@@ -247,10 +229,6 @@ ATTRIBUTES: dict[Part, dict[str, tuple[str, ...]]] = {
         f"{_TRAIN}.state.schema:TrainRun": ("name",),
         "ray.train.torch:TorchTrainer": ("scaling_config", "run_config"),
         "ray.actor:ActorHandle": ("_actor_id",),
-    },
-    "agents": {
-        "ray.cluster_utils:Cluster": ("head_node",),
-        "ray._private.node:Node": ("get_gcs_client",),
     },
 }
 """The attributes that each part reads of instances, by their class as `module:name`."""
@@ -341,10 +319,9 @@ def warnings_of_ray() -> list[str]:
     if reason is not None:
         return [
             f"ray: the run goes through Ray's public TorchTrainer ({reason}): a lost worker takes some seconds longer to "
-            "replace; there are no standby workers and no preferred nodes"
+            "replace, and Ray chooses the nodes"
         ]
     effects: dict[Part, str] = {
-        "standbys": "there are no standby workers, so a lost worker takes longer to replace",
         "nodes": "a notice that a node is about to go is not heard",
     }
     reasons = {part: unavailable(part) for part in effects}
