@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -72,8 +71,7 @@ class Recorders:
 
 
 def row(step: int) -> EvaluationRow:
-    fields: dict[str, Any] = dict.fromkeys(EvaluationRow.__dataclass_fields__)
-    return EvaluationRow(**{**fields, "step": step, "metrics": {}})
+    return EvaluationRow(step, 0, {}, 0.1, 1.0)
 
 
 def test_tune_is_given_each_evaluation_once_also_where_workers_go_on_in_memory() -> None:
