@@ -12,7 +12,7 @@ from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.planned_change import PlannedChange
+from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_account import RunAccount
@@ -136,6 +136,12 @@ class AttemptWatch:
         if self._change is not None:
             self._go_on_with(self._change, status)
             return
+        if status.waiting and self._workers.replaced_by_ray:
+            joining = Members(tuple(status.waiting), ())
+            self._change = PlannedChange(
+                "Ray has replaced a lost worker", joining, self._workers, self._recording
+            )
+            return
         members = [status.view.members[rank] for rank in sorted(status.view.members)]
         advice = self._cluster.advice(members)
         if advice.save is not None:
@@ -147,6 +153,11 @@ class AttemptWatch:
     def _change_workers(self, why: str, leaving: frozenset[str], status: RunStatus) -> None:
         """Have workers join, and those on nodes that are `leaving` leave: in memory where that can be, else all move."""
         members = None
+        if self._workers.replaced_by_ray:
+            if not leaving and len(status.numbers) < self._cluster.workers:
+                return  # Ray starts others in the place of those that were lost
+            self._move(why)
+            return
         in_memory = self._workers.can_regroup and status.able
         if in_memory:
             members = self._around.start_joining(

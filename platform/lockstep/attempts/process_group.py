@@ -50,6 +50,27 @@ class AuthenticatedTorch(TorchConfig):  # type: ignore[misc]  # untyped base
         return AuthenticatedBackend
 
 
+class ReplicaBackend(_RaysBackend):  # type: ignore[misc]  # untyped base
+    """Each worker is a replica group of its own, which Ray replaces alone. What group they form is theirs to find out: `replica_worker`."""
+
+    has_replica_groups = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None: ...
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None: ...
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None: ...
+
+
+@dataclass
+class ReplicaTorch(TorchConfig):  # type: ignore[misc]  # untyped base
+    """Ray's settings for torch, with which it forms no group."""
+
+    @property
+    def backend_cls(self) -> type[ReplicaBackend]:
+        return ReplicaBackend
+
+
 _met_at: list[Any] = []
 """The store at which this process has met the others: torch keeps only its C++ half."""
 
