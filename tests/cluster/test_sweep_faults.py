@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
     [
         pytest.param({}, 0, marks=pytest.mark.scenario, id="trials"),
         pytest.param(
-            {"scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
+            {"scheduler": {"name": "pbt", "every_steps": 20, "quantile": 0.5}, "epochs": 8},
             0,
             marks=pytest.mark.exact,
             id="population",
@@ -208,10 +209,15 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
     ],
 )
 def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
-    tmp_path: Path, changes: dict[str, Any], restarts: int
+    tmp_path: Path, changes: Mapping[str, Any], restarts: int
 ) -> None:
     """Tune does not hear of it, the trial's bits are those of one that lost nothing, and the trials after it have all workers again."""
-    spec = {"workers": {"min": 3}, "reduction": changes.pop("reduction", "exact")}
+    changes = dict(changes)
+    spec = {
+        "workers": {"min": 3},
+        "reduction": changes.pop("reduction", "exact"),
+        "length": {"epochs": changes.pop("epochs", 4)},
+    }
     expected = sweep(document(tmp_path / "undisturbed", trials=2, concurrency=1, spec=spec, **changes))
     given = document(tmp_path / "disturbed", trials=2, concurrency=1, spec=spec, **changes)
     given["spec"]["job"]["params"]["pause_s"] = 0.05
@@ -229,5 +235,5 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
     assert sum(trial["restarts"] for trial in result.trials) == restarts
     assert outcome(result) == outcome(expected)
     journals = [path.read_text() for path in (tmp_path / "disturbed").glob("runs/*/journal.jsonl")]
-    outlived = r"rank [12] of trial 0 was lost: .*; the others go on without it"
+    outlived = r"rank [12] of trial [01] was lost: .*; the others go on without it"
     assert any(re.search(outlived, text) for text in journals) == (not restarts)

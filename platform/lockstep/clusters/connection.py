@@ -211,7 +211,7 @@ def _own_node(begun: Callable[[Sequence[str], int], None], *, logs: bool) -> Abs
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
     """The runtime environment of a cluster whose nodes are all on this machine; `preload` is what every process of it imports."""
     command = py_executable()
-    if not command or unavailable("forked ids"):
+    if not command or unavailable("forked workers"):
         return {}
     return {"py_executable": command} | ({"env_vars": preloading(preload)} if preload else {})
 

@@ -299,7 +299,7 @@ def hold(config: dict[str, Any]) -> None:
 
 def set_up_workers_quickly() -> None:
     """Have the nodes that this process starts from now on set up their workers without importing Ray for it."""
-    if py_executable() and not unavailable("worker set-up"):
+    if py_executable() and not unavailable("forked workers"):
         from lockstep.clusters.ray_internals.worker_setup import set_up_workers_by
 
         set_up_workers_by(fork_server.__file__)

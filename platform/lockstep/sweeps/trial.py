@@ -206,8 +206,10 @@ class Training:
         if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
         others = [*self._others.values()]
-        ended = not others or not ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)[1]
-        return ended and not self._outlived
+        if not others or self._outlived:
+            return not self._outlived
+        ended, late = ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)
+        return not late and not any(map(_is_lost, ended))
 
     # --- the thread --------------------------------------------------------------------------------------------
 
@@ -409,6 +411,17 @@ class Training:
             "run_id": self.run_id,
         }
         self.results.put(end if last is None else {**self._result(last), **end})
+
+
+def _is_lost(work: Any) -> bool:
+    """Whether the process that was to do this work is gone."""
+    try:
+        ray.get(work)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
 
 
 class WorkersLostError(RuntimeError):

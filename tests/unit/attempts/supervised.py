@@ -149,7 +149,7 @@ class Workers:
         self.spec, self.origin, self.place = spec, origin, place
         self.over, self.error = self, None
         self.stage_ends, self.lost = StageEnds(), dict[int, str]()
-        self.can_regroup, self.run_id = False, origin.run_id
+        self.can_regroup, self.replaced_by_ray, self.run_id = False, False, origin.run_id
         self.attempt = origin.attempt
         """The attempt that its workers tell of: they may have gone on to another."""
         self.joining_workers = SimpleNamespace(failed={}, ended=[])
@@ -246,11 +246,13 @@ class Watch:
 
     def __init__(self, place: WorkerPlacement, without: frozenset[str], advice: Iterator[Advice]) -> None:
         self.each, self.without, self._advice = place.each, without, advice
+        self.workers, self.advised = place.workers, 0
         self.asks_for_room = True
         self.left: list[int] = []
         self.grown: list[int] = []
 
     def advice(self, _members: Sequence[Joined]) -> Advice:
+        self.advised += 1
         return next(self._advice, Advice())
 
     def outlived(self, workers: int) -> None:

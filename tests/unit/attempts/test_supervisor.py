@@ -500,6 +500,41 @@ def test_a_worker_that_joins_while_it_trains_makes_another_attempt(tmp_path: Pat
     assert any(line.endswith("the others go on from step 1, and 1 join them") for line in run.told.lines)
 
 
+def test_a_worker_that_ray_starts_in_the_place_of_a_lost_one_is_let_in(tmp_path: Path) -> None:
+    """Nobody else is started for it, and the attempt does not move for the room that Ray keeps for it."""
+
+    def replaced(workers: Workers) -> Generator[None]:
+        workers.can_regroup = workers.replaced_by_ray = True
+        workers.step(1)
+        yield
+        workers.outlive(1, "rank 1: gone", step=1)
+        workers.step(2)
+        yield from workers.until(lambda: run.watches[0].advised > 3)
+        assert not workers.asked.stop
+        yield from workers.join(2, 2)
+        yield from workers.until(lambda: workers.inside == (0, 2))
+        workers.step(3)
+        workers.finish(3)
+
+    def start_nobody(*_: Any) -> Members:
+        raise AssertionError("another worker is started")
+
+    run = Supervised(
+        tmp_path,
+        [replaced],
+        advice=[Advice(), Advice(), Advice(move="there is room for 2")],
+        ranks=2,
+        around={"start_joining": start_nobody},
+    )
+    assert run.run().attempts == 3
+    told = [(one["workers"], one["in_memory"], one["joined"], one["why"]) for one in run.recording.summaries]
+    assert told == [
+        (2, False, 0, "rank 1: gone"),
+        (1, True, 0, "Ray has replaced a lost worker"),
+        (2, True, 1, "finished"),
+    ]
+
+
 def test_a_run_is_named_once_and_what_is_wrong_with_it_is_told_once(tmp_path: Path) -> None:
     """Whatever warns: the workers, the recorder's diagnosis, and what the record contradicts at the end."""
 

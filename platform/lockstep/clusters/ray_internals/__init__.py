@@ -6,13 +6,11 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 | part | without it |
 |---|---|
 | driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, Ray chooses the nodes |
-| forked ids | every worker imports what it needs by itself |
-| worker set-up | the start of every worker takes 0.4 s of a processor longer |
-| nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
+| forked workers | every worker imports what it needs by itself, and its set-up imports Ray |
+| nodes | notices that a node is about to go are not heard, `lockstep cluster leave`, and so the agent that hears them, is refused, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
 | own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later; SIGTERM to all processes at once, as from Slurm, ends it before a last checkpoint |
-| draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
 This module itself imports nothing of Ray: workers get copies of what lies beside it.
 """
@@ -34,13 +32,11 @@ PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
 
 Part = Literal[
     "driver trainer",
-    "forked ids",
-    "worker set-up",
+    "forked workers",
     "nodes",
     "key-values",
     "packages",
     "own node",
-    "draining",
 ]
 
 _TRAIN = "ray.train.v2._internal"
@@ -147,13 +143,11 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.train.torch:TorchTrainer._create_default_callbacks": ("self",),
         "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("self", "controller_init_kwargs"),
     },
-    "forked ids": {
+    "forked workers": {
         "ray.actor:ActorClassID": None,
         "ray._raylet:ActorClassID.from_random": None,
         "ray._raylet:ActorClassID.size": None,
         "ray._raylet:ObjectRef.from_random": None,
-    },
-    "worker set-up": {
         "ray._private.ray_constants:SETUP_WORKER_FILENAME": None,
         "ray._private.runtime_env.context:RuntimeEnvContext.__init__": (
             "self",
@@ -168,6 +162,8 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.state:state.get_draining_nodes": (),
         "ray._private.state:state.get_max_resources_from_cluster_config": (),
         "ray._private.state:available_resources_per_node": (),
+        "ray._raylet:GcsClient": None,  # its methods are made when it is
+        "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
     },
     "key-values": {
         "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
@@ -190,11 +186,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.services:_get_gcs_client_options": ("gcs_server_address",),
         "ray._private.state:GlobalState._initialize_global_state": ("self", "gcs_options"),
         "ray._private.state:GlobalState.node_table": ("self",),
-    },
-    "draining": {
-        "ray._raylet:GcsClient": None,  # its methods are made when it is
-        "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
-        "ray._private.state:available_resources_per_node": (),
     },
 }
 """The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
