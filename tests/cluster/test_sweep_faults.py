@@ -18,6 +18,7 @@ from lockstep import sweep
 from lockstep.driver.options import RunOptions
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SilentError
+from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import first_trial
 from lockstep.sweeps.sweep_resume import resume_sweep
@@ -224,7 +225,11 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
     killed: list[int] = []
 
     def kill() -> None:
-        saved(tmp_path / "disturbed")
+        while not any(
+            len(RowsSoFar(path.parent).steps()) > 8
+            for path in tmp_path.glob("disturbed/runs/*/journal.jsonl")
+        ):  # not where a population decides
+            time.sleep(0.05)
         victim = named("ray::Peer")[-1]
         victim.kill()
         killed.append(victim.pid)

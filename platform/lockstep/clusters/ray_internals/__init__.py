@@ -225,9 +225,14 @@ ATTRIBUTES: dict[Part, dict[str, tuple[str, ...]]] = {
 """The attributes that each part reads of instances, by their class as `module:name`."""
 
 
+def is_public_only() -> bool:
+    """Whether no private part is to be used. Read each time: it may be set for one run of several."""
+    return os.environ.get(PUBLIC_ONLY) == "1"
+
+
 def unavailable(part: Part) -> str | None:
     """Why a part cannot be used with the installed Ray, in a few words; None if it can."""
-    if os.environ.get(PUBLIC_ONLY) == "1":  # read each time: it may be set for one run of several
+    if is_public_only():
         return f"{PUBLIC_ONLY} is 1"
     return _differs(part)
 
