@@ -35,7 +35,6 @@ SHOWN_LATER = {
     "a worker is lost before all of them train": "tests/unit/training/elastic/test_membership.py",
     "a step fails a second time though no worker is lost": "tests/unit/training/elastic/test_membership.py",
     "rank 0 of a [sweep](sweeps.md)'s trial": "tests/cluster/test_sweep.py",
-    "Ray's public `TorchTrainer`": "tests/cluster/test_ray_train.py",
 }
 """What shows itself when a worker is lost, and the tests that have it."""
 
