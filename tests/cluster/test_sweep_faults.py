@@ -226,7 +226,7 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
 
     def kill() -> None:
         while not any(
-            len(RowsSoFar(path.parent).steps()) > 8
+            len([*RowsSoFar(path.parent).steps()]) > 8
             for path in tmp_path.glob("disturbed/runs/*/journal.jsonl")
         ):  # not where a population decides
             time.sleep(0.05)
