@@ -32,7 +32,7 @@ from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 ROOT = Path(__file__).parents[2]
 EVERY, PAUSE_S = 10, 0.2
 CALM_S = 60.0
-"""By default, how long a run trains undisturbed before it loses something: its standby workers are ready by then, on a busy machine too."""
+"""By default, how long a run trains undisturbed before it loses something."""
 
 GAP_S = 2.5
 """No step takes so long."""
@@ -132,7 +132,7 @@ class Ours(Bare):
         if not account["in_memory"]:  # why the others could not go on is in what came before
             told = (self.folder / "log").read_text().splitlines()
             before = [line for line in told if line.startswith(("attempt ", "warning: "))][-3:]
-            how = f"RESTARTED, {account['standbys']} stood by, after: {' / '.join(before)}"
+            how = f"RESTARTED, after: {' / '.join(before)}"
         return Lost(done[0] - killed_at, account["repeated"], step_s, f"{how}: {seconds}")
 
     def trains(self, number: int) -> bool:

@@ -69,7 +69,6 @@ PLACED = [
     "workers.max=3",
     "faults.max_worker_failures=100",
     "faults.longest_silence_s=60",
-    "faults.standby_after_s=1",
 ]
 
 

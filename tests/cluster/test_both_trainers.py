@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -90,3 +93,69 @@ def test_what_is_killed_costs_an_attempt_and_no_bit(
     public = [text for text in result.warnings if "public TorchTrainer" in text]
     assert len(public) == (trainer == "public")
     assert ("placement" in last["seconds"]) == (trainer == "driver")  # it went the way that was asked for
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize(
+    ("reduction", "goes_on"),
+    [
+        ("exact", True),
+        pytest.param("native", False, marks=pytest.mark.exact, id="control"),  # on fewer workers: another run
+    ],
+)
+def test_through_rays_public_trainer_the_others_go_on_and_the_worker_that_ray_starts_anew_joins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reduction: str, goes_on: bool
+) -> None:
+    """G1, G4. The two others are the same processes throughout, and Ray's controller ends with all three."""
+    monkeypatch.setenv(PUBLIC_ONLY, "1")
+    job = {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.1}}
+    changes = {"job": job, "length": {"steps": 150}, "workers": {"min": 1, "max": 3}, "reduction": reduction}
+    quick = {**changes, "job": {**job, "params": {"width": 4}}}
+    # The native reduction's bits depend on the number of workers.
+    expected = train(spec(tmp_path / "whole", **quick), local=True) if goes_on else None
+    before, after = list[int](), list[int]()
+
+    def kill_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        before.extend(process.pid for process in workers())
+        psutil.Process(before[0]).kill()
+        while not list(tmp_path.glob("runs/*/attempts.json")) and not over.is_set():
+            time.sleep(0.05)
+        while len(accounts_so_far(tmp_path)) < 3:
+            if over.wait(0.05):
+                return
+        after.extend(process.pid for process in workers())
+
+    over = threading.Event()
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    result = train(spec(tmp_path, **changes))
+    over.set()
+    thread.join()
+    found = accounts(result)
+    if not goes_on:
+        assert not any(account["in_memory"] for account in found)
+        return
+    assert [(one["workers"], one["in_memory"], one["joined"], one["repeated"]) for one in found] == [
+        (3, False, 0, 0),
+        (2, True, 0, 0),
+        (3, True, 1, 0),
+    ]
+    assert set(before[1:]) < set(after)
+    assert len(after) == 3
+    assert found[0]["why"].startswith("rank ")
+    assert found[1]["why"] == "Ray has replaced a lost worker"
+    assert expected is not None
+    assert result.weights_digest == expected.weights_digest
+    assert columns(result) == columns(expected)
+    assert result.metrics == expected.metrics
+
+
+def accounts_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The attempts of the run in progress; none while its file is being written."""
+    (path,) = folder.glob("runs/*/attempts.json")
+    with suppress(ValueError):
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+        return found
+    return []

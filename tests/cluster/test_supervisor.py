@@ -441,17 +441,6 @@ def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path)
 
 
 @pytest.mark.exact  # minutes
-def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(tmp_path: Path) -> None:
-    """The successors begin where they are: beside the worker that lived on, and on the node to spare."""
-    told = in_a_process("tests.cluster.standing_by", tmp_path)
-    whole = left_alone(tmp_path, 400)
-    found = json.loads(Path(told["folder"], "attempts.json").read_text())
-    assert [account["standbys"] for account in found] == [0, 2, 2]
-    assert [account["workers"] for account in found] == [2, 2, 2]
-    assert told["weights_digest"] == whole.weights_digest
-
-
-@pytest.mark.exact  # minutes
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
     """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits, all of it in memory."""
     told = in_a_process("tests.cluster.elastic", tmp_path)

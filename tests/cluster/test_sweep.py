@@ -83,7 +83,7 @@ def all_is_given_back() -> None:
 
 @pytest.mark.scenario
 def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Path) -> None:
-    """One of the processes that train is killed meanwhile."""
+    """One of the processes that train is killed meanwhile, and the other goes on without it."""
     space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     changes = {"record": {"uri": uri}, "workers": {"min": 2}, "length": {"epochs": 2}}
@@ -92,7 +92,8 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
     killed: list[int] = []
 
     def kill_one() -> None:
-        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+        # Both trials train by then: a worker that is lost before is not outlived.
+        while len({path.parents[1] for path in tmp_path.glob("runs/*/step-*/manifest.json")}) < 2:
             time.sleep(0.05)
         victim = trial_workers()[-1]
         victim.kill()
@@ -110,7 +111,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
         ("end", "FINISHED", steps),
     ]
     assert {(one["run_id"], one["folder"]) for one in events} == {(first.sweep_id, first.folder)}
-    assert sum(trial["restarts"] for trial in first.trials) == 1
+    assert sum(trial["restarts"] for trial in first.trials) == 0
     all_is_given_back()
 
     alone = train(Path(first.folder, "best.yaml"), ["record.uri=off"], local=True)

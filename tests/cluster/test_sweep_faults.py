@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lockstep import sweep
 from lockstep.driver.options import RunOptions
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SilentError
+from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import first_trial
 from lockstep.sweeps.sweep_resume import resume_sweep
@@ -190,3 +193,52 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
     assert result is not None
     assert outcome(result) == outcome(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "restarts"),
+    [
+        pytest.param({}, 0, marks=pytest.mark.scenario, id="trials"),
+        pytest.param(
+            {"scheduler": {"name": "pbt", "every_steps": 20, "quantile": 0.5}, "epochs": 8},
+            0,
+            marks=pytest.mark.exact,
+            id="population",
+        ),
+        # On fewer workers it would be another run.
+        pytest.param({"reduction": "native"}, 1, marks=pytest.mark.exact, id="control"),
+    ],
+)
+def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
+    tmp_path: Path, changes: Mapping[str, Any], restarts: int
+) -> None:
+    """Tune does not hear of it, the trial's bits are those of one that lost nothing, and the trials after it have all workers again."""
+    changes = dict(changes)
+    spec = {
+        "workers": {"min": 3},
+        "reduction": changes.pop("reduction", "exact"),
+        "length": {"epochs": changes.pop("epochs", 4)},
+    }
+    expected = sweep(document(tmp_path / "undisturbed", trials=2, concurrency=1, spec=spec, **changes))
+    given = document(tmp_path / "disturbed", trials=2, concurrency=1, spec=spec, **changes)
+    given["spec"]["job"]["params"]["pause_s"] = 0.05
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not any(
+            len([*RowsSoFar(path.parent).steps()]) > 8
+            for path in tmp_path.glob("disturbed/runs/*/journal.jsonl")
+        ):  # not where a population decides
+            time.sleep(0.05)
+        victim = named("ray::Peer")[-1]
+        victim.kill()
+        killed.append(victim.pid)
+
+    threading.Thread(target=kill, daemon=True).start()
+    result = sweep(given)
+    assert killed
+    assert sum(trial["restarts"] for trial in result.trials) == restarts
+    assert outcome(result) == outcome(expected)
+    journals = [path.read_text() for path in (tmp_path / "disturbed").glob("runs/*/journal.jsonl")]
+    outlived = r"rank [12] of trial [01] was lost: .*; the others go on without it"
+    assert any(re.search(outlived, text) for text in journals) == (not restarts)

@@ -38,8 +38,6 @@ class AttemptSummary:
     """Nodes that get no more workers from the end of this attempt on: their devices failed twice, or had wrong bits."""
     corrupted: list[str] = field(default_factory=list)
     """Differences between the bits of its workers, and who was wrong."""
-    standbys: int = 0
-    """How many of its workers were standby processes."""
 
     def follows(
         self,

@@ -12,11 +12,10 @@ from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.planned_change import PlannedChange
+from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_account import RunAccount
-from lockstep.attempts.spare_workers import Standbys
 from lockstep.attempts.stages import underway
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.run_view import RunView
@@ -42,7 +41,6 @@ class AttemptWatch:
         recording: Recording,
         stop: StopSignal,
         blame: Blame,
-        standbys: Standbys,
         chaos: Chaos | None,
         *,
         saves_at_once: bool,
@@ -52,7 +50,7 @@ class AttemptWatch:
         """Why the attempt is asked to end, so that the next one runs elsewhere or on more workers."""
         self._spec, self._workers, self._around = spec, workers, around
         self._account, self._recording, self._stop = account, recording, stop
-        self._blame, self._standbys, self._chaos = blame, standbys, chaos
+        self._blame, self._chaos = blame, chaos
         self._saves_at_once = saves_at_once
         self._stopping = False
         """Whether a signal was handed on to the workers."""
@@ -134,14 +132,17 @@ class AttemptWatch:
     # --- what is asked of the workers -------------------------------------------------------------------------
 
     def _tend(self, status: RunStatus) -> None:
-        """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""
+        """While it trains: have it save or change its workers as the cluster around it changes."""
         if self._change is not None:
             self._go_on_with(self._change, status)
             return
+        if status.waiting and self._workers.replaced_by_ray:
+            joining = Members(tuple(status.waiting), ())
+            self._change = PlannedChange(
+                "Ray has replaced a lost worker", joining, self._workers, self._recording
+            )
+            return
         members = [status.view.members[rank] for rank in sorted(status.view.members)]
-        after_s = self._spec.faults.standby_after_s
-        if after_s is not None and time.time() - self._workers.stage_ends.at["first_step"] > after_s:
-            self._standbys.fill(self._account.current.attempt, members, self._cluster.each)
         advice = self._cluster.advice(members)
         if advice.save is not None:
             self._account.say(f"saving, and continuing: {advice.save}")
@@ -152,6 +153,11 @@ class AttemptWatch:
     def _change_workers(self, why: str, leaving: frozenset[str], status: RunStatus) -> None:
         """Have workers join, and those on nodes that are `leaving` leave: in memory where that can be, else all move."""
         members = None
+        if self._workers.replaced_by_ray:
+            if not leaving and len(status.numbers) < self._cluster.workers:
+                return  # Ray starts others in the place of those that were lost
+            self._move(why)
+            return
         in_memory = self._workers.can_regroup and status.able
         if in_memory:
             members = self._around.start_joining(
@@ -205,27 +211,24 @@ class AttemptWatch:
         if len(self._account.attempts) == 1:
             return
         if self._account.current.in_memory:
-            self._account.continued({"first_step": ends["first_step"]}, 0)
+            self._account.continued({"first_step": ends["first_step"]})
         else:
-            standbys = self._standbys.took(self._recording.members(), ends["decision"])
-            self._account.continued(ends, standbys)
+            self._account.continued(ends)
 
     def _went_on(self, status: RunStatus, began: WentOn) -> None:
         """Workers go on in their processes, without those that were lost or left, and with those that joined: another attempt."""
-        lost, change, standbys = self._workers.lost, self._change, 0
+        lost, change = self._workers.lost, self._change
         why = [lost[worker] for worker in sorted(lost.keys() - self._outlived)]
         self._outlived |= lost.keys()
         self._workers.let_in(status.numbers)
         if change is not None and change.is_done(status):
             self._change = None
             why.append(change.why)
-            joined = [status.everyone[worker] for worker in change.members.joining]
-            standbys = self._standbys.took(joined, change.began_at)
             self._cluster.changed(began.workers)
         else:
             self._cluster.outlived(began.workers)
         text = "; ".join(why) or "a connection between workers was lost"
-        self._account.went_on(status.view.attempt, began, text, standbys)
+        self._account.went_on(status.view.attempt, began, text)
 
     def _end_hung(self, patience: Patience, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""

@@ -1,4 +1,4 @@
-"""What a supervisor meets on its cluster: room, the workers of an attempt and those that stand by, the nodes around them, and where others see the run.
+"""What a supervisor meets on its cluster: room, the workers of an attempt, the nodes around them, and where others see the run.
 
 They are handed to it, so that it can be driven without a cluster.
 """
@@ -14,7 +14,6 @@ from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, joining_workers_for
 from lockstep.attempts.progress_watchdog import end_with_stacks
-from lockstep.attempts.spare_workers import Standbys
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import StopSignal
@@ -30,7 +29,6 @@ class ClusterView(NamedTuple):
     find_place: Callable[[Spec, frozenset[str]], WorkerPlacement] = find_place
     workers: Callable[..., WorkerGroup] = WorkerGroup
     watch: Callable[[Spec, WorkerPlacement, frozenset[str]], ClusterWatch] = ClusterWatch
-    standbys: Callable[[Callable[[str], None]], Standbys] = Standbys
     run_registry: Callable[[str, str, float], RunRegistry] = RunRegistry
     gauges: Callable[[str], Gauges] = Gauges
     start_joining: Callable[..., Members | None] = joining_workers_for

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from lockstep.attempts.placement import (
     WorkerPlacement,
     most_of,
     place,
-    room_for,
     room_on,
     rooms_for_more,
     total,
@@ -95,17 +93,6 @@ def most_resources() -> list[dict[str, float]]:
     """What the nodes have once the cluster's autoscaler has added all that it may, as if they were one; without one, what each has now."""
     largest = None if unavailable("nodes") else largest_cluster()
     return node_resources() if largest is None else [{**total(node_resources()), **largest}]
-
-
-def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
-    """A node that could replace any one of the `used` nodes (workers by node), and how many workers it would get; empty where there is none."""
-    drained, free = draining(), free_resources()
-    for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
-        if node not in used and node not in drained:
-            fit = room_for(each, free.get(node, {}))
-            if fit:
-                return Counter({node: min(fit, max(used.values(), default=0))})
-    return Counter()
 
 
 def answers(node: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Workers that join an attempt while it trains: actors beside Ray Train's group, which knows nothing of them.
 
-Each has a process of its own, an idle standby if there is one. It builds the run, waits to be let in, receives the state from a worker,
+Each has a process of its own. It builds the run, waits to be let in, receives the state from a worker,
 and then trains like any other. It ends with the attempt.
 """
 
@@ -37,7 +37,7 @@ class JoiningWorker:
 class JoiningWorkers:
     """The joining workers of one attempt. `lost` is called with the number of one whose process is gone, and why, in a thread of its own."""
 
-    def __init__(self, config: dict[str, Any], lost: Callable[[int, str], None]) -> None:
+    def __init__(self, config: dict[str, Any], lost: Callable[[int, str], object]) -> None:
         self._config, self._lost = config, lost
         self._actors: dict[int, Any] = {}
         """The actors that are not known to have ended, by number."""

@@ -42,6 +42,9 @@ BEGUN = (Started, Finished, Failed)
 LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, SilentError)
 """What a call raises where an actor's process is gone, or does not answer any more."""
 
+MOST_REPLACED = 1000
+"""How many workers Ray's public trainer may have started in one attempt: one that dies at each start would be started for ever."""
+
 ANSWER_S = 60.0
 """How long the mailbox may take to answer: nothing that it does waits for anything."""
 
@@ -95,6 +98,24 @@ class RunStatus(NamedTuple):
     """How often events were fetched: it grows as long as the recorder works."""
 
 
+class TrainerSlot(NamedTuple):
+    """What a worker that Ray's public trainer starts is to be."""
+
+    number: int | None
+    """Its rank for the first worker of this rank, another number for one that comes in its place; None where the attempt is over."""
+    table_versions: Mapping[str, str] = {}
+    """Those in which the others read tables that change, for one that joins."""
+
+
+class TrainerSlots(NamedTuple):
+    """The workers that Ray's public trainer has started in an attempt."""
+
+    held: Mapping[int, list[Any]]
+    """By number, a reference that fails when the worker's process has ended, in a list."""
+    left: frozenset[int]
+    """The numbers of those that have ended by themselves."""
+
+
 class Fetched(NamedTuple):
     """Events for the recorder, the number of the last one, and whether nothing comes after them."""
 
@@ -125,6 +146,10 @@ class Mailbox:
         self._call: Callable[[], object] = lambda: None
         """Has the recorder look at once."""
         self._went_on: WentOn | None = None
+        self._taken, self._left = set[int](), set[int]()
+        """Numbers that were given to workers of Ray's public trainer, and those of workers that have ended by themselves."""
+        self._held: dict[int, list[Any]] = {}
+        self._address: tuple[str, int] | None = None
         self._early: list[Callable[[], object]] = []
         """Calls of workers that came before the driver's call which begins the first attempt."""
 
@@ -162,6 +187,43 @@ class Mailbox:
     def named(self) -> bool | RecordError:
         """Whether the driver has told the run's id; what went wrong where it will have none."""
         return self._named or self._recorder.failure or False
+
+    # --- for workers that Ray's public trainer starts: see replica_worker --------------------------------------
+
+    def take_slot(self, attempt: int, rank: int) -> TrainerSlot | None:
+        """What a worker of this rank in Ray's view is to be; None before the driver has begun the attempt."""
+        if attempt > self._first:
+            return None
+        if attempt < self._first:
+            return TrainerSlot(None)
+        if rank not in self._taken:
+            self._taken.add(rank)
+            return TrainerSlot(rank)
+        if not self._calls.able or len(self._taken) > MOST_REPLACED:
+            return TrainerSlot(None)
+        number = 1 + max(self._taken)
+        number = max(number, *(1 + worker for worker in self._numbers))
+        self._taken.add(number)
+        return TrainerSlot(number, self._view.table_versions)
+
+    def hold_slot(self, attempt: int, number: int, reference: list[Any]) -> None:
+        """The worker with this number lives as long as the reference does not fail."""
+        if attempt == self._first:
+            self._held[number] = reference
+
+    def leave_slot(self, attempt: int, number: int) -> None:
+        """The worker with this number has ended by itself."""
+        if attempt == self._first:
+            self._left.add(number)
+
+    def meet_at(self, attempt: int, address: tuple[str, int]) -> None:
+        """Rank 0 serves the rendezvous of the first workers there."""
+        if attempt == self._first:
+            self._address = address
+
+    def meeting_place(self, attempt: int) -> tuple[str, int] | None:
+        """Where the first workers meet, once it is known."""
+        return self._address if attempt == self._first else None
 
     # --- roll calls: see training.roll_call -------------------------------------------------------------------
 
@@ -227,9 +289,16 @@ class Mailbox:
         self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
         self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
+        self._taken, self._left, self._held, self._address = set(), set(), {}, None
         early, self._early = self._early, []
         for call in early:
             call()
+
+    def slots(self, attempt: int) -> TrainerSlots:
+        """The workers that Ray's public trainer has started in the attempt."""
+        if attempt != self._first:
+            return TrainerSlots({}, frozenset())
+        return TrainerSlots(dict(self._held), frozenset(self._left))
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""

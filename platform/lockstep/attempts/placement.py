@@ -13,15 +13,13 @@ NODE_ID = "ray.io/node-id"
 
 
 class WorkerPlacement(NamedTuple):
-    """`workers` workers with the resources `each`, on any node but the `unfit` ones; one on each of `first` if there is room at once."""
+    """`workers` workers with the resources `each`, on any node but the `unfit` ones."""
 
     workers: int
     each: dict[str, float]
     fit: frozenset[str]
     """Nodes that are alive and will stay."""
     unfit: frozenset[str]
-    first: tuple[str, ...] = ()
-    """Nodes for the first workers, one for each; no more than there are workers."""
 
 
 def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
@@ -34,19 +32,14 @@ def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
     return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
 
 
-def nodes_for(
-    place: WorkerPlacement, free: Mapping[str, Mapping[str, float]], first: bool = True
-) -> list[dict[str, str]] | None:
-    """Ray's selector of one node for each worker, by what is free on the nodes; None if there is no room for all of them.
+def nodes_for(place: WorkerPlacement, free: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]] | None:
+    """Ray's selector of one node for each worker, by what is free on the nodes: those with the most room, as few as hold the workers.
 
-    With `first`, the nodes of `place.first` come first. Then come the nodes with the most room, as few as hold the other workers.
+    None if there is no room for all of them.
     """
     room = {node: room_for(place.each, free[node]) for node in free.keys() & place.fit}
-    nodes = list(place.first) if first else []
-    room = {node: fit - nodes.count(node) for node, fit in room.items()}
-    if any(room.get(node, -1) < 0 for node in nodes):
-        return None
-    for node in sorted(room, key=lambda node: (node not in nodes, -room[node], node)):
+    nodes: list[str] = []
+    for node in sorted(room, key=lambda node: (-room[node], node)):
         nodes += [node] * min(room[node], place.workers - len(nodes))
     return [{NODE_ID: node} for node in nodes] if len(nodes) == place.workers else None
 

@@ -7,6 +7,7 @@ public trainer as well.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,9 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from lockstep.communication.credentials import Secret
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, form_default_group
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, ensure_descriptors, form_default_group
 from lockstep.communication.rendezvous import met, serving
+from lockstep.errors import ClusterError
 
 _RaysBackend: Any = TorchConfig().backend_cls
 
@@ -48,12 +50,43 @@ class AuthenticatedTorch(TorchConfig):  # type: ignore[misc]  # untyped base
         return AuthenticatedBackend
 
 
+class ReplicaBackend(_RaysBackend):  # type: ignore[misc]  # untyped base
+    """Each worker is a replica group of its own, which Ray replaces alone. What group they form is theirs to find out: `replica_worker`."""
+
+    has_replica_groups = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None: ...
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None: ...
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None: ...
+
+
+@dataclass
+class ReplicaTorch(TorchConfig):  # type: ignore[misc]  # untyped base
+    """Ray's settings for torch, with which it forms no group."""
+
+    @property
+    def backend_cls(self) -> type[ReplicaBackend]:
+        return ReplicaBackend
+
+
 _met_at: list[Any] = []
 """The store at which this process has met the others: torch keeps only its C++ half."""
 
 
+def allow_descriptors(size: int) -> None:
+    """Let this process open as many files as the connections to so many workers need, as far as the system allows.
+
+    Too low a limit is refused by `Group.join`, which runs where errors reach the run.
+    """
+    with suppress(ClusterError):
+        ensure_descriptors(size, groups=2)
+
+
 def _serve(backend: str, secret: Secret, size: int) -> tuple[str, int]:
     """In the worker of rank 0, serve the store at which all meet. Returns its address."""
+    allow_descriptors(size)
     store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=backend == "nccl")
     _met_at[:] = [store]
     return store.host, store.port
@@ -61,6 +94,7 @@ def _serve(backend: str, secret: Secret, size: int) -> tuple[str, int]:
 
 def _join(backend: str, rank: int, size: int, address: tuple[str, int], secret: Secret) -> None:
     """In each worker, make the default process group."""
+    allow_descriptors(size)
     context = ray.train.get_context()
     os.environ.update(  # as torchrun sets them: libraries read them
         RANK=str(rank),

@@ -7,7 +7,6 @@ The first step of an attempt has its own limit, because preparing data may take 
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -23,7 +22,7 @@ from lockstep.record.events.union import Joined
 
 
 @cache
-def listening(rank: int, imported_at: float = math.inf) -> Joined:
+def listening(rank: int) -> Joined:
     """Make this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs. Returns what identifies it."""
     path = write_stacks_on_signal()
     context = ray.get_runtime_context()
@@ -32,7 +31,6 @@ def listening(rank: int, imported_at: float = math.inf) -> Joined:
         context.get_node_id(),
         os.getpid(),
         path,
-        imported_at,
         context.get_runtime_env_string(),
     )
 

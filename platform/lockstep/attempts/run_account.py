@@ -61,8 +61,8 @@ class RunAccount:
         self.current.ended = time.time()
         self._previous_ends = stage_ends
 
-    def went_on(self, attempt: int, began: WentOn, why: str, standbys: int) -> None:
-        """The newest attempt has ended, and workers of it go on in their processes as another one. `standbys` of those that joined were idle processes."""
+    def went_on(self, attempt: int, began: WentOn, why: str) -> None:
+        """The newest attempt has ended, and workers of it go on in their processes as another one."""
         previous = self.current
         previous.why, previous.ended = why, began.at
         previous.last_step = max(previous.last_step, began.step)
@@ -74,7 +74,6 @@ class RunAccount:
                 from_step=began.step,
                 in_memory=True,
                 joined=began.joined,
-                standbys=standbys,
             )
         )
         self._previous_ends = {"detection": began.at}
@@ -82,9 +81,8 @@ class RunAccount:
         self.say(f"attempt {previous.attempt} ended: {why}; the others go on from step {began.step}{more}")
         self.publish()
 
-    def continued(self, stage_ends: Mapping[str, float], standbys: int) -> None:
+    def continued(self, stage_ends: Mapping[str, float]) -> None:
         """The newest attempt, which follows another, has done its first step: tell what the loss of that one cost."""
-        self.current.standbys += standbys
         self.current.follows(self.attempts[-2], self._last_step_at, self._previous_ends, stage_ends)
         self.say(f"attempt {self.current.attempt} continues {self.current.cost()}")
 

@@ -63,7 +63,6 @@ class Supervisor:
         self._shown_as = uuid.uuid4().hex
         """The key under which Ray's dashboard shows all attempts as one run."""
         self._account = RunAccount(spec, options, recording, around, warnings, on_run_id)
-        self._standbys = around.standbys(self._account.warn_and_record)
         self._blame = Blame(spec.checkpoint.storage, self._account.warn_and_record, recording.tell)
         self._end = RunEnd(recording, self._account.run_registry, self._account.say, verbose=options.verbose)
 
@@ -149,14 +148,13 @@ class Supervisor:
         account, origin = self._account, self._origin
         again = bool(account.attempts)
         account.begin(origin.attempt, placement.workers)
-        placement = self._standbys.first(placement)
         mailbox = self._recording.mailbox
         workers = self._around.workers(
             self._spec, origin, mailbox, placement, self._environment, self._shown_as, self._options.source
         )
         watch = AttemptWatch(
             self._spec, workers, self._around, account, self._recording, self._stop,
-            self._blame, self._standbys, self._chaos, saves_at_once=saves_at_once,
+            self._blame, self._chaos, saves_at_once=saves_at_once,
         )  # fmt: skip
         view = RunView(origin.attempt)
         try:

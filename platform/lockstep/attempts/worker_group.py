@@ -17,10 +17,12 @@ from typing import Any
 from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
+from lockstep.attempts.preloaded import AHEAD
 from lockstep.attempts.stages import StageEnds
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.background import in_background
 from lockstep.clusters.bounded_calls import answer_of
+from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events.union import Joined
@@ -51,6 +53,8 @@ class WorkerGroup:
         """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a joining worker's number."""
         self.can_regroup = True
         """Whether Ray Train's group allows its workers to go on in another group."""
+        self.replaced_by_ray = False
+        """Whether Ray starts another worker in the place of a lost one, which waits to be let in."""
         self.origin = origin
         self.run_id = origin.run_id
         """The run's id, once it is known."""
@@ -140,15 +144,17 @@ class WorkerGroup:
         for number in numbers:
             self._joining_worker_lost(number, "it was no longer needed")
 
-    def _joining_worker_lost(self, number: int, text: str) -> None:
-        """Called in a thread of its own, or in the driver's."""
+    def _joining_worker_lost(self, number: int, text: str) -> bool:
+        """Whether the others go on without a worker that had joined, or was to. Called in a thread of its own, or in the driver's."""
         inside = number in self._inside
         if inside:
             self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"
         else:
             self.joining_workers.failed[number] = why_lost(text)
         with suppress(*LOST):  # without the mailbox no worker can go on
-            answer_of(self._mailbox.lose.remote(number), "the run's mailbox", ANSWER_S)
+            goes_on: bool = answer_of(self._mailbox.lose.remote(number), "the run's mailbox", ANSWER_S)
+            return goes_on
+        return False
 
     def _others(self) -> bool:
         """Whether joining workers train. Called in the thread of Ray's controller, at each look."""
@@ -169,6 +175,16 @@ class WorkerGroup:
                 return False
         return not self._given_up
 
+    def _replica_lost(self, number: int, text: str) -> bool:
+        """Whether the others go on without a worker that Ray's public trainer has started. Called in the thread of the attempt."""
+        if number >= self._place.workers:
+            goes_on = self._joining_worker_lost(number, text) and not self._given_up
+        else:
+            goes_on = self._outlived({number: text})
+        if not goes_on and self.error is None:
+            self.error = ClusterError(f"rank {number} of {self._place.workers} was lost: {text}")
+        return goes_on
+
     def _fit(self) -> None:
         self.stage_ends.at["decision"] = time.time()
         try:
@@ -178,7 +194,7 @@ class WorkerGroup:
                 self._trainer = self._make_trainer(storage)
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
-            self.error = ClusterError(ended_by(error, self._place.workers))
+            self.error = self.error or ClusterError(ended_by(error, self._place.workers))
         finally:
             if self.error is None and self.lost:
                 self.error = ClusterError("; ".join(self.lost[number] for number in sorted(self.lost)))
@@ -191,7 +207,6 @@ class WorkerGroup:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
 
         from lockstep.attempts.process_group import AuthenticatedTorch
-        from lockstep.attempts.spare_workers import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
 
         placement, gpu = self._place, "GPU" in self._place.each
@@ -202,20 +217,20 @@ class WorkerGroup:
             "label_selector": anywhere_but(placement.unfit),
         }
         torch_config = AuthenticatedTorch("nccl" if gpu else "gloo", secret=self._config["secret"])
-        module = self._spec.job.use.partition(":")[0]
-        ahead = imports_ahead(
-            self._config["folder"], module, self._spec.workers.max, private=self._spec.record.private
-        )
         run = {
             "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray would resume a name that it has seen
             "storage_path": storage,
             "failure_config": FailureConfig(max_failures=0),
-            "worker_runtime_env": {"env_vars": {**self._environment, **ahead}},
+            "worker_runtime_env": {"env_vars": {**self._environment, **preloading(AHEAD)}},
         }
         if unavailable("driver trainer"):
-            from lockstep.attempts.public_trainer import PublicTrainer
+            from lockstep.attempts.public_trainer import PublicTrainer, ReplacingTrainer
 
-            self.can_regroup = False
+            self.can_regroup = self.replaced_by_ray = not gpu
+            if not gpu:
+                return ReplacingTrainer(
+                    self._config, self._replica_lost, scaling_config=ScalingConfig(**scaling), run=run
+                )
             return PublicTrainer(
                 self._config,
                 scaling_config=ScalingConfig(**scaling),

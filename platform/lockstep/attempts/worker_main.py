@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
 from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.sender import Sender
-from lockstep.attempts.spare_workers import imported_at
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
@@ -80,7 +79,7 @@ class WorkerPlace:
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
-        joined = listening(self._number, imported_at()) if self._joining_worker else None
+        joined = listening(self._number) if self._joining_worker else None
         client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
         return Meeting(self._first, self._number, host, self._secret, client, seated)
@@ -112,15 +111,21 @@ def worker_main(config: dict[str, Any]) -> None:
     `config` has the spec's document, the mailbox, the folder that the run was started in, which attempt of which run this is, the secret
     by which its workers recognise each other, and the job's files if they are in no folder.
     """
+    train_as(config, ray.train.get_context().get_world_rank(), own_node)
+
+
+def train_as(config: dict[str, Any], rank: int, ready: Callable[[], str | None]) -> None:
+    """Train as one of the first workers. `ready` sees to the default process group; it returns the name of this worker's node if it is the first there."""
     arrived = time.time()
-    group = Group.join(ray.train.torch.get_device())
-    place = WorkerPlace(config, group.rank)
-    place.sender.tell(listening(group.rank, imported_at()))
-    if group.rank == 0:
+    place = WorkerPlace(config, rank)
+    place.sender.tell(listening(rank))
+    if rank == 0:
         place.sender.tell(StageEnded("arrival", arrived))
-    with _errors_reported(place.sender, f"rank {group.rank}", group.rank):
+    with _errors_reported(place.sender, f"rank {rank}", rank):
+        node = ready()
+        group = Group.join(ray.train.torch.get_device())
         seat = place.seated(group, place.attempt, config["origin"])
-        with _worker_setup(config, place, group.rank, own_node()) as (spec, job, meeting):
+        with _worker_setup(config, place, rank, node) as (spec, job, meeting):
             fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
 
 

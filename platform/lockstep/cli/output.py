@@ -171,9 +171,11 @@ def began() -> float:
 def running(as_json: bool, *, began_at: float, verbose: bool, **given: Any) -> Iterator[RunOptions]:
     """The options of a command that trains, as one value; `given` are fields of RunOptions. The live line is shown meanwhile; nothing with `--json`."""
     if given.get("retries"):
-        from lockstep.clusters.driver_restarter import first_job
+        from lockstep.clusters.driver_restarter import refuse_without_a_job
 
-        first_job()  # before anything is begun
+        refuse_without_a_job(
+            "local" if given.get("local") else given.get("address")
+        )  # before anything is begun
     from lockstep.driver.progress import Line, Silent
 
     line = None if as_json else Line()

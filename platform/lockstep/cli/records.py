@@ -417,7 +417,7 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
         )
         if attempt["lost_s"] is not None:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
-            how = f"{attempt['standbys']} standby workers"
+            how = "from a checkpoint"
             if attempt["in_memory"]:
                 how = f"in memory, {attempt['joined']} joined" if attempt["joined"] else "in memory"
             lines.append(

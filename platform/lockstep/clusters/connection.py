@@ -25,7 +25,7 @@ from lockstep.clusters.authentication import (
 from lockstep.clusters.background import disconnect, in_background
 from lockstep.clusters.core_watch import CoreWatch
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
-from lockstep.clusters.ray_internals import CONTROLLER_LOGGER, unavailable
+from lockstep.clusters.ray_internals import CONTROLLER_LOGGER, is_public_only, unavailable
 from lockstep.clusters.ray_internals.address_file import default_folder
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
@@ -62,7 +62,7 @@ def importing_ahead(address: str | None) -> AbstractContextManager[None]:
     """Where a cluster is started within, its workers' imports begin now, beside what the driver does until then."""
     loaded = sys.modules.get("ray")
     connects = loaded is None or not loaded.is_initialized()
-    if connects and cluster_address(address) == LOCAL:
+    if connects and cluster_address(address) == LOCAL and not is_public_only():  # without forks it is no use
         return server_ahead({**_SETTINGS, **os.environ, **LOOPBACK_ONLY})
     return nullcontext()
 
@@ -211,7 +211,7 @@ def _own_node(begun: Callable[[Sequence[str], int], None], *, logs: bool) -> Abs
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
     """The runtime environment of a cluster whose nodes are all on this machine; `preload` is what every process of it imports."""
     command = py_executable()
-    if not command or unavailable("forked ids"):
+    if not command or unavailable("forked workers"):
         return {}
     return {"py_executable": command} | ({"env_vars": preloading(preload)} if preload else {})
 

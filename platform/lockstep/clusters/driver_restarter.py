@@ -20,13 +20,16 @@ from typing import Any
 
 from lockstep.clusters.background import answered, in_background, leaving
 from lockstep.clusters.bounded_calls import answer_of, unanswered, within
-from lockstep.clusters.ray_internals import jobs, unavailable
+from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 from lockstep.exit_codes import DECIDED, ExitCode
 
 KEPT = "LOCKSTEP_KEPT"
 """Environment variable of a driver that a driver restarter has started: the id of the run's first job."""
+
+JOB = "LOCKSTEP_JOB"
+"""Environment variable of a driver that `lockstep submit` has started: the id of its job."""
 
 LOOK_S = 2.0
 """Seconds between two looks at a job."""
@@ -140,15 +143,43 @@ class DriverRestarter:
         )
 
 
+def refuse_without_a_job(address: str | None) -> None:
+    """SpecError if this command would start a cluster of its own, which has no jobs. `first_job` finds out the rest."""
+    if not {KEPT, JOB} & os.environ.keys() and cluster_address(address) == LOCAL:
+        raise _no_job()
+
+
 def first_job() -> str:
-    """The first job of the run whose driver this is. SpecError if this process is no job of a cluster."""
-    first = os.environ.get(KEPT) or (None if unavailable("jobs") else jobs.submission_id())
+    """The first job of the run whose driver this connected process is. SpecError if it is no job of a cluster; ClusterError if the cluster does not say."""
+    first = os.environ.get(KEPT) or os.environ.get(JOB) or _job_of_this_driver()
     if first is None:
-        raise SpecError(
-            "retries: this command is not a cluster job, so nothing could start it again; send the run with lockstep submit, "
-            "or leave out --retries"
-        )
+        raise _no_job()
     return first
+
+
+def _job_of_this_driver() -> str | None:
+    """The id under which this driver's job was submitted, by the cluster's own list of jobs: `lockstep submit` says it, other commands do not."""
+    import ray
+    from ray.job_submission import JobSubmissionClient
+
+    context = ray.get_runtime_context()
+    driver, address = context.get_job_id(), context.gcs_address
+
+    def listed() -> list[Any]:
+        return list(JobSubmissionClient(address).list_jobs())
+
+    try:
+        jobs = within(ANSWER_S, "the cluster's job API", listed)
+    except (ConnectionError, RuntimeError, ValueError):  # a cluster without a job API has no jobs
+        return None
+    return next((job.submission_id for job in jobs if job.job_id == driver), None)
+
+
+def _no_job() -> SpecError:
+    return SpecError(
+        "retries: this command is not a cluster job, so nothing could start it again; send the run with lockstep submit, "
+        "or leave out --retries"
+    )
 
 
 def _start_driver_restarter(first: str, retries: int) -> Any:

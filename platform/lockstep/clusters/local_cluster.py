@@ -41,6 +41,9 @@ START_S = 300.0
 AGENTS_S = 180.0
 """How long the nodes' agents may take to start, after the nodes; `lockstep submit` waits for them as well."""
 
+AGENT_S = 5
+"""How long an agent may take to answer."""
+
 STOP_S = 20.0
 """How long the processes of a cluster may take to end by themselves."""
 
@@ -296,7 +299,7 @@ def hold(config: dict[str, Any]) -> None:
 
 def set_up_workers_quickly() -> None:
     """Have the nodes that this process starts from now on set up their workers without importing Ray for it."""
-    if py_executable() and not unavailable("worker set-up"):
+    if py_executable() and not unavailable("forked workers"):
         from lockstep.clusters.ray_internals.worker_setup import set_up_workers_by
 
         set_up_workers_by(fork_server.__file__)
@@ -321,7 +324,7 @@ def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> N
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")
-        _wait_for_agents(cluster, config["nodes"])
+        _wait_for_agents(cluster)
         ready = {"address": cluster.address, "dashboard": f"http://{cluster.webui_url}"}
         new = folder / "ready.new"
         new.write_text(json.dumps(ready))
@@ -333,19 +336,23 @@ def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> N
         cluster.shutdown()
 
 
-def _wait_for_agents(cluster: Any, nodes: int) -> None:
-    """Until every node's agent is known: before that the job API answers "No available agent". ClusterError after AGENTS_S."""
-    from lockstep.clusters.ray_internals.nodes import agents_known
+def _wait_for_agents(cluster: Any) -> None:
+    """Until every node's agent answers: before that the job API answers "No available agent". ClusterError after AGENTS_S."""
+    from ray.util.state import list_logs
+    from ray.util.state.exception import RayStateApiException
 
-    if unavailable("agents"):
-        return  # `lockstep submit` tries again for a while
     until = time.monotonic() + AGENTS_S
-    while agents_known(cluster.head_node) < nodes:
-        if time.monotonic() > until:
-            raise ClusterError(
-                f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it cannot accept jobs"
-            )
-        time.sleep(0.1)
+    for node in cluster.list_all_nodes():
+        while True:
+            try:  # an agent lists the logs of its node
+                list_logs(address=cluster.address, node_id=node.node_id, glob_filter="-", timeout=AGENT_S)
+                break
+            except (RayStateApiException, OSError, RuntimeError, ValueError) as error:
+                if time.monotonic() > until:
+                    raise ClusterError(
+                        f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it cannot accept jobs"
+                    ) from error
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

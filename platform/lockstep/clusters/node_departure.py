@@ -30,7 +30,7 @@ def leave(
     `seconds` is how long the machine remains at most. With `wait` this returns when the nodes have nothing left to do, or the
     time is over. SpecError if this machine is in no cluster; ClusterError if there is no such node, or it cannot be drained.
     """
-    problem = unavailable("draining")
+    problem = unavailable("nodes")
     if problem is not None:
         raise ClusterError(f"leave: this version of Ray cannot drain a node on request ({problem})")
     deadline = time.time() + (WAIT_S if seconds is None else seconds)

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.connection import show_token
-from lockstep.clusters.driver_restarter import first_of, pause_s, retry_of, was_lost
+from lockstep.clusters.driver_restarter import JOB, first_of, pause_s, retry_of, was_lost
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.packaging import NOTED, pack
 from lockstep.clusters.run_registry import notices
@@ -200,6 +200,8 @@ def submit(
     if package is not None and package.size > NOTED:
         say(f"sending {package.described()}")
     environment: dict[str, Any] = {"working_dir": str(folder)}
+    if retries:
+        environment["env_vars"] = {JOB: job}
     if not installed:
         environment["py_modules"] = [str(Path(__file__).parents[1])]
     until = time.monotonic() + PATIENCE_S

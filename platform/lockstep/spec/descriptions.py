@@ -99,7 +99,6 @@ SPEC = {
     "faults.wait_for_workers_s": "seconds that the next attempt waits for workers.min",
     "faults.longest_start_s": "seconds that an attempt may take until its first step",
     "faults.longest_silence_s": "shortest time without progress, in seconds, after which an attempt is considered hung",
-    "faults.standby_after_s": "seconds that an attempt trains before standby processes are started; null: none",
 }
 """By dotted field of a spec. Kinds of a section, such as two optimizers, share one line for a field that they have in common."""
 

@@ -245,7 +245,6 @@ class Faults(Section):
     wait_for_workers_s: NonNegativeFloat = 600.0
     longest_start_s: PositiveFloat = 3600.0
     longest_silence_s: PositiveFloat = 300.0
-    standby_after_s: NonNegativeFloat | None = 60.0
 
 
 def _one_word(name: str) -> str:

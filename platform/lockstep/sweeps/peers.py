@@ -25,6 +25,8 @@ from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
+from lockstep.sweeps.trial_roll_calls import TrialRollCallClient, trial_meeting
+from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -61,12 +63,21 @@ class Peer:
         recorders.tell.remote(key, origin.attempt, [listening(rank)])
         try:
             store = met(*address, secret, COLLECTIVE_TIMEOUT, gpus=device().type == "cuda")
-            with joined(store, rank, size):
+            client = TrialRollCallClient(recorders, key, origin.attempt, rank)
+            with (
+                joined(store, rank, size),
+                trial_meeting(client, origin.attempt, rank, secret, _silent) as meeting,
+            ):
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
-                fit(spec, job, group, tell_nobody, NoRequests(), origin)
+                fit(spec, job, group, tell_nobody, NoRequests(), origin, meeting)
         except Exception as error:
             lockstep_error = as_lockstep_error(error, f"rank {rank}")
             raise lockstep_error.with_message(str(lockstep_error)) from error
+
+
+def _silent(group: Group, origin: AttemptOrigin | None) -> Seat:
+    """The seat of a rank that reports nothing: rank 0 does, whose process is not outlived."""
+    return Seat(group, tell_nobody, NoRequests(), origin)
 
 
 def start_peers(spec: Spec, folder: str, source: Mapping[str, bytes] | None) -> list[Any]:

@@ -28,6 +28,7 @@ from lockstep.record.events.union import (
     Event,
     Failed,
     Finished,
+    Joined,
     Restored,
     Started,
 )
@@ -37,6 +38,8 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord
+from lockstep.sweeps.trial_roll_calls import TrialRollCalls
+from lockstep.training.elastic.membership import Formation, Refused
 
 ANSWER_S = 900.0
 """How long the recorders may take to answer: it may take minutes to import MLflow and to wait for the store."""
@@ -59,6 +62,7 @@ class TrialRecorder:
     def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
         self.view, self.asked = RunView(attempt=0), Asked()
+        self.roll_calls, self._first = TrialRollCalls(0, 0, self._gone_on), 0
         self.found: StoredRun | None = None
         self.closed = False
         self._recorder: Recorder | None = Recorder(
@@ -103,9 +107,21 @@ class TrialRecorder:
             )
         return self.run_id() if self.found is None else None
 
-    def begin(self, attempt: int) -> None:
-        """Another attempt begins."""
+    def begin(self, attempt: int, workers: int) -> None:
+        """Another attempt begins, with so many workers."""
         self.view, self.asked = self.view.next(attempt), Asked()
+        self._first, self.roll_calls = attempt, TrialRollCalls(attempt, workers, self._gone_on)
+
+    def _gone_on(self, formation: Formation) -> None:
+        """The workers go on in memory, as another attempt."""
+        self.view.members = self.roll_calls.members
+        self.view = self.view.gone_on(formation.attempt, formation.workers)
+
+    def roll_call(self, attempt: int, name: str, arguments: Sequence[Any]) -> Any:
+        """What `TrialRollCalls` answers to workers that began with this attempt; those of an earlier one are not waited for."""
+        if attempt != self._first:
+            return Refused("another attempt of the trial has begun") if name == "ask" else None
+        return getattr(self.roll_calls, name)(*arguments)
 
     def stop(self, signal_number: int | None) -> None:
         """Ask the workers to end the trial after their next step."""
@@ -114,6 +130,8 @@ class TrialRecorder:
     def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
         """Take events of an attempt."""
         for event in events:
+            if isinstance(event, Joined) and attempt == self._first:
+                self.roll_calls.members[event.rank] = event
             if attempt == self.view.attempt:
                 self.view.take(event)
             if isinstance(event, Started):
@@ -241,9 +259,16 @@ class RecordersActor:
 
     @ray.method(concurrency_group="write")
     def open(
-        self, key: str, name: str, spec: Spec, run_id: str | None, attempt: int, may_reuse: bool
+        self,
+        key: str,
+        name: str,
+        spec: Spec,
+        run_id: str | None,
+        attempt: int,
+        workers: int,
+        may_reuse: bool,
     ) -> None:
-        """An attempt of a trial begins. One that goes on keeps its recorder; another run under the same key ends the one before."""
+        """An attempt of a trial begins, with so many workers. One that goes on keeps its recorder; another run under the same key ends the one before."""
         recorder = self._recorders.get(key)
         if recorder is not None and (
             recorder.closed or recorder.name != name or recorder.run_id_now not in {None, run_id}
@@ -253,7 +278,7 @@ class RecordersActor:
         if recorder is None:
             recorder = TrialRecorder(spec, name, run_id, self._source, may_reuse=may_reuse)
             self._recorders[key] = recorder
-        recorder.begin(attempt)
+        recorder.begin(attempt, workers)
         for signal_number in self._stopping:  # it was asked to before this one began
             recorder.stop(signal_number)
 
@@ -292,6 +317,11 @@ class RecordersActor:
     def close_trial(self, key: str) -> None:
         """A trial came to its end; the rest of its record is written meanwhile."""
         self._close(self._recorders[key])
+
+    @ray.method(concurrency_group="news")
+    def roll_call(self, key: str, attempt: int, name: str, *arguments: Any) -> Any:
+        """A call of `TrialRollCalls` from a worker of a trial that began with this attempt."""
+        return self._recorders[key].roll_call(attempt, name, arguments)
 
     @ray.method(concurrency_group="news")
     def views(self) -> dict[int, RunView]:

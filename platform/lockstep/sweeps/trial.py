@@ -44,7 +44,7 @@ from lockstep.errors import (
 from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events.union import EvaluationRow
+from lockstep.record.events.union import EvaluationRow, Warned
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_history, find_run
@@ -52,7 +52,9 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
+from lockstep.sweeps.trial_roll_calls import TrialRollCallClient, trial_meeting
 from lockstep.sweeps.trial_run import RECORDER, TrialRun
+from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit
 
@@ -170,7 +172,10 @@ class Training:
         self._sweep_id, self._recorders, self._peers, self._end = sweep_id, recorders, peers, end
         self._rank_zero = TrialRun(recorders, str(number), {"parent": sweep_id, "trial": number}, self.give)
         self._last: dict[str, Any] = {}
-        self._others: list[Any] = []
+        self._others: dict[int, Any] = {}
+        """The work of the other ranks that are not lost, by rank."""
+        self._outlived = False
+        """Whether a rank was lost that the others have gone on without."""
         self._thread = threading.Thread(target=self._run, name="lockstep-trial", daemon=True)
         self._thread.start()
 
@@ -195,13 +200,16 @@ class Training:
         return {"trial": self.number, "run": self.run_id, "step": step}
 
     def leave(self) -> bool:
-        """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers have ended it too."""
+        """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers are all there, and have ended it too."""
         self._rank_zero.leave()
         self._thread.join(3 * PATIENCE_S)
         if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
-        others = self._others
-        return not others or not ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)[1]
+        others = [*self._others.values()]
+        if not others or self._outlived:
+            return not self._outlived
+        ended, late = ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)
+        return not late and not any(map(_is_lost, ended))
 
     # --- the thread --------------------------------------------------------------------------------------------
 
@@ -228,7 +236,9 @@ class Training:
                 self._replay(found, history)
                 return
         origin = AttemptOrigin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
-        opened = self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse)
+        opened = self._recorders.open.remote(
+            key, name, spec, run_id, origin.attempt, len(self._peers) + 1, self._may_reuse
+        )
         answer_of(opened, RECORDER, ANSWER_S)
         sender = self._rank_zero.begin(origin.attempt)
         sender.tell(listening(0))
@@ -293,38 +303,69 @@ class Training:
             return fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
         secret, gpus = Secret(), device().type == "cuda"
         store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=gpus)
-        others = self._others = [
-            peer.train.remote(
-                spec, origin, (store.host, store.port), secret, rank, size, self._recorders, str(self.number)
+        key = str(self.number)
+        self._others = {
+            rank: peer.train.remote(
+                spec, origin, (store.host, store.port), secret, rank, size, self._recorders, key
             )
             for rank, peer in enumerate(self._peers, start=1)
-        ]
+        }
+        client = TrialRollCallClient(self._recorders, key, origin.attempt, 0)
         over = threading.Event()
-        threading.Thread(target=self._watch, args=(others, over), name="lockstep-peers", daemon=True).start()
+        threading.Thread(target=self._watch, args=(client, over), name="lockstep-peers", daemon=True).start()
         try:
-            with joined(store, 0, size):
-                summary = fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
+            with (
+                joined(store, 0, size),
+                trial_meeting(client, origin.attempt, 0, secret, self._seat) as meeting,
+            ):
+                group, rank_zero = Group.join(device()), self._rank_zero
+                summary = fit(spec, job, group, rank_zero.tell, rank_zero, origin, meeting)
         except Exception as error:
-            raise first_cause(others, error) from error
+            raise first_cause([*self._others.values()], error) from error
         finally:
             over.set()
         answer_of(
-            others, "another rank of the trial, which has trained to the end,", spec.faults.longest_silence_s
+            [*self._others.values()],
+            "another rank of the trial, which has trained to the end,",
+            spec.faults.longest_silence_s,
         )
         return summary
 
-    def _watch(self, others: list[Any], over: threading.Event) -> None:
-        """Until `fit` is over: end the attempt where another rank has ended, and rank 0 waits for it all the same."""
-        waiting = list(others)
+    def _seat(self, group: Group, origin: AttemptOrigin | None) -> Seat:
+        """Rank 0's seat in a group that goes on in memory."""
+        assert origin is not None
+        self._rank_zero.goes_on(origin.attempt)
+        return Seat(group, self._rank_zero.tell, self._rank_zero, origin)
+
+    def _watch(self, client: TrialRollCallClient, over: threading.Event) -> None:
+        """Until `fit` is over: have the others outlive a rank that is lost; where they cannot, or one has ended by itself, end the attempt if rank 0 waits for it."""
+        waiting = {work: rank for rank, work in self._others.items()}
         while waiting and not over.is_set():
-            ended, waiting = ray.wait(waiting, timeout=1.0)
-            try:
-                ray.get(ended)
-            except ray.exceptions.RayError as error:
-                if not over.wait(PATIENCE_S):
-                    lost = ClusterError(f"a worker of the trial is gone: {why_lost(str(error))}")
-                    self._broke(first_cause(others, lost))
-                return
+            ended, _ = ray.wait([*waiting], timeout=1.0)
+            for work in ended:
+                rank = waiting.pop(work)
+                try:
+                    ray.get(work)
+                except ray.exceptions.RayError as error:
+                    if self._outlives(client, rank, error):
+                        continue
+                    if not over.wait(PATIENCE_S):
+                        lost = ClusterError(f"a worker of the trial is gone: {why_lost(str(error))}")
+                        self._broke(first_cause([*self._others.values()], lost))
+                    return
+
+    def _outlives(self, client: TrialRollCallClient, rank: int, error: ray.exceptions.RayError) -> bool:
+        """Whether the others go on without a rank whose work has failed: not where it has ended with an error of its own."""
+        if not isinstance(error, ray.exceptions.RayActorError):
+            return False
+        with suppress(ray.exceptions.RayError, SilentError):  # without the recorders nobody goes on
+            if client.lose(rank):
+                self._outlived = True
+                self._others = {other: work for other, work in self._others.items() if other != rank}
+                what = f"rank {rank} of trial {self.number} was lost: {why_lost(str(error))}"
+                self._rank_zero.tell(Warned(f"{what}; the others go on without it"))
+                return True
+        return False
 
     def _broke(self, error: Exception) -> None:
         if isinstance(
@@ -370,6 +411,17 @@ class Training:
             "run_id": self.run_id,
         }
         self.results.put(end if last is None else {**self._result(last), **end})
+
+
+def _is_lost(work: Any) -> bool:
+    """Whether the process that was to do this work is gone."""
+    try:
+        ray.get(work)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
 
 
 class WorkersLostError(RuntimeError):

@@ -35,6 +35,9 @@ class TrialRun:
         self._recorders, self._key = recorders, key
         self._facts, self._give = dict(facts), give
         self._sender: Sender
+        self._attempt = 0
+        self._given = -1
+        """The step of the last evaluation that Tune was given."""
         self._wanted = threading.Event()
         self._left = threading.Event()
         self._save_errors: dict[int, str | None] = {}
@@ -44,10 +47,15 @@ class TrialRun:
 
     def begin(self, attempt: int) -> Sender:
         """An attempt begins; the way of its events to the recorder."""
+        self._attempt = attempt
         self._sender = Sender(
-            lambda events: self._recorders.tell.remote(self._key, attempt, events), ANSWER_S
+            lambda events: self._recorders.tell.remote(self._key, self._attempt, events), ANSWER_S
         )
         return self._sender
+
+    def goes_on(self, attempt: int) -> None:
+        """The workers go on in memory, as this attempt."""
+        self._attempt = attempt
 
     def want(self) -> None:
         """Tune wants the next result."""
@@ -81,7 +89,8 @@ class TrialRun:
                 event = Started({**event.facts, **self._facts})
             case Restored():
                 for row in event.evaluations:
-                    self._give(row)
+                    if self.pending is None or self.pending.step != row.step:
+                        self._give_once(row)
             case EvaluationRow():
                 self.pending = event
             case CheckpointRow():
@@ -112,10 +121,19 @@ class TrialRun:
         if self.pending is not None:
             self._wanted.clear()
             row, self.pending = self.pending, None
-            self._give(row)
+            if not self._give_once(row):  # workers that go on in memory have evaluated it again
+                return not self._left.is_set()
             while not self._left.is_set() and not self._wanted.wait(ALIVE_S):
                 self._sender.tell(Alive())  # held, and not hung
         return not self._left.is_set()
+
+    def _give_once(self, row: EvaluationRow) -> bool:
+        """Give Tune an evaluation, unless it had it. Whether it was given."""
+        if row.step <= self._given:
+            return False
+        self._given = row.step
+        self._give(row)
+        return True
 
     def _learn(self) -> bool:
         """Take in the id of a new run. False where a finished one stands for it."""

@@ -149,7 +149,7 @@ class Workers:
         self.spec, self.origin, self.place = spec, origin, place
         self.over, self.error = self, None
         self.stage_ends, self.lost = StageEnds(), dict[int, str]()
-        self.can_regroup, self.run_id = False, origin.run_id
+        self.can_regroup, self.replaced_by_ray, self.run_id = False, False, origin.run_id
         self.attempt = origin.attempt
         """The attempt that its workers tell of: they may have gone on to another."""
         self.joining_workers = SimpleNamespace(failed={}, ended=[])
@@ -163,7 +163,7 @@ class Workers:
     def start(self) -> None:
         self.stage_ends.note("decision")
         for rank in range(self.place.workers):
-            self.tell(Joined(rank, f"node-{'abc'[rank]}", 1, Path("stacks"), 0.0, "{}"))
+            self.tell(Joined(rank, f"node-{'abc'[rank]}", 1, Path("stacks"), "{}"))
             self.mailbox.ready(self.attempt, rank)
 
     def wait(self, timeout_s: float) -> bool:
@@ -224,7 +224,7 @@ class Workers:
 
     def join(self, number: int, step: int) -> Generator[None]:
         """A worker is started beside those that train, which are asked for another group after this step, and it is let in."""
-        joining = Joined(number, f"node-{'abc'[number]}", 1, Path("stacks"), 0.0, "{}")
+        joining = Joined(number, f"node-{'abc'[number]}", 1, Path("stacks"), "{}")
         self.mailbox.enter(self.origin.attempt, joining, Arrival(None, "host", 1))
         yield from self.until(lambda: self.mailbox.tell(self.attempt, []).regroup == self.attempt)
         for other in self.mailbox.status().numbers:
@@ -246,11 +246,13 @@ class Watch:
 
     def __init__(self, place: WorkerPlacement, without: frozenset[str], advice: Iterator[Advice]) -> None:
         self.each, self.without, self._advice = place.each, without, advice
+        self.workers, self.advised = place.workers, 0
         self.asks_for_room = True
         self.left: list[int] = []
         self.grown: list[int] = []
 
     def advice(self, _members: Sequence[Joined]) -> Advice:
+        self.advised += 1
         return next(self._advice, Advice())
 
     def outlived(self, workers: int) -> None:
@@ -261,25 +263,6 @@ class Watch:
 
     def close(self) -> None:
         self.asks_for_room = False
-
-
-class Standbys:
-    """Idle processes, of which an attempt takes what the one before had them started for."""
-
-    def __init__(self) -> None:
-        self.filled: list[tuple[int, list[str]]] = []
-        """Each attempt for which they were started, with the nodes of its workers."""
-
-    def first(self, place: WorkerPlacement) -> WorkerPlacement:
-        return place
-
-    def fill(self, attempt: int, members: Sequence[Joined], each: dict[str, float]) -> None:
-        filled = (attempt, [member.node for member in members])
-        if filled not in self.filled:
-            self.filled.append(filled)
-
-    def took(self, members: Sequence[Joined], _asked_at: float) -> int:
-        return len(members) if self.filled else 0
 
 
 class Unhurried(StopSignal):
@@ -310,7 +293,6 @@ class Supervised:
 
     def __post_init__(self) -> None:
         self.recording, self.told, self.stop = Recording(self.run_id), Told(), Unhurried()
-        self.standbys = Standbys()
         self.run_ids: list[str] = []
         """What the caller is told of the run's id."""
         self.workers: list[Workers] = []
@@ -343,9 +325,6 @@ class Supervised:
         def told(*_: Any) -> Any:
             return self.told
 
-        def standbys(*_: Any) -> Any:
-            return self.standbys
-
         recording: Any = self.recording
         self.supervisor = Supervisor(
             self.spec,
@@ -356,7 +335,7 @@ class Supervised:
             {},
             [],
             self.run_ids.append,
-            ClusterView(placed, placed, placed, workers, watch, standbys, told, told)._replace(**self.around),
+            ClusterView(placed, placed, placed, workers, watch, told, told)._replace(**self.around),
         )
 
     def run(self) -> Result:

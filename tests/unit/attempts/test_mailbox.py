@@ -6,7 +6,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from lockstep.attempts.mailbox import LOOK_S, STEADY_LOOK_S, Mailbox, look_every_s
+from lockstep.attempts.mailbox import (
+    LOOK_S,
+    STEADY_LOOK_S,
+    Mailbox,
+    TrainerSlot,
+    TrainerSlots,
+    look_every_s,
+)
 from lockstep.errors import ClusterError, DeviceError, RecordError
 from lockstep.record.events.union import Broke, Event, Failed, Finished, Joined, StageEnded, Started, Warned
 from lockstep.record.recorder_state import RecorderState
@@ -107,7 +114,7 @@ def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> 
 
 
 def joined(rank: int) -> Joined:
-    return Joined(rank, f"node-{rank}", 100 + rank, Path("stacks"), 0.0, "")
+    return Joined(rank, f"node-{rank}", 100 + rank, Path("stacks"), "")
 
 
 def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:
@@ -172,6 +179,45 @@ def test_a_joining_worker_is_seen_once_it_is_let_in() -> None:
     assert {rank: member.pid for rank, member in status.view.members.items()} == {0: 100, 1: 101}
     mailbox.tell(2, [Broke(DeviceError("ECC"), "", rank=1)])
     assert mailbox.status().view.device_ranks == {1}
+
+
+def test_a_worker_that_rays_trainer_starts_is_the_first_of_its_rank_or_joins_or_is_not_needed() -> None:
+    """Ray's controller starts another worker for each process that ends, whatever the attempt came to."""
+    mailbox = Mailbox()
+    assert mailbox.take_slot(1, 0) is None  # the driver has not begun the attempt
+    mailbox.begin(1, workers=2)
+    assert [mailbox.take_slot(1, rank) for rank in (0, 1)] == [TrainerSlot(0), TrainerSlot(1)]
+    assert mailbox.take_slot(1, 1) == TrainerSlot(None)  # not all train yet: nobody goes on
+    for worker in (0, 1):
+        mailbox.tell(1, [joined(worker)])
+        mailbox.ready(1, worker)
+        mailbox.hold_slot(1, worker, [f"of {worker}"])
+    assert mailbox.lose(1)
+    assert mailbox.take_slot(1, 1) == TrainerSlot(2)
+    mailbox.hold_slot(1, 2, ["of 2"])
+    mailbox.leave_slot(1, 0)
+    assert mailbox.slots(1) == TrainerSlots({0: ["of 0"], 1: ["of 1"], 2: ["of 2"]}, frozenset({0}))
+    mailbox.tell(1, [Finished({"stopped": False})])
+    assert mailbox.take_slot(1, 1) == TrainerSlot(None)
+    mailbox.begin(2, workers=2)
+    assert mailbox.take_slot(1, 0) == TrainerSlot(None)
+    assert mailbox.take_slot(2, 0) == TrainerSlot(0)
+    assert (mailbox.slots(1), mailbox.slots(2)) == (
+        TrainerSlots({}, frozenset()),
+        TrainerSlots({}, frozenset()),
+    )
+
+
+def test_the_first_workers_of_an_attempt_meet_where_its_rank_0_serves() -> None:
+    mailbox = Mailbox()
+    mailbox.begin(1, workers=2)
+    assert mailbox.meeting_place(1) is None
+    mailbox.meet_at(1, ("host", 7))
+    assert mailbox.meeting_place(1) == ("host", 7)
+    mailbox.begin(2, workers=2)
+    assert mailbox.meeting_place(2) is mailbox.meeting_place(1) is None
+    mailbox.meet_at(1, ("host", 8))  # late
+    assert mailbox.meeting_place(2) is None
 
 
 def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:

@@ -1,25 +1,15 @@
-"""Where the next attempt's workers go: not to nodes that are gone, and first to those where processes stand by."""
+"""Where the next attempt's workers go: not to nodes that are gone, and to as few as hold them."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, place, rooms_for_more
-from lockstep.attempts.spare_workers import Standbys
 from lockstep.errors import SpecError
-from lockstep.record.events.union import Joined
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-
-
-def standing_by(**nodes: int) -> Standbys:
-    standbys = Standbys(lambda text: None)
-    standbys._idle.update(nodes)
-    return standbys
 
 
 def placed(workers: int, *fit: str) -> WorkerPlacement:
@@ -30,20 +20,9 @@ def spec_with(**workers: Any) -> Spec:
     return load_spec({"job": {"use": "a:B"}, "batch": {"global": 64, "micro": 8}, "workers": workers})
 
 
-def member(node: str, imported_at: float) -> Joined:
-    return Joined(0, node, 1, Path("none"), imported_at, "")
-
-
 def test_workers_go_to_any_node_but_these() -> None:
     assert anywhere_but(frozenset()) is None
     assert anywhere_but({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
-
-
-def test_workers_go_first_where_processes_stand_by() -> None:
-    assert standing_by(a=1, b=2).first(placed(4, "a", "b", "c")).first == ("b", "b", "a")
-    assert standing_by(a=1, b=2).first(placed(2, "a", "b", "c")).first == ("b", "b")
-    assert standing_by(a=1, b=2).first(placed(4, "a", "c")).first == ("a",)  # b is gone
-    assert standing_by().first(placed(4, "a")).first == ()
 
 
 def test_joining_workers_go_first_where_a_lost_worker_has_left_its_place() -> None:
@@ -60,35 +39,22 @@ def test_joining_workers_go_first_where_a_lost_worker_has_left_its_place() -> No
 
 
 def test_each_worker_has_a_node_by_what_is_free() -> None:
-    """The first ones where processes stand by, the others on as few nodes as hold them, and none on a node that goes."""
+    """On as few nodes as hold them, and none on a node that goes."""
     free = {
         node: {"CPU": cpus, "memory": 9.0}
         for node, cpus in {"a": 1.0, "b": 2.0, "c": 4.0, "gone": 8.0}.items()
     }
 
-    def nodes(place: WorkerPlacement, first: bool = True) -> str | None:
-        found = nodes_for(place, free, first)
+    def nodes(place: WorkerPlacement) -> str | None:
+        found = nodes_for(place, free)
         return found and "".join(selector["ray.io/node-id"] for selector in found)
 
     assert nodes(placed(1, "a", "b", "c")) == "c"
     assert nodes(placed(5, "a", "b", "c")) == "ccccb"
     assert nodes(placed(7, "a", "b", "c")) == "ccccbba"
     assert nodes(placed(8, "a", "b", "c")) is None
-    assert nodes(placed(3, "a", "b")._replace(first=("a", "b"))) == "abb"
-    assert nodes(placed(3, "a", "b", "c")._replace(first=("b",))) == "bbc"
-    held = placed(3, "a", "b", "c")._replace(first=("a", "a"))  # of what they held before, one is free yet
-    assert nodes(held) is None
-    assert nodes(held, first=False) == "ccc"
-    assert nodes(placed(1, "a", "d")._replace(first=("d",))) is None
     halves = placed(3, "a", "b")._replace(each={"CPU": 0.5, "memory": 4.0})
     assert nodes(halves) == "aab"
-
-
-def test_a_worker_stood_by_if_its_imports_were_done_when_it_was_asked_for() -> None:
-    """One whose imports were not is gone from those that stand by all the same."""
-    standbys = standing_by(a=2, b=1)
-    assert standbys.took([member("a", 9.0), member("b", 11.0), member("c", math.inf)], 10.0) == 1
-    assert standbys.first(placed(3, "a", "b")).first == ("a",)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def suspected(node: str) -> Script:
 
     def script(workers: Workers) -> Generator[None]:
         for rank, name in enumerate(("node-a", node, "node-c")):
-            workers.tell(Joined(rank, name, 1, Path("stacks"), 0.0, "{}"))
+            workers.tell(Joined(rank, name, 1, Path("stacks"), "{}"))
         workers.step(3)
         workers.tell(corrupted(3, since=2))
         for step in range(4, 12):
@@ -500,6 +500,41 @@ def test_a_worker_that_joins_while_it_trains_makes_another_attempt(tmp_path: Pat
     assert any(line.endswith("the others go on from step 1, and 1 join them") for line in run.told.lines)
 
 
+def test_a_worker_that_ray_starts_in_the_place_of_a_lost_one_is_let_in(tmp_path: Path) -> None:
+    """Nobody else is started for it, and the attempt does not move for the room that Ray keeps for it."""
+
+    def replaced(workers: Workers) -> Generator[None]:
+        workers.can_regroup = workers.replaced_by_ray = True
+        workers.step(1)
+        yield
+        workers.outlive(1, "rank 1: gone", step=1)
+        workers.step(2)
+        yield from workers.until(lambda: run.watches[0].advised > 3)
+        assert not workers.asked.stop
+        yield from workers.join(2, 2)
+        yield from workers.until(lambda: workers.inside == (0, 2))
+        workers.step(3)
+        workers.finish(3)
+
+    def start_nobody(*_: Any) -> Members:
+        raise AssertionError("another worker is started")
+
+    run = Supervised(
+        tmp_path,
+        [replaced],
+        advice=[Advice(), Advice(), Advice(move="there is room for 2")],
+        ranks=2,
+        around={"start_joining": start_nobody},
+    )
+    assert run.run().attempts == 3
+    told = [(one["workers"], one["in_memory"], one["joined"], one["why"]) for one in run.recording.summaries]
+    assert told == [
+        (2, False, 0, "rank 1: gone"),
+        (1, True, 0, "Ray has replaced a lost worker"),
+        (2, True, 1, "finished"),
+    ]
+
+
 def test_a_run_is_named_once_and_what_is_wrong_with_it_is_told_once(tmp_path: Path) -> None:
     """Whatever warns: the workers, the recorder's diagnosis, and what the record contradicts at the end."""
 
@@ -628,25 +663,3 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     why = run.recording.summaries[0]["why"]
     assert why.startswith("no rank made progress for " if begun else "no first step within ")
     assert "what each was doing is in stacks-attempt-1.txt" in why
-
-
-@pytest.mark.parametrize("after_s", [0.0, 3600.0, None])
-def test_processes_stand_by_for_an_attempt_that_trains_for_a_while(
-    tmp_path: Path, after_s: float | None
-) -> None:
-    """Once it has, and not where nobody wants them: the next attempt is placed where they are, and its account says how many it took."""
-
-    def trains_on(workers: Workers) -> Generator[None]:
-        workers.step(1)
-        if after_s == 0.0:
-            yield from workers.until(lambda: run.standbys.filled)
-        else:
-            yield from workers.until(lambda: run.recording.summaries)
-        workers.save(1)
-        workers.lose()
-
-    faults = {"faults": {"standby_after_s": after_s}}
-    run = Supervised(tmp_path, [trains_on, trains(2, ends=None)], faults, ranks=2)
-    run.run()
-    assert run.standbys.filled[:1] == ([(1, ["node-a", "node-b"])] if after_s == 0.0 else [])
-    assert [one["standbys"] for one in run.recording.summaries] == [0, 2 if after_s == 0.0 else 0]

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.clusters.driver_restarter import (
+    JOB,
+    KEPT,
     first_job,
     first_of,
     kept,
     pause_s,
+    refuse_without_a_job,
     retries_so_far,
     retry_of,
     was_lost,
@@ -68,9 +71,20 @@ def test_a_submitted_run_is_asked_to_keep_itself(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_no_job_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    for name in (JOB, KEPT):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(SpecError, match="retries: this command is not a cluster job"):
-        first_job()
+        refuse_without_a_job("local")
+    refuse_without_a_job("127.0.0.1:1")  # whether it is one, the cluster says
+
+
+def test_the_first_job_of_a_run_is_the_one_that_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB, "night-1a")
+    assert first_job() == "night-1a"
+    refuse_without_a_job("local")
+    monkeypatch.setenv(JOB, "night-1a-retry-1")
+    monkeypatch.setenv(KEPT, "night-1a")
+    assert first_job() == "night-1a"
 
 
 def test_without_retries_errors_keep_their_exit_code() -> None:

@@ -196,7 +196,7 @@ def private_names_of(module: str, name: str) -> set[str]:
 
 ASKED_BEFORE: dict[str, set[Part]] = {
     "driver_trainer.py": {"driver trainer"},
-    "fork_server.py": {"forked ids"},
+    "fork_server.py": {"forked workers"},
     "warm_server.py": {"own node"},  # OUTLIVES_SIGTERM is set by it alone
 }
 """The parts about which the callers of a module ask."""

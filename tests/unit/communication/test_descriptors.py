@@ -44,20 +44,18 @@ def test_a_hard_limit_that_is_too_low_is_told(limits: tuple[int, int]) -> None:
 
 
 ON_RAY = """
-import os, resource, sys
-from pathlib import Path
-from lockstep.attempts.spare_workers import import_ahead, imports_ahead
-os.environ |= imports_ahead("/", "no.such.job", WORKERS, private=False)
+import resource
+from lockstep.attempts.process_group import allow_descriptors
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-import_ahead()
+allow_descriptors(WORKERS)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
 @pytest.mark.parametrize(("workers", "least"), [(300, 2 * 303 + SPARE_DESCRIPTORS), (10**9, 256)])
 def test_a_worker_on_ray_has_its_limit_before_ray_forms_a_group(workers: int, least: int) -> None:
-    """It is raised as the process starts. Too low a hard limit ends no process there: the worker tells it as it joins."""
+    """It is raised before the workers meet. Too low a hard limit ends no process there: the worker tells it as it joins."""
     process = script(ON_RAY.replace("WORKERS", str(workers)))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

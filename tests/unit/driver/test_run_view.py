@@ -31,7 +31,7 @@ def view_of(*events: Event, attempt: int = 1) -> RunView:
 
 
 def test_the_newest_of_everything_is_seen() -> None:
-    joined = [Joined(rank, "node", 7 + rank, Path("stacks"), 1.0, "{}") for rank in (1, 0)]
+    joined = [Joined(rank, "node", 7 + rank, Path("stacks"), "{}") for rank in (1, 0)]
     view = view_of(
         *joined,
         Started({"plan": {"total_steps": 9}}),

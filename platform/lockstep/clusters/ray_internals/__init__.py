@@ -5,17 +5,12 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 
 | part | without it |
 |---|---|
-| driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
-| standbys | a lost worker is replaced by a process that has yet to start |
-| forked ids | every worker imports what it needs by itself |
-| worker set-up | the start of every worker takes 0.4 s of a processor longer |
-| nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
+| driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, Ray chooses the nodes |
+| forked workers | every worker imports what it needs by itself, and its set-up imports Ray |
+| nodes | notices that a node is about to go are not heard, `lockstep cluster leave`, and so the agent that hears them, is refused, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
-| agents | `lockstep cluster up` does not wait for the agents that take jobs |
-| jobs | `--retries` is refused |
 | own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later; SIGTERM to all processes at once, as from Slurm, ends it before a last checkpoint |
-| draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
 This module itself imports nothing of Ray: workers get copies of what lies beside it.
 """
@@ -37,16 +32,11 @@ PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
 
 Part = Literal[
     "driver trainer",
-    "standbys",
-    "forked ids",
-    "worker set-up",
+    "forked workers",
     "nodes",
     "key-values",
     "packages",
-    "agents",
-    "jobs",
     "own node",
-    "draining",
 ]
 
 _TRAIN = "ray.train.v2._internal"
@@ -153,22 +143,11 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.train.torch:TorchTrainer._create_default_callbacks": ("self",),
         "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("self", "controller_init_kwargs"),
     },
-    "standbys": {
-        "ray._private.ray_constants:WORKER_PROCESS_SETUP_HOOK_ENV_VAR": None,
-        "ray._private.grpc_utils:init_grpc_channel": None,
-        "ray.core.generated.common_pb2:PYTHON": None,
-        "ray.core.generated.node_manager_pb2:PrestartWorkersRequest": None,
-        "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub": None,
-        "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
-        "ray._private.state:available_resources_per_node": (),
-    },
-    "forked ids": {
+    "forked workers": {
         "ray.actor:ActorClassID": None,
         "ray._raylet:ActorClassID.from_random": None,
         "ray._raylet:ActorClassID.size": None,
         "ray._raylet:ObjectRef.from_random": None,
-    },
-    "worker set-up": {
         "ray._private.ray_constants:SETUP_WORKER_FILENAME": None,
         "ray._private.runtime_env.context:RuntimeEnvContext.__init__": (
             "self",
@@ -183,6 +162,8 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.state:state.get_draining_nodes": (),
         "ray._private.state:state.get_max_resources_from_cluster_config": (),
         "ray._private.state:available_resources_per_node": (),
+        "ray._raylet:GcsClient": None,  # its methods are made when it is
+        "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
     },
     "key-values": {
         "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
@@ -195,11 +176,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.runtime_env.packaging:_dir_travel": None,
         "ray._private.runtime_env.packaging:_get_excludes": ("path", "excludes"),
     },
-    "agents": {
-        "ray._private.ray_constants:KV_NAMESPACE_DASHBOARD": None,
-        "ray.dashboard.consts:DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX": None,
-        "ray.cluster_utils:Cluster.add_node": None,
-    },
     "own node": {
         "ray._private.node:Node.start_monitor": ("self",),
         "ray._private.node:Node.start_api_server": ("self", "include_dashboard", "raise_on_failure"),
@@ -210,15 +186,6 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.services:_get_gcs_client_options": ("gcs_server_address",),
         "ray._private.state:GlobalState._initialize_global_state": ("self", "gcs_options"),
         "ray._private.state:GlobalState.node_table": ("self",),
-    },
-    "draining": {
-        "ray._raylet:GcsClient": None,  # its methods are made when it is
-        "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
-        "ray._private.state:available_resources_per_node": (),
-    },
-    "jobs": {
-        "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR": None,
-        "ray.dashboard.modules.job.common:JOB_ID_METADATA_KEY": None,
     },
 }
 """The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
@@ -254,17 +221,18 @@ ATTRIBUTES: dict[Part, dict[str, tuple[str, ...]]] = {
         "ray.train.torch:TorchTrainer": ("scaling_config", "run_config"),
         "ray.actor:ActorHandle": ("_actor_id",),
     },
-    "agents": {
-        "ray.cluster_utils:Cluster": ("head_node",),
-        "ray._private.node:Node": ("get_gcs_client",),
-    },
 }
 """The attributes that each part reads of instances, by their class as `module:name`."""
 
 
+def is_public_only() -> bool:
+    """Whether no private part is to be used. Read each time: it may be set for one run of several."""
+    return os.environ.get(PUBLIC_ONLY) == "1"
+
+
 def unavailable(part: Part) -> str | None:
     """Why a part cannot be used with the installed Ray, in a few words; None if it can."""
-    if os.environ.get(PUBLIC_ONLY) == "1":  # read each time: it may be set for one run of several
+    if is_public_only():
         return f"{PUBLIC_ONLY} is 1"
     return _differs(part)
 
@@ -347,10 +315,9 @@ def warnings_of_ray() -> list[str]:
     if reason is not None:
         return [
             f"ray: the run goes through Ray's public TorchTrainer ({reason}): a lost worker takes some seconds longer to "
-            "replace; there are no standby workers and no preferred nodes"
+            "replace, and Ray chooses the nodes"
         ]
     effects: dict[Part, str] = {
-        "standbys": "there are no standby workers, so a lost worker takes longer to replace",
         "nodes": "a notice that a node is about to go is not heard",
     }
     reasons = {part: unavailable(part) for part in effects}

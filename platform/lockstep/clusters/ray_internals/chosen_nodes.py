@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ray.train import ScalingConfig
 
-Choose = Callable[[Mapping[str, Mapping[str, float]], bool], list[dict[str, str]] | None]
-"""Takes what is free on each node, and whether the preferred nodes must be used; returns for each worker a label selector of one node."""
+Choose = Callable[[Mapping[str, Mapping[str, float]]], list[dict[str, str]] | None]
+"""Takes what is free on each node; returns for each worker a label selector of one node."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ from lockstep.clusters.ray_internals.stage_times import StageTimes
 from lockstep.clusters.ray_internals.train_page import Shown, TrainPage
 
 FIRST_S = 3.0
-"""How long to wait for room on the preferred nodes: what the previous attempt held is free only once Ray has noticed."""
+"""How long to wait for room: what the previous attempt held is free only once Ray has noticed."""
 
 LOOK_S = 0.05
 """Pause between two looks at what is free."""
@@ -126,14 +126,14 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 
 def _chosen(scaling_config: ChosenNodes) -> list[dict[str, str]] | None:
-    """A selector for each worker: with the preferred nodes if they have room soon, else of any nodes; None without room."""
+    """A selector for each worker if there is room soon, else None."""
     choose = scaling_config.choose
     if choose is None or unavailable("nodes"):
         return None
     until = time.monotonic() + FIRST_S
-    while (selectors := choose(free_resources(), True)) is None and time.monotonic() < until:
+    while (selectors := choose(free_resources())) is None and time.monotonic() < until:
         time.sleep(LOOK_S)
-    return selectors or choose(free_resources(), False)
+    return selectors
 
 
 class DriverController(TrainController):  # type: ignore[misc]

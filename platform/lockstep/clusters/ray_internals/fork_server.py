@@ -45,7 +45,7 @@ CLUSTER_SECRET = "LOCKSTEP_CLUSTER_SECRET"
 OUTLIVES_SIGTERM = "LOCKSTEP_OUTLIVES_SIGTERM"
 """With 1 a worker takes no notice of SIGTERM: its cluster is a command's own, which is sent the signal too, and saves before it ends."""
 
-_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
+_READ_LATER = ("LOCKSTEP_", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
 
 _RAYLET_S, _SHOW_S, _ASK_S = 0.5, 2.0, 10.0

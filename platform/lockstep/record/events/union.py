@@ -391,15 +391,13 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker has begun: where to find its process. Times are Unix seconds."""
+    """A worker has begun: where to find its process."""
 
     rank: int
     node: str
     pid: int
     stacks_file: Path
     """Where the process writes its stacks on SIGUSR1."""
-    imported_at: float
-    """When the process had imported everything that a worker needs; infinity for one that was not started ahead."""
     runtime_env: str
     """The runtime environment of the process, as Ray writes it."""
 

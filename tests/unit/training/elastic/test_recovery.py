@@ -34,7 +34,7 @@ SHOWN_LATER = {
     "a worker ended with an error of its own: the job's, a device's, a disk's": "tests/distributed/test_survivors.py",
     "a worker is lost before all of them train": "tests/unit/training/elastic/test_membership.py",
     "a step fails a second time though no worker is lost": "tests/unit/training/elastic/test_membership.py",
-    "a trial of a [sweep](sweeps.md), Ray's public `TorchTrainer`": "tests/cluster/test_ray_train.py",
+    "rank 0 of a [sweep](sweeps.md)'s trial": "tests/cluster/test_sweep.py",
 }
 """What shows itself when a worker is lost, and the tests that have it."""
 

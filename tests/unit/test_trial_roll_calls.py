@@ -1,0 +1,101 @@
+"""What the recorders answer the workers of a trial that lose one of theirs, and what Tune is given afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.record.events.union import EvaluationRow, Restored
+from lockstep.sweeps.trial_roll_calls import TrialRollCalls
+from lockstep.sweeps.trial_run import TrialRun
+from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
+
+
+@pytest.fixture
+def formed() -> list[Formation]:
+    return []
+
+
+@pytest.fixture
+def calls(formed: list[Formation]) -> TrialRollCalls:
+    """Three workers that train."""
+    calls = TrialRollCalls(4, 3, formed.append)
+    for worker in range(3):
+        calls.ready(worker)
+    return calls
+
+
+def arrival(port: int) -> Arrival:
+    return Arrival(Progress(7, 5), "host", port)
+
+
+def test_the_others_go_on_without_a_lost_worker(calls: TrialRollCalls, formed: list[Formation]) -> None:
+    assert calls.called(0) is None
+    assert calls.lose(1)
+    assert calls.called(0) == 4
+    calls.arrive(0, 4, arrival(10))
+    assert calls.ask(0, 4) is None  # worker 2 is waited for
+    calls.arrive(2, 4, arrival(12))
+    expected = Formation(5, (0, 2), "host", 10, Progress(7, 5))
+    assert calls.ask(0, 4) == calls.ask(2, 4) == expected
+    assert formed == [expected]
+    assert calls.lose(2)  # and again, from the new group
+    calls.arrive(0, 5, arrival(20))
+    assert calls.ask(0, 5) == Formation(6, (0,), "host", 20, Progress(7, 5))
+    assert [formation.attempt for formation in formed] == [5, 6]
+
+
+def test_nobody_goes_on_without_a_worker_that_has_ended_by_itself(
+    calls: TrialRollCalls, formed: list[Formation]
+) -> None:
+    calls.end(1)
+    calls.arrive(0, 4, arrival(10))
+    assert isinstance(calls.ask(0, 4), Refused)
+    assert not calls.lose(2)
+    assert formed == []
+
+
+def test_a_loss_before_all_train_is_not_outlived() -> None:
+    calls = TrialRollCalls(1, 2, lambda _: None)
+    calls.ready(1)
+    assert not calls.lose(1)
+
+
+class Recorders:
+    """Takes what a trial tells, and knows its run."""
+
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+        self.tell = SimpleNamespace(remote=lambda key, attempt, events: self.attempts.append(attempt))
+
+
+def row(step: int) -> EvaluationRow:
+    return EvaluationRow(step, 0, {}, 0.1, 1.0)
+
+
+def test_tune_is_given_each_evaluation_once_also_where_workers_go_on_in_memory() -> None:
+    """What they report again of the newest row, and an evaluation that they have to make again, is no other result."""
+    given: list[int] = []
+
+    def give(evaluation: EvaluationRow) -> None:
+        given.append(evaluation.step)
+        trial.want()  # Tune wants more at once
+
+    trial = TrialRun(Recorders(), "0", {}, give)
+    trial.begin(1)
+    trial.tell(Restored((), (row(2), row(4))))  # a resume
+    trial.tell(row(6))
+    assert trial.go_on()
+    assert given == [2, 4, 6]
+    trial.goes_on(2)
+    trial.tell(Restored((), (row(6),)))
+    trial.tell(row(6))
+    assert trial.go_on()
+    assert given == [2, 4, 6]
+    trial.tell(row(8))
+    trial.goes_on(3)
+    trial.tell(Restored((), (row(8),)))  # not given yet: it waits for the gate
+    assert given == [2, 4, 6]
+    assert trial.go_on()
+    assert given == [2, 4, 6, 8]
