@@ -246,6 +246,7 @@ class Faults(Section):
     longest_start_s: PositiveFloat = 3600.0
     longest_silence_s: PositiveFloat = 300.0
     standby_after_s: NonNegativeFloat | None = 60.0
+    mirror: bool = False
 
 
 def _one_word(name: str) -> str:
