@@ -55,6 +55,7 @@ RUNS = {
     "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.use=tests.chaos.exposed:ExposedGPT", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
     "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=25"],
 }  # fmt: skip
+RUNS["mirrored"] = [*RUNS["digits"], "sharding=optimizer", "faults.mirror=true"]
 RUNS["brief"] = [*RUNS["digits"], "length.epochs=9"]
 """Long enough for two kills."""
 
@@ -373,16 +374,20 @@ def main() -> None:
     )
     parser.add_argument(
         "--runs",
-        default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
+        default="digits=9,digits=8,mirrored=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
         help="jobs, each with how much happens, or with what: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
     parser.add_argument(
-        "--faults", type=int, help="so much in all, in runs of both jobs, and the control; in place of --runs"
+        "--faults",
+        type=int,
+        help="so much in all, in runs of these jobs, and the control; in place of --runs",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=3)
     given = parser.parse_args()
-    runs = given.runs if given.faults is None else shared_out(given.faults, ("digits", "stdlib_gpt"))
+    runs = (
+        given.runs if given.faults is None else shared_out(given.faults, ("digits", "stdlib_gpt", "mirrored"))
+    )
     if given.faults is not None:
         runs += f",{CONTROL}=driver"
     count, wrong = 0, []

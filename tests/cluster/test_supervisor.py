@@ -99,10 +99,14 @@ def assert_stages_are_all(account: dict[str, Any]) -> None:
     assert sum(account["seconds"].values()) == lost_s
 
 
+MIRRORED = {"sharding": "optimizer", "faults": {"mirror": True}}
+
+
 @pytest.mark.scenario
-def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", [{}, MIRRORED], ids=["none", "optimizer"])
+def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, Any]) -> None:
     """G1 and G4: one of three is killed. The two others go on in their processes; no checkpoint is read, no step done is taken again."""
-    changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}}
+    changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}, **sharding}
     whole = train(spec(tmp_path / "whole", **changes), local=True)
     before, after = list[int](), list[int]()
 

@@ -47,8 +47,10 @@ from lockstep.training.loop import fit, join
 from lockstep.training.requests import NoRequests
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
+from lockstep.training.step.sharding import _Gathering
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -398,6 +400,9 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "gather": (Group, "gather"),
     "gather outputs": (Group, "gather_first"),
     "update": (Stepper, "_update"),
+    "gather weights": (_Gathering, "_begun"),
+    "take weights": (_Gathering, "_done"),
+    "share out": (MirroredOptimizer, "_exchange"),
     "note": (lockstep.training.loop, "note_step"),
     "write": (lockstep.checkpoint.saver, "write_part"),
     "receipt": (lockstep.checkpoint.saver, "post_receipt"),
@@ -449,31 +454,40 @@ def watched(
 def _without(mechanism: str) -> Iterator[None]:
     """Take away one of the mechanisms that keep the bits."""
 
-    def keep_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
+    def keep_state(group: Group, *_: Any, **more: Any) -> tuple[int, list[int]]:
         group.gather(None)
         return 0, []
 
     def nothing(self: History) -> Restored:
         return Restored((), ())
 
-    def abandon(self: Stepper) -> None:
+    def abandon(self: Stepper, recorded: int | None = None) -> None:
         with mock.patch.object(StepBuffers, "restore", lambda self: None):
-            own(self)
+            own(self, recorded)
 
     def changed(skeleton: Any, tensors: dict[str, Any]) -> Any:
         next(iter(tensors.values())).view(torch.uint8).view(-1)[0] ^= 1
         return unpack(skeleton, tensors)
 
-    def without_optimizer(self: TrainState, sections: Mapping[str, Any], *, fork: bool = False) -> None:
-        restore(self, {**sections, "optimizer": self.optimizer.state_dict()}, fork=fork)
+    def without_optimizer(self: TrainState, sections: Mapping[str, Any], **more: Any) -> None:
+        restore(self, {**sections, "optimizer": self.optimizer.state_dict()}, **more)
 
-    def without_start(self: Stepper) -> None:
+    def without_start(self: Stepper, recorded: int | None = None) -> None:
         self._start.forget()
-        own(self)
+        own(self, recorded)
 
-    own, restore = Stepper.abandon, TrainState.restore
+    def behind(self: MirroredOptimizer, closure: None = None) -> None:
+        update(self)
+        for owner, share in self._shares.items():
+            if owner != self.group.rank:
+                for i, part in share.parts.items():
+                    share.optimizer.state[part.value] |= self._before[owner, i]
+
+    own, restore, update = Stepper.abandon, TrainState.restore, MirroredOptimizer.step
     patches = {
         "": (),
+        "spans before": (MirroredOptimizer, "take_back", lambda self, step: None),
+        "mirror": (MirroredOptimizer, "step", behind),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),

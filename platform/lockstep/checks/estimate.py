@@ -315,12 +315,15 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 
 
 def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
-    """The optimizer's state, where it is sharded that of the worker that holds most of it."""
+    """The optimizer's state, where it is sharded that of the worker that holds most of it; with its mirror, and both as before an update."""
     if not is_sharded(spec, workers):
-        return sum(parameter_state.scalars + parameter_state.others for parameter_state in found.optimizer)
+        whole = sum(parameter_state.scalars + parameter_state.others for parameter_state in found.optimizer)
+        return 2 * whole if is_mirrored(spec) else whole
     bytes_by_worker = [0] * workers
     for span in _spans(found, workers):
         bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
+    if is_mirrored(spec):
+        return 2 * max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
     return max(bytes_by_worker)
 
 
@@ -335,6 +338,11 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
         owned[span.owner] += (span.stop - span.start) * found.optimizer[span.parameter].width
     most = max(owned)
     return max(round(found.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
+
+
+def is_mirrored(spec: Spec) -> bool:
+    """Whether the optimizer's state of each worker is kept by another one too."""
+    return spec.sharding == "optimizer" and spec.faults.mirror
 
 
 def is_sharded(spec: Spec, workers: int) -> bool:
@@ -355,6 +363,8 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     optimizer = optimizer_bytes(spec, found, workers)
     parameters, average = held(spec, found.parameters, workers), held(spec, found.average, workers)
     standing = parameters + 2 * found.buffers + optimizer + average + found.workspace
+    if is_mirrored(spec):  # the start of the step
+        standing += parameters + found.buffers + average
     sums = sums_bytes(spec, found, micro_batches, workers)
     moving = moving_bytes(spec, found, micro_batches, workers)
     updating = updating_bytes(spec, found, workers)

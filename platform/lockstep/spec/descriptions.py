@@ -99,6 +99,7 @@ SPEC = {
     "faults.wait_for_workers_s": "seconds that the next attempt waits for workers.min",
     "faults.longest_start_s": "seconds that an attempt may take until its first step",
     "faults.longest_silence_s": "shortest time without progress, in seconds, after which an attempt is considered hung",
+    "faults.mirror": "with `sharding: optimizer`, whether another worker keeps each part of the state too, so that the others go on when one is lost",
 }
 """By dotted field of a spec. Kinds of a section, such as two optimizers, share one line for a field that they have in common."""
 

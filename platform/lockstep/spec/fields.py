@@ -245,6 +245,7 @@ class Faults(Section):
     wait_for_workers_s: NonNegativeFloat = 600.0
     longest_start_s: PositiveFloat = 3600.0
     longest_silence_s: PositiveFloat = 300.0
+    mirror: bool = False
 
 
 def _one_word(name: str) -> str:

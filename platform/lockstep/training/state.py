@@ -22,6 +22,7 @@ from lockstep.training.auxiliary_state import copied, unlisted_tensors
 from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
+from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.step.precision import Precision
@@ -204,6 +205,9 @@ class TrainState:
 
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
+        return self._sections(self.optimizer.state_dict())
+
+    def _sections(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         self._placed = {}
         return {
             "model": {
@@ -213,7 +217,7 @@ class TrainState:
                 **({"settings": self.settings.changed} if self.settings.changed else {}),
                 **({"resized": resized} if (resized := self._resized()) else {}),
             },
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": self.precision.state_dict(),
             "counters": asdict(self.counters),
             "best": {
@@ -225,6 +229,16 @@ class TrainState:
             **({} if self.average is None else {"ema": self._standing(self.average_state())}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
         }
+
+    def sections_on_all_ranks(self) -> dict[str, Any]:
+        """`sections` without what ranks have parts of: of a mirrored optimizer, the parameter groups alone. No rank waits for another."""
+        if not isinstance(self.optimizer, MirroredOptimizer):
+            return self.sections()
+        return self._sections({"param_groups": self.optimizer.groups_as_saved()})
+
+    def restore_on_all_ranks(self, sections: Mapping[str, Any]) -> None:
+        """Load what `sections_on_all_ranks` gave, in place. Errors as in `restore`."""
+        self.restore(sections, optimizer_state=not isinstance(self.optimizer, MirroredOptimizer))
 
     def _resized(self) -> dict[str, list[int]]:
         """The shapes of the buffers that a forward has given another one than `job.model()` did, as that of an observer."""
@@ -275,8 +289,12 @@ class TrainState:
             for name, value in values.items()
         }
 
-    def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
+    def restore(
+        self, sections: Mapping[str, Any], *, fork: bool = False, optimizer_state: bool = True
+    ) -> None:
         """Load what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
+
+        Without `optimizer_state`, a mirrored optimizer keeps the state that it has: only its parameter groups are loaded.
 
         StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer,
         JobError where the optimizer holds its parameters in another order.
@@ -294,7 +312,11 @@ class TrainState:
             with torch.no_grad():
                 for name, tensor in unlisted_tensors(self.model).items():
                     tensor.copy_(sections["model"]["unlisted_buffers"][name])
-            restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
+            if optimizer_state:
+                restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
+            else:
+                assert isinstance(self.optimizer, MirroredOptimizer)
+                self.optimizer.load_groups(sections["optimizer"]["param_groups"])
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
                 average = sections["ema"] if not fork else sections.get("ema", {})

@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -40,6 +41,7 @@ from lockstep.training.requests import Requests
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
+from lockstep.training.step.mirrored import MirroredOptimizer
 
 
 class Seat(NamedTuple):
@@ -87,12 +89,12 @@ def is_lost_peer(error: BaseException) -> bool:
 def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     """Whether this group survives the loss of a member, and can let others in.
 
-    It cannot if the others lack a part of the state (sharding, where a single worker has it whole and would keep it so), if fewer workers would be another run
+    It cannot if the others lack a part of the state (sharding, unless it is mirrored), if fewer workers would be another run
     (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
     """
-    sharded = spec.sharding != "none"
+    whole = spec.sharding == "none" or (spec.sharding == "optimizer" and spec.faults.mirror)
     replays = origin is not None and origin.replay is not None
-    return group.can_abort and spec.reduction == "exact" and not sharded and not replays
+    return group.can_abort and spec.reduction == "exact" and whole and not replays
 
 
 def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tuple[Run, Seat]:
@@ -107,7 +109,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
         if not planned:  # abort before freeing the memory that its messages are read into
             seat.group.abort()
             seat = seat._replace(group=replace(seat.group, channel=None))
-        run.step.abandon()
+        run.step.abandon(run.history.reached)
         counters = run.state.counters
         if (
             run.history.reached != counters.step
@@ -154,7 +156,7 @@ def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
 def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
     """The run in its new group, from the least that any member has done. A joining worker `holds` no state of it."""
     group = seat.group
-    source, joining_workers = agree_on_state(group, run.state, holds=holds)
+    source, joining_workers = agree_on_state(group, run.state, partial(return_to, run), holds=holds)
     if joining_workers:
         run = with_past(run, group, source, holds=holds)
     counters = run.state.counters
@@ -166,16 +168,35 @@ def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
     return run
 
 
-def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
+def return_to(run: Run, step: int) -> None:
+    """Return to the state after `step` steps, where this rank has done another one with a mirrored optimizer: to all of it, without a word to other ranks.
+
+    If it took the optimizer's state back alone, and the rest from another rank, a loss between the two would leave it with halves of two states.
+    """
+    if isinstance(run.state.optimizer, MirroredOptimizer):
+        run.state.optimizer.take_back(step)
+        if run.state.counters.step > step:
+            run.step.take_back()
+            counters = run.state.counters
+            run.history.take_back(counters.step, counters.evaluated)
+
+
+def agree_on_state(
+    group: Group, state: TrainState, take_back: Callable[[int], None], *, holds: bool = True
+) -> tuple[int, list[int]]:
     """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
 
-    ClusterError where they then differ.
+    `take_back` is called with that one's steps. ClusterError where the ranks then differ.
     """
     counters, own_memory = state.counters, bool(state.job.state_dict())
     own_progress = Progress(counters.step, counters.evaluated) if holds else None
     every: list[tuple[Progress | None, bool]] = group.gather((own_progress, own_memory))
     holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
     source = min(holding, key=lambda rank: (holding[rank], rank))
+    if holds:
+        take_back(holding[source].step)
+    if isinstance(state.optimizer, MirroredOptimizer):
+        state.optimizer.regroup(group, holds=holds)
     # A job's own state may have changed in the step that was left.
     if any(report != (every[source][0], False) for report in every):
         hand_over(group, state, source)
@@ -210,8 +231,11 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
 
 
 def hand_over(group: Group, state: TrainState, source: int) -> None:
-    """Give every rank the state of rank `source`, over the network. Nothing changes before all of it has arrived."""
-    packed = pack(state.sections())
+    """Give every rank the state of rank `source`, over the network. Nothing changes before all of it has arrived.
+
+    A mirrored optimizer's state is shared out by then, so only its parameter groups are handed over.
+    """
+    packed = pack(state.sections_on_all_ranks())
     if any(not isinstance(tensor, Tensor) for tensor in packed.tensors.values()):
         raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
     tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
@@ -225,7 +249,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
         taken[name] = tensor
     if not is_source:
-        state.restore(unpack(skeleton, taken))
+        state.restore_on_all_ranks(unpack(skeleton, taken))
 
 
 def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:

@@ -14,6 +14,7 @@ from lockstep.data.contents import PARTS
 from lockstep.plan import Plan, nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.state import TrainState
+from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.phases import Optimizers, optimizers_of, phases_of
 from lockstep.training.step.sharding import ShardedOptimizer
 
@@ -77,7 +78,8 @@ def summed_bytes(state: TrainState) -> int:
 
 
 def optimizer_bytes(optimizer: Optimizers) -> int:
-    """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part."""
+    """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part, and of what it keeps for the loss of another."""
+    mirrored = optimizer.bytes_of_mirrors if isinstance(optimizer, MirroredOptimizer) else 0
     states = [
         state
         for phase_optimizer in optimizers_of(optimizer).values()
@@ -87,7 +89,7 @@ def optimizer_bytes(optimizer: Optimizers) -> int:
             else phase_optimizer.state
         ).values()
     ]
-    return sum(tensor.nbytes for tensor in tensors_in(states))
+    return mirrored + sum(tensor.nbytes for tensor in tensors_in(states))
 
 
 def average_bytes(state: TrainState) -> int:

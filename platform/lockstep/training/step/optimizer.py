@@ -14,6 +14,7 @@ from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import Optimizer
 from lockstep.training.failure import job_at
+from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
 from lockstep.training.step.weight_average import has_modes
@@ -32,6 +33,8 @@ def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None =
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
     check_shardable(optimizer)
+    if group is not None and spec.sharding == "optimizer" and spec.faults.mirror:
+        return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
     if group is None or group.size == 1:
         return optimizer
     kind = FullyShardedOptimizer if spec.sharding == "full" else ShardedOptimizer

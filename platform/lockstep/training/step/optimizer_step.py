@@ -47,6 +47,7 @@ from lockstep.training.step.closures import Closure
 from lockstep.training.step.exchange import Agreed, Totals
 from lockstep.training.step.full_sharding import FullSharding, advised, diverged
 from lockstep.training.step.means import check_form, check_same_parts, has_form
+from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
@@ -59,7 +60,7 @@ from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
-ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer)
+ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer, MirroredOptimizer)
 """Optimizers that never add up a gradient's elements, and those that share one of them out."""
 
 
@@ -176,10 +177,12 @@ class Stepper:
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
-            if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls):
+            mirrored = isinstance(phase.optimizer, MirroredOptimizer)
+            if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls or mirrored):
                 self._start.keep(self.state)
             taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
-        self._start.forget()
+        if not mirrored:  # the digests of its state wait for other ranks when the step is counted: its start is kept until the next one
+            self._start.forget()
         return self._finished(position, phases, taken)
 
     def _take(
@@ -284,11 +287,11 @@ class Stepper:
         exponent = self.state.counters.weight_exponent
         return 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
 
-    def abandon(self) -> None:
+    def abandon(self, recorded: int | None = None) -> None:
         """Give up the step under way for good: the state is that after the last step, and another Stepper may take the parameters.
 
-        What this step has changed by now is taken back: by earlier phases, or by an update that evaluates the loss again. Any other update
-        is never interrupted, because no rank waits for another in it.
+        What this step has changed by now is taken back: by earlier phases, by an update that evaluates the loss again, or by one that gathers weights.
+        Any other update is never interrupted, because no rank waits for another in it. After `recorded` steps it is not taken back if that is later.
         """
         if self._abandoned:
             return
@@ -296,6 +299,11 @@ class Stepper:
         self._leave_no_trace()
         for phase in self.each_phase:
             phase.abandon()
+        if recorded is None or self._start.step == recorded:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Return to the start of the newest step, if it is kept."""
         self._start.take_back(self.state)
 
     # --- forward and backward -----------------------------------------------------------------------------
@@ -668,6 +676,8 @@ class Stepper:
             closure = Closure(
                 optimizer, phase.closure_calls, loss, again, phase.parameters, self.group.device
             )
+        if isinstance(optimizer, MirroredOptimizer) and self.keeps_start:
+            optimizer.keep(state.counters.step)
         with job_at(f"the update of step {position.number}"):
             skipped = not state.precision.update(optimizer, closure)
         parts = {

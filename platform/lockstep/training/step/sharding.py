@@ -49,7 +49,7 @@ class Span(NamedTuple):
     owner: int
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A span of this rank as its optimizer sees it: a parameter of its own, which is a view of the model's."""
 
     span: Span
@@ -150,25 +150,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
         widths = [parameter.element_size() for parameter in self.parameters]
         cut, ranks = [view is not None for view in views], self.group.size
-        self.spans = spans(asking, widths, cut, ranks)
+        self._cutting = asking, widths, cut
+        self.spans = self._spans(ranks)
         self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
         self._whole = [
             parameter.detach() if view is None else view
             for parameter, view in zip(self.parameters, views, strict=True)
         ]
         self._uncut = [view is None for view in views]
-        self._parts = {s.parameter: _Part(s, self._of(s)) for s in self.spans if s.owner == self.group.rank}
-        self._own = self._made()
+        self._parts = {s.parameter: Part(s, self._of(s)) for s in self.spans if s.owner == self.group.rank}
+        self._own = self._made(self._parts)
         self._gathering = _Gathering(self._bytes(), self.group)
 
-    def _made(self) -> torch.optim.Optimizer:
-        """The optimizer over this rank's parts, group by group; a group may have none here."""
+    def _spans(self, ranks: int) -> list[Span]:
+        """The spans of so many ranks."""
+        return spans(*self._cutting, ranks)
+
+    def _made(self, parts: Mapping[int, Part]) -> torch.optim.Optimizer:
+        """The optimizer over a rank's parts, group by group; a group may have none there."""
         groups, index = [], 0
         for every in self.param_groups:
             numbers = range(index, index + len(every["params"]))
-            params = [
-                self._parts[i].value for i in numbers if i in self._parts and self.parameters[i].requires_grad
-            ]
+            params = [parts[i].value for i in numbers if i in parts and self.parameters[i].requires_grad]
             groups.append({**every, "params": params})
             index = numbers.stop
         make: Callable[[Any], torch.optim.Optimizer] = self.kind
@@ -193,15 +196,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's spans, and gather those of the other ranks. All ranks call it."""
         self._build()
-        for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
+        self._updated(self._parts, self._own)
+        self._gathering()
+
+    def _updated(self, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer) -> None:
+        """Update a rank's parts by the optimizer that has their state."""
+        for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in every.items() if name != "params"})
-        for i, part in self._parts.items():
+        for i, part in parts.items():
             if (gradient := self.parameters[i].grad) is not None:
                 part.value.grad = self._gradient(part.span, gradient)
-        self._own.step()
-        for part in self._parts.values():
+        optimizer.step()
+        for part in parts.values():
             part.value.grad = None
-        self._gathering()
 
     def _gradient(self, span: Span, gradient: Tensor) -> Tensor:
         if self._uncut[span.parameter]:
@@ -222,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._build()
         local_state = {
-            i: {name: _as_told(name, value) for name, value in self._own.state[part.value].items()}
+            i: {name: as_told(name, value) for name, value in self._own.state[part.value].items()}
             for i, part in self._parts.items()
             if part.value in self._own.state
         }
@@ -295,14 +302,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
         self._build()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._own.state.clear()
-        groups = [every for every in self.param_groups for _ in every["params"]]
-        for i, saved in state_dict["state"].items():
-            if (part := self._parts.get(i)) is not None:
-                taken = {name: self._taken(part, groups[i], name, value) for name, value in saved.items()}
-                self._own.state[part.value] = taken
+        self._load(self._parts, self._own, state_dict["state"])
 
-    def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
+    def _load(
+        self, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer, state: Mapping[int, Any]
+    ) -> None:
+        """Load a rank's parts of a whole `state` into the optimizer that has theirs."""
+        optimizer.state.clear()
+        groups = [every for every in self.param_groups for _ in every["params"]]
+        for i, saved in state.items():
+            if (part := parts.get(i)) is not None:
+                taken = {name: self._taken(part, groups[i], name, value) for name, value in saved.items()}
+                optimizer.state[part.value] = taken
+
+    def _taken(self, part: Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name in SCALARS:
@@ -338,13 +351,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
             cut = [range(parameter.numel())] if name in whole else element_ranges(parameter.shape, ranks)
             spans = [Span(i, part.start, part.stop, owner) for owner, part in enumerate(cut)]
             self.spans += spans
-            self._parts[i] = _Part(spans[0 if name in whole else rank], local[name])
+            self._parts[i] = Part(spans[0 if name in whole else rank], local[name])
         self._orders = [list(range(parameter.dim())) for parameter in self.parameters]
         self._uncut = [name in whole for name in names]
         given = iter(names)
         for every in self.param_groups:
             every["params"] = [local[next(given)] for _ in every["params"]]
-        self._own = self._made()
+        self._own = self._made(self._parts)
 
     def _build(self) -> None:
         """`take` does."""
@@ -375,7 +388,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             flag.fill_(max(self.group.gather(float(flag))))
 
 
-def _as_told(name: str, value: Any) -> Any:
+def as_told(name: str, value: Any) -> Any:
     """One value of a span's state as other ranks are told it: numbers themselves, and the dtype of a larger tensor."""
     if not isinstance(value, Tensor):
         return value
@@ -407,6 +420,8 @@ class _Gathering:
         self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
 
     def __call__(self) -> None:
+        if self.group.size == 1:
+            return
         for source, copy in self._copies[self.group.rank]:
             copy.copy_(source)
         pending: tuple[Any, Tensor, list[list[Tensor]]] | None = None

@@ -23,13 +23,18 @@ REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
     "on GPUs": ({}, GPU, AttemptOrigin()),
-    "`sharding`": ({"sharding": "optimizer"}, CPU, AttemptOrigin()),
+    "`sharding: full`, and `sharding: optimizer` without [`faults.mirror`](#sharded-state)": (
+        {"sharding": "full", "faults": {"mirror": True}},
+        CPU,
+        AttemptOrigin(),
+    ),
     "`reduction: native`": ({"reduction": "native"}, CPU, AttemptOrigin()),
     "steps that are taken again to be [compared](verify.md)": ({}, CPU, REPLAYED),
 }
 """What is known as a worker begins to train, by the row of the page: the spec, the device and the origin."""
 
 SHOWN_LATER = {
+    "a worker that is lost together with its mirror": "tests/distributed/test_mirrors.py",
     "fewer workers are left than `workers.min`, or none": "tests/unit/training/elastic/test_membership.py",
     "a worker ended with an error of its own: the job's, a device's, a disk's": "tests/distributed/test_survivors.py",
     "a worker is lost before all of them train": "tests/unit/training/elastic/test_membership.py",
@@ -61,6 +66,11 @@ def test_each_case_of_the_page_is_tried_here_or_elsewhere() -> None:
 def test_where_it_cannot_be_done_no_worker_says_that_it_would_come(case: str) -> None:
     """A worker that said so would be waited for, and the run would go on with other bits, or hang."""
     assert not recovers(*KNOWN_BEFORE[case])
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_a_sharded_optimizer_is_outlived_where_it_is_mirrored(mirror: bool) -> None:
+    assert recovers({"sharding": "optimizer", "faults": {"mirror": mirror}}, CPU, AttemptOrigin()) == mirror
 
 
 @pytest.mark.parametrize("origin", [None, AttemptOrigin(), AttemptOrigin("a" * 32, 2)])

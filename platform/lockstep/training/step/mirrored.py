@@ -1,0 +1,304 @@
+"""A sharded optimizer that outlives its workers: the state of each worker's spans is kept by another one as well.
+
+Every worker has the whole finished gradient. So a mirror needs no messages: a worker updates the spans of its *mirrored* rank too, in the same
+update and with the same bits. Its copy is never behind. It costs the time and the memory of as many spans again.
+
+Ranks wait for each other in an update, when the updated spans are gathered: one may have finished it while another has not. So each keeps the state of
+its spans as it was before its newest update, and `take_back` returns to that. (The weights are kept with the start of the step.)
+
+`regroup` then shares the state out anew, in another group. Invariants:
+
+- A rank keeps its spans of the group before until the next update. All have arrived in the new group by then: the update needs the gradients of all.
+  So a loss within `regroup` leaves the spans of the one group or those of the other.
+- Only the ranges that change hands are sent, and only to ranks that keep them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.communication.group import Group
+from lockstep.errors import ClusterError
+from lockstep.training.step.sharding import (
+    SCALARS,
+    Part,
+    ShardedOptimizer,
+    Span,
+    as_told,
+    counts_on_device,
+)
+
+
+def node_name() -> str:
+    """What is the same for the workers of a node, and of no other: of several nodes on a machine, the one that started this process."""
+    return f"{platform.node()}/{os.environ.get('RAY_RAYLET_PID', '')}"
+
+
+def mirrors(nodes: Sequence[str]) -> tuple[int, ...]:
+    """By rank, the rank that keeps a mirror of its spans; `nodes` are those of the ranks. Each rank keeps one mirror, a single one none.
+
+    It is so many ranks ahead, the same for all, that as many mirrors as possible are on another node.
+    """
+    ranks = len(nodes)
+
+    def apart(shift: int) -> int:
+        return sum(nodes[rank] != nodes[(rank + shift) % ranks] for rank in range(ranks))
+
+    shift = max(range(1, ranks), key=lambda one: (apart(one), -one), default=0)
+    return tuple((rank + shift) % ranks for rank in range(ranks))
+
+
+class Layout(NamedTuple):
+    """How a group shares out the state. `number` grows with each group that a run forms."""
+
+    number: int
+    ranks: int
+    mirrors: tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """The spans of one rank, and the optimizer that has their state: by the rank itself, or by the one that mirrors it."""
+
+    parts: dict[int, Part]
+    optimizer: torch.optim.Optimizer
+
+
+Shares = dict[int, Share]
+"""What a worker has of a layout, by the rank whose spans they are."""
+
+
+class _Report(NamedTuple):
+    """What a rank has, as it tells the others."""
+
+    node: str
+    layouts: list[tuple[Layout, dict[int, dict[int, dict[str, Any]]]]]
+    """The newest first: of each rank whose spans it has, the state of each parameter by name: numbers themselves, and the dtype of a tensor."""
+
+
+class MirroredOptimizer(ShardedOptimizer):
+    """A sharded optimizer of which each worker has its own spans and those of one other."""
+
+    def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(whole, group)
+        self._layout = Layout(1, group.size, mirrors(group.gather(node_name())))
+        self._shares: Shares = {}
+        self._is_whole = True
+        """Whether `_shares` have all their state: not while another group shares it out."""
+        self._previous: list[tuple[Layout, Shares]] = []
+        """What this worker had in the groups since its newest update."""
+        self._before_step: int | None = None
+        """The step after which `_before` is; None where that is not to be returned to."""
+        self._before: dict[tuple[int, int], dict[str, Any]] = {}
+        """The state of each span before the newest update, by the rank whose it is and the parameter."""
+
+    def _build(self) -> None:
+        if self._built:
+            return
+        super()._build()
+        rank = self.group.rank
+        self._shares = {rank: Share(self._parts, self._own)}
+        for owner, mirror in enumerate(self._layout.mirrors):
+            if mirror == rank and owner != rank:
+                parts = {s.parameter: Part(s, self._of(s)) for s in self.spans if s.owner == owner}
+                self._shares[owner] = Share(parts, self._made(parts))
+
+    @property
+    def bytes_of_mirrors(self) -> int:
+        """What this worker has besides the state of its own spans: a mirror, and the state of both before the newest update."""
+        self._build()
+        others = [share for owner, share in self._shares.items() if owner != self.group.rank]
+        states = [state for share in others for state in share.optimizer.state.values()]
+        states += self._before.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+    # --- the update -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's spans and those that it mirrors, and gather those of the other ranks. All ranks call it."""
+        self._build()
+        self._previous = []
+        for share in self._shares.values():
+            self._updated(*share)
+        self._gathering()
+
+    @torch.no_grad()
+    def keep(self, step: int) -> None:
+        """Copy the state as it is after `step` steps, into the memory of the previous copy."""
+        self._build()
+        self._before_step = None
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+
+        def copied(value: Any, memory: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not isinstance(memory, Tensor) or memory.shape != value.shape or memory.dtype != value.dtype:
+                return value.detach().clone()
+            sources.append(value.detach())
+            targets.append(memory)
+            return memory
+
+        kept: dict[tuple[int, int], dict[str, Any]] = {}
+        for owner, share in self._shares.items():
+            for i, part in share.parts.items():
+                memory = self._before.get((owner, i), {})
+                state = share.optimizer.state.get(part.value, {})
+                kept[owner, i] = {name: copied(value, memory.get(name)) for name, value in state.items()}
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._before, self._before_step = kept, step
+
+    def take_back(self, step: int) -> None:
+        """Return to the state after `step` steps, if an update since then has changed it."""
+        if self._before_step == step:
+            for owner, share in self._shares.items():
+                for i, part in share.parts.items():
+                    share.optimizer.state.pop(part.value, None)
+                    if self._before[owner, i]:
+                        share.optimizer.state[part.value] = self._before[owner, i]
+            self._before = {}
+        self._before_step = None
+
+    # --- the state ------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's spans of a whole optimizer's state, and those that it mirrors."""
+        super().load_state_dict(state_dict)
+        for owner, share in self._shares.items():
+            if owner != self.group.rank:
+                self._load(*share, state_dict["state"])
+        self._before_step, self._previous = None, []
+
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the parameter groups that `groups_as_saved` gave."""
+        torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": list(groups)})
+
+    # --- another group --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def regroup(self, group: Group, *, holds: bool) -> None:
+        """Share the state out in another group. All ranks of that call it; one that joins `holds` nothing.
+
+        Raises ClusterError on all ranks where the spans of a rank are lost with its mirror.
+        """
+        self._build()
+        current = [(self._layout, self._shares)] if self._is_whole else []
+        mine = [*current, *self._previous] if holds else []
+        told = [
+            (layout, {owner: self._told(share) for owner, share in shares.items()}) for layout, shares in mine
+        ]
+        reports: list[_Report] = group.gather(_Report(node_name(), told))
+        layout, sources = _chosen(reports)
+        shares = next((shares for held, shares in mine if held == layout), {})
+        old_spans = self._spans(layout.ranks)
+        state = {owner: dict(reports[source].layouts)[layout][owner] for owner, source in sources.items()}
+
+        number = 1 + max(held.number for report in reports for held, _ in report.layouts)
+        self.group, self._built, self._is_whole = group, False, False
+        self._layout = Layout(number, group.size, mirrors([report.node for report in reports]))
+        self._build()
+        self._before, self._before_step, self._previous = {}, None, mine
+        self._exchange(old_spans, sources, shares, state)
+        self._is_whole = True
+
+    def _told(self, share: Share) -> dict[int, dict[str, Any]]:
+        return {
+            i: {name: as_told(name, value) for name, value in share.optimizer.state[part.value].items()}
+            for i, part in share.parts.items()
+            if part.value in share.optimizer.state
+        }
+
+    def _exchange(
+        self,
+        old_spans: Sequence[Span],
+        sources: Mapping[int, int],
+        shares: Shares,
+        state: Mapping[int, Mapping[int, Mapping[str, Any]]],
+    ) -> None:
+        """Fill the state of this rank's new spans from the `old_spans`, whose `sources` have their state."""
+        rank = self.group.rank
+        keepers = {owner: sorted({owner, mirror}) for owner, mirror in enumerate(self._layout.mirrors)}
+        groups = [every for every in self.param_groups for _ in every["params"]]
+        olds: dict[int, list[Span]] = {}
+        for span in old_spans:
+            olds.setdefault(span.parameter, []).append(span)
+        for new in self.spans:
+            outgoing: list[tuple[int, Tensor]] = []
+            incoming: list[tuple[int, Tensor]] = []
+            made: list[tuple[int, dict[str, Any]]] = []
+            for keeper in keepers[new.owner]:
+                filled: dict[str, Any] = {}
+                for old in olds[new.parameter]:
+                    begin, end = max(new.start, old.start), min(new.stop, old.stop)
+                    names = state[old.owner].get(new.parameter, {})
+                    if begin >= end and new.start < new.stop:
+                        continue
+                    source = sources[old.owner]
+                    for name, value in names.items():
+                        if not isinstance(value, torch.dtype):
+                            if keeper == rank:
+                                filled.setdefault(name, self._number(new, groups, name, value))
+                            continue
+                        sent = None
+                        if source == rank:
+                            share = shares[old.owner]
+                            held = share.optimizer.state[share.parts[new.parameter].value][name]
+                            sent = held.contiguous().view(-1)[begin - old.start : end - old.start]
+                        if keeper != rank:
+                            if sent is not None:
+                                outgoing.append((keeper, sent))
+                            continue
+                        if name not in filled:
+                            filled[name] = torch.empty(
+                                new.stop - new.start, dtype=value, device=self.group.device
+                            )
+                        target = filled[name][begin - new.start : end - new.start]
+                        if sent is not None:
+                            target.copy_(sent)
+                        else:
+                            incoming.append((source, target))
+                if keeper == rank and filled:
+                    made.append((new.owner, filled))
+            if outgoing or incoming:
+                self.group.pass_on(outgoing, incoming)()
+            for owner, filled in made:
+                share = self._shares[owner]
+                value = share.parts[new.parameter].value
+                share.optimizer.state[value] = {
+                    name: torch.empty_like(value, dtype=tensor.dtype).copy_(tensor.view(value.shape))
+                    if isinstance(tensor, Tensor) and name not in SCALARS
+                    else tensor
+                    for name, tensor in filled.items()
+                }
+
+    def _number(self, span: Span, groups: Sequence[Mapping[str, Any]], name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        where = self.group.device if counts_on_device(groups[span.parameter]) else "cpu"
+        return value.to(where, copy=True)
+
+
+def _chosen(reports: Sequence[_Report]) -> tuple[Layout, dict[int, int]]:
+    """The newest layout of which some rank has each span, and by owner the rank that has its spans. ClusterError where there is none."""
+    layouts = sorted({held for report in reports for held, _ in report.layouts}, reverse=True)
+    for layout in layouts:
+        sources: dict[int, int] = {}
+        for rank, report in enumerate(reports):
+            for held, shares in report.layouts:
+                if held == layout:
+                    for owner in shares:
+                        sources.setdefault(owner, rank)
+        if len(sources) == layout.ranks:
+            return layout, sources
+    layout = layouts[0]
+    raise ClusterError(
+        f"the optimizer's state of a lost worker was lost with its mirror: of {layout.ranks} parts some have none left; "
+        "the next attempt reads the newest checkpoint"
+    )

@@ -1,0 +1,130 @@
+"""A sharded optimizer's state outlives its worker: another one has it too, and the others share it out anew.
+
+Each run is compared with one plain process, as in `test_survivors`, and no step is repeated but the one under way.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.reader import checkpoints, verify
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.training.step.mirrored import mirrors
+from tests.distributed.survivors import Change, Fall, outlive
+from tests.distributed.test_survivors import CENTRED, DIGITS, check, repeated
+from tests.distributed.training import Document, Trained, train, train_attempt
+
+MIRRORED: Document = {"sharding": "optimizer", "faults": {"mirror": True}}
+ADAMW: Document = {"optimizer": {"name": "adamw", "lr": 0.01}}
+SMALL = CENTRED | ADAMW | MIRRORED
+PLACES = ("forward", "send whole", "update", "gather weights", "take weights", "note")
+
+
+@cache
+def plain() -> Trained:
+    return train(CENTRED | ADAMW)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_others_go_on_with_the_lost_workers_part(workers: int, place: str) -> None:
+    """In forward and backward, in the exchange, before the update, at both ends of the gathering of the weights, and after it."""
+    lost = workers - 1 if place == "forward" else 0
+    outlived = outlive(SMALL, workers, [Fall(lost, 3, place)])
+    check(outlived, plain(), [n for n in range(workers) if n != lost])
+    assert outlived.attempts == 2
+    assert len(repeated(outlived)) <= 1
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("worker", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_wherever_a_worker_with_a_part_is_lost(precision: str, worker: int, place: str) -> None:
+    document = DIGITS | {"precision": precision, "workers": {"bucket_mb": 0.001}}
+    whole = train(document)
+    for count in range(1, 9):
+        outlived = outlive(document | MIRRORED, 3, [Fall(worker, 4, place, count)])
+        if worker in outlived.summaries:  # it is not passed so often
+            return
+        check(outlived, whole, [n for n in range(3) if n != worker])
+        assert len(repeated(outlived)) <= 1
+
+
+def test_workers_are_lost_one_after_another_and_replaced() -> None:
+    """4 → 3 → 2 → 4 → 1: each group shares the state out anew."""
+    falls = [
+        Fall(3, 2, "take weights"),
+        Fall(0, 3, "send whole"),
+        Fall(1, 6, "update"),
+        Fall(2, 7, "update"),
+        Fall(4, 8, "update"),
+    ]
+    outlived = outlive(DIGITS | MIRRORED, 4, falls, [Change(4, joining=2)])
+    check(outlived, train(DIGITS), [5])
+
+
+def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
+    """1 → 3 → 2: a worker alone has all parts; then joining workers have them, and the first leaves."""
+    changes = [Change(2, joining=2), Change(4, leaving=(0,))]
+    outlived = outlive(DIGITS | MIRRORED, 1, [], changes)
+    check(outlived, train(DIGITS), [1, 2])
+    assert repeated(outlived) == []
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_worker_is_lost_while_the_state_is_shared_out(worker: int) -> None:
+    """Some have their new parts by then, others not: each still has its parts of the group before."""
+    falls = [Fall(3, 2, "send whole"), Fall(worker, 2, "share out")]
+    lost_both = worker == 0  # rank 0 mirrors rank 3
+    if lost_both:
+        with pytest.raises(LockstepError):
+            outlive(SMALL, 4, falls)
+        return
+    check(outlive(SMALL, 4, falls), plain(), [n for n in range(3) if n != worker])
+
+
+def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
+    """The next one reads a checkpoint, and the error says why."""
+    falls = [Fall(0, 3, "send whole"), Fall(1, 3, "send whole")]
+    with pytest.raises(ClusterError, match=r"was lost with its mirror.*reads the newest checkpoint"):
+        outlive(SMALL, 4, falls)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, worker: int) -> None:
+    document = SMALL | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
+    outlived = outlive(document, 3, [Fall(worker, 2, "write")], run_id="run")
+    check(outlived, plain(), [n for n in range(3) if n != worker])
+    folder = RunFolder.open(open_storage(str(tmp_path)), "run")
+    found = {one.step: one for one in checkpoints(folder)}
+    assert {4} <= found.keys() <= {2, 4}
+    for checkpoint in found.values():
+        verify(checkpoint)
+    taken_up = train_attempt(document, "run", AttemptOrigin("run", folder.claim().number, min(found)))
+    assert (taken_up.weights_digest, taken_up.rows) == (plain().weights_digest, plain().rows)
+
+
+@pytest.mark.parametrize(
+    ("broken", "fall"), [("mirror", Fall(1, 3, "forward")), ("spans before", Fall(1, 3, "take weights"))]
+)
+def test_a_mirror_of_another_step_gives_other_bits(broken: str, fall: Fall) -> None:
+    """The control: a mirror that is one update behind, and spans that are left in the middle of an update."""
+    check(outlive(SMALL, 3, [fall]), plain(), [0, 2])
+    outlived = outlive(SMALL, 3, [fall], broken=broken)
+    assert {one["weights_digest"] for one in outlived.summaries.values()} != {plain().weights_digest}
+
+
+def test_mirrors_are_on_other_nodes_where_there_are_any() -> None:
+    """One mirror each, and none on a rank's own node if that can be."""
+    assert mirrors(["a"]) == (0,)
+    assert mirrors(["a"] * 3) == (1, 2, 0)
+    assert mirrors(["a", "a", "b", "b"]) == (2, 3, 0, 1)
+    assert mirrors(["a", "b", "a", "b"]) == (1, 2, 3, 0)
+    for nodes in (["a", "a", "a", "b"], ["a", "b", "b", "c", "c"]):
+        assert sorted(mirrors(nodes)) == list(range(len(nodes)))
