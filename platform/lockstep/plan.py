@@ -175,7 +175,9 @@ def are_siblings(left: range, right: range, leaves: int) -> bool:
 
 @lru_cache(maxsize=65536)
 def nodes(assigned: range, leaves: int) -> tuple[range, ...]:
-    """The fewest tree nodes that make up a range of leaves: the partial sums that a worker sends."""
+    """The fewest tree nodes that make up a range of leaves: the partial sums that a worker sends. Leaves that are no neighbours stay leaves."""
+    if assigned.step > 1:
+        return tuple(range(leaf, leaf + 1) for leaf in assigned)
     tree_nodes: list[range] = []
     start, stop = assigned.start, assigned.stop
     while start < stop:

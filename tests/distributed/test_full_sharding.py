@@ -26,8 +26,11 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
 from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
-from tests.distributed import test_same_bits
+from tests.distributed import batch_kinds, public_kinds, test_same_bits
+from tests.distributed import kinds as kinds_of_jobs
+from tests.distributed.kinds import train_every
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_sharded_estimate import estimate_of
@@ -425,24 +428,90 @@ def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
             assert share[name] == estimated[name]
 
 
-@pytest.mark.parametrize(
-    ("kind", "feature"),
-    [
-        ("batch_kinds:Clip", "a loss over the whole batch"),
-        ("batch_kinds:Detection", "terms with weights of their own"),
-        ("batch_kinds:Moco", "statistics of a step"),
-    ],
-)
-def test_what_goes_over_a_step_twice_is_refused(kind: str, feature: str) -> None:
-    """On one worker as well; whole and with a shared optimizer it trains."""
-    document: Document = {
-        "job": {"use": f"tests.distributed.{kind}"},
-        "batch": {"global": 8, "micro": 4},
-        "length": {"steps": 1},
-        "rehearsal": "off",
-    }
-    with pytest.raises(
-        SpecError, match=f"^sharding: got 'full', and the job has {feature}: .*; set sharding="
-    ):
-        train(full(document))
-    train(document | {"sharding": "optimizer"})
+# --- steps that go over their micro-batches twice, or gather more than gradients ---------------------------------
+
+
+class HeadOfTheBatch(batch_kinds.Triplets):
+    """Computes the last module of a sequence for the whole batch alone: no micro-batch gathers it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def embed(self, model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return torch.cat([model[:2](x), y[:, None].float()], dim=1)
+
+    def batch_loss(self, model: Any, rows: Tensor) -> Loss:
+        return super().batch_loss(model, torch.cat([model[2](rows[:, :-1]), rows[:, -1:]], dim=1))
+
+
+WHOLE_BATCH = [
+    *(kind for kind in batch_kinds.HELD if kind is not batch_kinds.CriticOverTheBatch),
+    HeadOfTheBatch,
+]
+"""Losses over the whole batch, terms with weights of their own, and statistics of a step."""
+
+LEAVING_OUT = (batch_kinds.Detection, batch_kinds.Dino, batch_kinds.Codebook, HeadOfTheBatch)
+"""Those whose micro-batches may have one sample, or none."""
+
+
+def of_whole_batch(kind: type[kinds_of_jobs.Kind]) -> Document:
+    without = {"without": "1,5-12"} if kind in LEAVING_OUT else {}
+    return kinds_of_jobs.document(kind, data={"drop_last": False, **without}, rehearsal="off")
+
+
+@cache
+def whole_batch_reference(kind: type[kinds_of_jobs.Kind]) -> Any:
+    return train_every([of_whole_batch(kind)])[0]
+
+
+def check_whole_batch(pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], workers: int) -> None:
+    """An epoch of three steps, the last one ragged, of which `without` leaves some micro-batches no sample."""
+    for kind in kinds:
+        found = pool.run(workers, train_every, [full(of_whole_batch(kind))])
+        assert found == [[whole_batch_reference(kind)]] * workers
+
+
+def test_a_step_that_takes_something_from_the_whole_batch(pool: Pool) -> None:
+    check_whole_batch(pool, [batch_kinds.Detection, batch_kinds.QueueOfTheBatch, HeadOfTheBatch], 2)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_a_step_that_takes_something_from_the_whole_batch_in_full(pool: Pool, workers: int) -> None:
+    check_whole_batch(pool, WHOLE_BATCH, workers)
+
+
+def train_with_rows_by_rank(document: Document) -> Trained:
+    """The rows of a step come rank by rank, as a plain gathering of them would have them."""
+    gather = StepRows.gather
+
+    def by_rank(self: StepRows) -> dict[str, Tensor]:
+        ranges = self._ranges
+        self._ranges = tuple(range(r.start * len(r), (r.start + 1) * len(r)) for r in ranges)
+        try:
+            return gather(self)
+        finally:
+            self._ranges = ranges
+
+    with mock.patch.object(StepRows, "gather", by_rank):
+        return train(document)
+
+
+def test_rows_in_the_order_of_the_ranks_give_other_bits(pool: Pool) -> None:
+    """The control: two workers, four micro-batches each of three samples, and none left out."""
+    document = kinds_of_jobs.document(batch_kinds.Clip, length={"steps": 2}, rehearsal="off")
+    assert pool.run(2, train, full(document))[0].rows == train(document).rows
+    assert pool.run(2, train_with_rows_by_rank, full(document))[0].rows != train(document).rows
+
+
+# --- what torch and FSDP do beside the step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [public_kinds.TiedGpt, public_kinds.DeepQ])
+def test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model(
+    pool: Pool, kind: type[kinds_of_jobs.Kind]
+) -> None:
+    """A transformer that torch evaluates by a kernel of its own, and a target that is loaded from the `state_dict` of what learns."""
+    document = kinds_of_jobs.document(kind, rehearsal="off")
+    assert pool.run(2, train_every, [full(document)]) == [train_every([document])] * 2

@@ -389,3 +389,8 @@ def test_neighbours_share_micro_batches_of_the_usual_sizes() -> None:
                 assert len(positions) == plan.micro_batch_size(position, m)
                 met += positions
         assert met == list(range(samples))
+
+
+def test_leaves_that_are_no_neighbours_travel_as_leaves() -> None:
+    """A worker of passes has every third micro-batch: no two of them have a sum of their own in the tree."""
+    assert nodes(range(1, 8, 3), 8) == (range(1, 2), range(4, 5), range(7, 8))

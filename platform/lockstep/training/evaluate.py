@@ -115,7 +115,7 @@ class Evaluation:
         rows = self._in_order([of_rank for of_rank, *_ in every])
         if self._has_batch_loss:
             rows = [
-                *self._batch_losses(model, [each for _, _, of_rank, _ in every for each in of_rank]),
+                *self._batch_losses(model, self._in_order([of_rank for _, _, of_rank, _ in every])),
                 *rows,
             ]
         totals: dict[str, tuple[float, float]] = {}
@@ -149,7 +149,7 @@ class Evaluation:
             seed_all(evaluation_batch_key(self.seed, i), device)
             with job_at(f"evaluation, the loss of batch {i}"):
                 with evaluating(model), self.precision.autocast():
-                    loss = self.job.batch_loss(model, batch.get("", batch))
+                    loss = self._with_parameters(partial(self.job.batch_loss, model, batch.get("", batch)))
                 yield _numbers({name: _own(mean) for name, mean in means_of(loss, {}).items()})
             self.restore_buffers()
 
@@ -404,7 +404,16 @@ class Evaluation:
         if self.sharding is None:
             return [_numbers(row) for row in means], [whole_set.joined(outputs)], embedded
         count = len(range(self.group.rank, self._last + 1, self.group.size))
-        return [_numbers(row) for row in means[:count]], outputs[:count], embedded
+        return [_numbers(row) for row in means[:count]], outputs[:count], embedded[:count]
+
+    def _with_parameters(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns; where parameters are sharded, all ranks compute together."""
+        if self.sharding is None:
+            return compute()
+        try:
+            return self.sharding.computed(compute)
+        finally:
+            self.sharding.reshard()
 
     def _key(self, i: int) -> MicroBatch:
         end = min((i + 1) * self.micro_batch, self.samples)
@@ -425,11 +434,7 @@ class Evaluation:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():
                     compute = partial(self._evaluated, model, i, batch, embedded)
-                    if self.sharding is None:
-                        loss, further, outputs = compute()
-                    else:
-                        loss, further, outputs = self.sharding.computed(compute)
-                        self.sharding.reshard()
+                    loss, further, outputs = self._with_parameters(compute)
                 parameters.check(where)
                 means = means_alone(further) if loss is None else means_of(loss, further)
                 copies = {name: _own(mean) for name, mean in means.items()}

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
@@ -78,6 +79,34 @@ class _NoShards(TorchFunctionMode):
                     raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def aside_in_fast_paths(self) -> Iterator[None]:
+        """In the block: have this mode off while a module of `_FAST_PATHS` computes, which would see it and take another kernel, with other bits."""
+        left: list[bool] = []
+
+        def enter(module: nn.Module, _arguments: Any) -> None:
+            if isinstance(module, _FAST_PATHS):
+                left.append(_get_current_function_mode() is self)  # type: ignore[no-untyped-call]
+                if left[-1]:
+                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        def leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
+            if isinstance(module, _FAST_PATHS) and left.pop():
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+        hooks = (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""The modules of torch that ask whether a mode is on: without gradients and without one they compute by one kernel of their own."""
 
 _READS = frozenset({"__get__", "__set__"})
 """What FSDP itself does with shards in a forward: it looks at their attributes."""
@@ -199,7 +228,7 @@ class FullSharding:
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
-        with _NoShards():
+        with _NoShards() as guard, guard.aside_in_fast_paths():
             result: T = self._root(compute)
         return result
 
@@ -268,6 +297,11 @@ class FullSharding:
         for parameter in chain(self.local.values(), self.model.parameters()):
             parameter.grad = None
 
+    def at_hand(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Those of the parameters that have their values now, by name: inside of `computed` all that are in no unit."""
+        parameters = dict(self.model.named_parameters())
+        return {name: parameters[name] for name in names if not hasattr(parameters[name], "to_local")}
+
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def reshard(self) -> None:
@@ -281,7 +315,8 @@ class FullSharding:
         for module in self._modules:
             module.unshard()
         try:
-            yield
+            with _whole_in_state_dicts(self.model):
+                yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     if name in self.shards:
@@ -314,6 +349,34 @@ class FullSharding:
                 else:
                     rest[name] = saved[name]
         self.model.load_state_dict(rest, strict=False)
+
+
+@contextmanager
+def _whole_in_state_dicts(model: nn.Module) -> Iterator[None]:
+    """In the block: have `state_dict` and `load_state_dict` of the model and its modules leave gathered parameters so. FSDP's hooks let go of them."""
+    hooks = [
+        (hooks, number, hook)
+        for module in model.modules()
+        for hooks in (
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        )
+        for number, hook in list(hooks.items())
+        if _is_of_fsdp(hook)
+    ]
+    for of_module, number, _ in hooks:
+        del of_module[number]
+    try:
+        yield
+    finally:
+        for of_module, number, hook in hooks:
+            of_module[number] = hook
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 class _Gather:

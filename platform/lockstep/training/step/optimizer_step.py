@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
-from lockstep.training.step.phases import FrozenRule, all_rest, check_sharded, phases_of
+from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
@@ -93,9 +93,10 @@ class Stepper:
         """Those of the step under way; None where the job gives none."""
         self._computes_statistics = overrides(job, "step_statistics")
         if statistics or self._computes_statistics:
-            check_sharded(spec, "statistics of a step")
             self.statistics = StepStatistics(group, plan, "the statistics of the step")
         self._gathered: Mapping[str, Any] = {}
+        self._first: PhaseStep | None = None
+        """The first phase of the step under way."""
         self._evaluates_again = False
         """Whether an optimizer evaluates the loss again within its update."""
         self.assigned = plan.ranges(group.size)[group.rank]
@@ -172,8 +173,9 @@ class Stepper:
         self.digests.begin(
             position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
         )
-        count = len(clip(self.assigned, position.micro_batches))
+        count = len(self._turns(position))
         taken: dict[str, PhaseResult] = {}
+        self._first = phases[0]
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
@@ -193,7 +195,7 @@ class Stepper:
         if (
             phase.closure_calls
         ):  # the micro-batches are kept for further evaluations, which start from the same buffers
-            batches_kept = list(islice(batches, len(clip(self.assigned, position.micro_batches))))
+            batches_kept = list(islice(batches, len(self._turns(position))))
             batches, start = map(copied, batches_kept), self.buffers.values()
             again = partial(self._evaluate_again, phase, position, batches_kept, start, scale_down)
         self._accumulate(phase, position, batches, scale_down)
@@ -312,16 +314,19 @@ class Stepper:
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
     ) -> None:
         """Leave in every `.grad` the tree sum of all micro-batches' gradients: the gradient of the loss sum, times `scale_down`."""
-        if self.state.sharding is not None:
-            self._accumulate_in_passes(self.state.sharding, phase, position, batches, scale_down)
-            return
-        assigned = clip(self.assigned, position.micro_batches)
-        tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
         phase.module.used.clear()
         self.watched.note()  # the update since the last step wrote to parameters rightly
+        sharding = self.state.sharding
+        if sharding is not None:
+            sharding.begin_step(position.micro_batches)
         if phase.whole is not None:
             batches = self._first_pass(phase, phase.whole, position, batches, scale_down)
+        if sharding is not None:
+            self._accumulate_in_passes(sharding, phase, position, batches, scale_down)
+            return
+        assigned = clip(self.assigned, position.micro_batches)
+        tree, names = TreeSum(position.micro_batches), phase.digested_as
         if self.recheck is not None and not self._evaluates_again:
             self.recheck.compute(position)
         for m in assigned[:-1]:
@@ -353,6 +358,34 @@ class Stepper:
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
+    def _turns(self, position: Position) -> list[_Turn]:
+        """What this worker computes in a step, in order.
+
+        Where the parameters are sharded all workers compute together: one that has no micro-batch in a pass computes the pass's first one,
+        which does not count, and one without samples is computed with the samples of another.
+        """
+        if self.state.sharding is None:
+            return [_Turn(m) for m in clip(self.assigned, position.micro_batches)]
+        rank, turns = self.group.rank, []
+        for together in self.plan.passes(position, self.assigned):
+            m = together[rank] if rank < len(together) else together[0]
+            empty = self.spec.data.without is not None and not len(tuple(self.samples(position, m)))
+            turns.append(_Turn(m, rank < len(together), empty))
+        return turns
+
+    def _with_parameters(self, compute: Callable[[], None]) -> None:
+        """Compute something of the model's outside of the losses. All ranks do where the parameters are sharded."""
+        if self.state.sharding is None:
+            compute()
+            return
+        with advised():
+            self.state.sharding.computed(compute)
+
+    def _let_go(self) -> None:
+        """After a forward without a backward: have sharded parameters as they are between two micro-batches."""
+        if self.state.sharding is not None:
+            self.state.sharding.reshard()
+
     def _first_pass(
         self,
         phase: PhaseStep,
@@ -365,31 +398,37 @@ class Stepper:
 
         Its draws are those of the second pass, and it leaves nothing: buffers get their values there, once.
         """
-        assigned = clip(self.assigned, position.micro_batches)
-        turns = each_in_turn(batches, len(assigned), 2)
+        turns = self._turns(position)
+        both = each_in_turn(batches, len(turns), 2)
         n = position.number
         is_looked_at = self.group.device.type == "cpu" or n & (n - 1) == 0
         whole.begin(self.places(position), compares=is_looked_at and self.spec.determinism == "strict")
-        for m, batch in zip(assigned, next(turns), strict=True):
-            if batch is None:
+        for turn, batch in zip(turns, next(both), strict=True):
+            if turn.counts and (batch is None or turn.empty):
                 whole.take_none()
-            elif isinstance(whole, TermWeights) and whole.weights is not None:
-                with self._of_job(phase, position, m):
-                    whole.take(whole.weights(batch))
-            else:
-                self._forward(phase, phase.module, position, m, batch)
-                self.watched.check(self._where(phase, position, m))
+            if isinstance(whole, TermWeights) and whole.weights is not None:
+                if turn.counts and batch is not None and not turn.empty:
+                    with self._of_job(phase, position, turn.m):
+                        whole.take(whole.weights(batch))
+            elif batch is not None:
+                self._forward(
+                    phase, phase.unreduced, position, turn.m, batch, counts=turn.counts and not turn.empty
+                )
+                self._let_go()
+                self.watched.check(self._where(phase, position, turn.m))
                 self._leave_no_trace()
         whole.gather()
         where = f"step {position.number}, the loss of the whole batch, rank {self.group.rank}"
         seed_all(whole_batch_key(self.spec.seed, position.step, phase.phase.key), self.group.device)
         with job_at(where):
-            whole.close(self.state.model, phase.parameters, self.state.precision, scale_down)
+            close = partial(whole.close, self.state.model, phase.at_hand, self.state.precision, scale_down)
+            self._with_parameters(close)
+            self._let_go()
         self.watched.check(where)
         self._of_whole = self.buffers.written_now()
         self._leave_no_trace()
         self.times.mark("forward")
-        return next(turns)
+        return next(both)
 
     def _accumulate_in_passes(
         self,
@@ -399,24 +438,13 @@ class Stepper:
         batches: Iterator[Any],
         scale_down: float,
     ) -> None:
-        """`_accumulate` where the parameters are sharded: leaves in `phase.parameters` this worker's rows of the sums.
-
-        A worker that has no micro-batch in a pass computes the pass's first one, which does not count.
-        """
-        phase.forget_gradients()
-        phase.module.used.clear()
-        self.watched.note()
-        sharding.begin_step(position.micro_batches)
-        passes, rank = self.plan.passes(position, self.assigned), self.group.rank
-        for together in passes:
-            last = together is passes[-1]
-            counts = rank < len(together)
-            m = together[rank] if counts else together[0]
-            empty = self.spec.data.without is not None and not len(tuple(self.samples(position, m)))
+        """`_accumulate` where the parameters are sharded: leaves in `phase.parameters` this worker's rows of the sums."""
+        passes = self.plan.passes(position, self.assigned)
+        for together, (m, counts, empty) in zip(passes, self._turns(position), strict=True):
             if counts:
                 self.digests.next_micro_batch(m, phase.digested_as)
             observe = self.digests.note if counts and self.digests.notes else None
-            sharding.begin_pass(together, empty=empty, last=last, observe=observe)
+            sharding.begin_pass(together, empty=empty, last=together is passes[-1], observe=observe)
             with advised():
                 self._backward(
                     phase, position, m, batches, scale_down, last=False, counts=counts, empty=empty
@@ -457,7 +485,7 @@ class Stepper:
             self.probe.batch(position, m, batch)
             if m == 0 and phase.whole is not None:
                 self.buffers.put(self._of_whole)
-            loss = self._forward(phase, phase.wrapped, position, m, batch)
+            loss = self._forward(phase, phase.wrapped, position, m, batch, counts=counts and not empty)
             self.probe.loss(position, m, loss.total)
         self.times.mark("forward")
         with self._of_job(phase, position, m):
@@ -477,10 +505,12 @@ class Stepper:
         self.modules.check(self._where(phase, position, m))
         self._leave_no_trace()
         if batch is not None and not self._evaluates_again:
-            self._note_statistics(phase, position, m, batch, loss)
+            self._note_statistics(phase, position, m, batch, loss, counts=counts and not empty)
 
-    def _note_statistics(self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss) -> None:
-        """Note what a micro-batch gives for `after_step`: with its loss, and in the first phase of a step by a method of its own."""
+    def _note_statistics(
+        self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss, *, counts: bool
+    ) -> None:
+        """Note what a micro-batch that `counts` gives for `after_step`: with its loss, and in the first phase of a step by a method of its own."""
         label = phase.phase.loss_label
         if self.statistics is None:
             if loss.statistics:
@@ -488,15 +518,20 @@ class Stepper:
                     f"{label}: gives statistics ({self._where(phase, position, m)}), and gave none in the first micro-batch; give them in every micro-batch"
                 )
             return
-        wanted = self._computes_statistics and self.statistics.wants(m)
-        self.statistics.note(m, loss.statistics, label)
-        if not wanted:
+        if counts:
+            self.statistics.note(m, loss.statistics, label)
+        if not self._computes_statistics or phase is not self._first:
             return
         self.settings.put_back()
         seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)
+        given: list[Any] = []
         with self._of_job(phase, position, m), torch.no_grad(), self.state.precision.autocast():
-            given = self.state.job.step_statistics(self.state.model, batch)
-        self.statistics.note(m, given, "job.step_statistics")
+            self._with_parameters(
+                lambda: given.append(self.state.job.step_statistics(self.state.model, batch))
+            )
+        self._let_go()
+        if counts:
+            self.statistics.note(m, given[0], "job.step_statistics")
         self.watched.check(self._where(phase, position, m))
         self._leave_no_trace()
 
@@ -513,6 +548,8 @@ class Stepper:
         m: int,
         batch: Any,
         precision: Precision | None = None,
+        *,
+        counts: bool = True,
     ) -> Loss:
         # Whatever a micro-batch before it, or its own fetch, has set: each is computed alike.
         self.settings.put_back()
@@ -520,7 +557,7 @@ class Stepper:
         seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)
         if phase.whole is not None:
             where = f" ({self._where(phase, position, m)})"
-            phase.module.settle = phase.whole.settle(m, where, again=precision is None)
+            phase.module.settle = phase.whole.settle(m, where, again=precision is None, counts=counts)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             try:
                 loss = module(batch)
@@ -726,6 +763,14 @@ class Stepper:
     def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
         within = f", phase {phase.name!r}" if phase.name else ""
         return f"step {position.number}, micro-batch {m}, rank {self.group.rank}{within}"
+
+
+class _Turn(NamedTuple):
+    """Micro-batch `m` as a worker computes it: whether it `counts` or is another worker's, and whether it is `empty`, computed with samples of another one."""
+
+    m: int
+    counts: bool = True
+    empty: bool = False
 
 
 def _without_samples(loss: Loss) -> Loss:

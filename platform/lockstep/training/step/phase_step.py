@@ -31,7 +31,7 @@ from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.norm import GradientNorm
-from lockstep.training.step.phases import ModelPhase, check_sharded, phases_of
+from lockstep.training.step.phases import ModelPhase, phases_of, refuse_sharded_closures
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -73,6 +73,8 @@ class LossModule(nn.Module):
             raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
         self._conditional = frozenset(conditional)
         self._without_batch = False
+        self.of_whole_batch = False
+        """Whether it computes what a step computes once, for the whole batch."""
         self.used: set[str] = set()
         """The conditional parameters that a micro-batch has used since this was last cleared."""
         self.learn(self.phase.names)
@@ -93,7 +95,13 @@ class LossModule(nn.Module):
         returned = self._of_batch(self.model, batch)
         if self.settle is not None:
             return self.settle(returned)
-        return returned if self.phase.embed is None else self.phase.loss(self.model, returned)  # type: ignore[return-value]
+        if self.phase.embed is None:
+            return returned  # type: ignore[return-value]
+        self.of_whole_batch = True
+        try:
+            return self.phase.loss(self.model, returned)
+        finally:
+            self.of_whole_batch = False
 
     def compiles(self, batch: Any) -> bool:
         """Whether the loss of such a batch runs compiled."""
@@ -169,12 +177,8 @@ class PhaseStep:
         self.module = LossModule(job, state.model, phase, state.compiled)
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
-        if self.whole is not None:
-            check_sharded(
-                spec, "a loss over the whole batch" if phase.embed else "terms with weights of their own"
-            )
         if self.closure_calls:
-            check_sharded(spec, "an optimizer that evaluates the loss again")
+            refuse_sharded_closures(spec)
         self._every = phase.parameters(state.model)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
@@ -201,6 +205,17 @@ class PhaseStep:
                 if self._group.size > 1:
                     self.wrapped = self._in_ddp()
         return bool(names)
+
+    @property
+    def unreduced(self) -> Callable[[Any], Loss]:
+        """Computes a loss whose gradient stays here: without DDP. Sharded parameters are gathered for it, on all ranks."""
+        return self.module if self.sharding is None else self.wrapped
+
+    def at_hand(self) -> dict[str, Tensor]:
+        """The parameters that learn and have their values now, by name."""
+        if self.sharding is None:
+            return dict(zip(self.names, self.parameters, strict=True))
+        return self.sharding.at_hand(self.names)
 
     @property
     def digested_as(self) -> list[str]:

@@ -158,12 +158,12 @@ def check_combination(job: Job, spec: Spec) -> None:
         )
 
 
-def check_sharded(spec: Spec, feature: str) -> None:
-    """SpecError where parameters are sharded and a step goes over its micro-batches more than once. On one worker as well."""
+def refuse_sharded_closures(spec: Spec) -> None:
+    """SpecError where parameters are sharded and an optimizer evaluates the loss again within its update. On one worker as well."""
     if spec.sharding == "full":
         raise SpecError(
-            f"sharding: got 'full', and the job has {feature}: a step with sharded parameters goes over its micro-batches once; "
-            "set sharding=optimizer or none"
+            "sharding: got 'full', and the job has an optimizer that evaluates the loss again: between two evaluations it changes whole parameters, and a worker has "
+            "rows of them; set sharding=none"
         )
 
 

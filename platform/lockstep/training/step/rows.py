@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import JobError, LockstepError
-from lockstep.plan import clip, worker_ranges
+from lockstep.plan import clip
 
 
 class RowKind(NamedTuple):
@@ -37,9 +37,9 @@ class StepRows:
     them, for messages.
     """
 
-    def __init__(self, group: Group, micro_batches: int, label: str) -> None:
-        self._group, self._label = group, label
-        self._ranges = worker_ranges(micro_batches, group.size)
+    def __init__(self, group: Group, ranges: Sequence[range], label: str) -> None:
+        """`ranges` are the micro-batches of each rank in a full step."""
+        self._group, self._label, self._ranges = group, label, ranges
         self.kinds: dict[str, RowKind] | None = None
         """By name; the ranks agree on them in the first step, since one may have no micro-batch in it."""
         self.alone = False
@@ -93,7 +93,8 @@ class StepRows:
             return {}
         if count == 1 and self._group.size == 1:
             return self._only()
-        order = torch.from_numpy(np.argsort(np.concatenate(self._places), kind="stable"))
+        by_rank = [self._places[m] for assigned in self._ranges for m in clip(assigned, count)]
+        order = torch.from_numpy(np.argsort(np.concatenate(by_rank), kind="stable"))
         own = [self._own[m] for m in sorted(self._own)]
         if self._group.size == 1:
             parts = {name: [rows[name] for rows in own] for name in kinds}

@@ -33,7 +33,7 @@ class StepStatistics:
     def __init__(self, group: Group, plan: Plan, label: str) -> None:
         self._group, self._label = group, label
         self._ranges = plan.ranges(group.size)
-        self._rows = StepRows(group, plan.micro_batches, label)
+        self._rows = StepRows(group, self._ranges, label)
         self._kinds: dict[str, _Kind] | None = None
         self._agreed = False
         self._given: dict[int, dict[str, object]] = {}
@@ -44,10 +44,6 @@ class StepStatistics:
         """Begin a step. `places` are those of the samples of each micro-batch."""
         self._given, self._of_step, self._places = {}, {}, places
         self._rows.begin(places)
-
-    def wants(self, m: int) -> bool:
-        """Whether nothing has been noted of a micro-batch yet."""
-        return m not in self._given
 
     def note(self, m: int, statistics: object, label: str) -> None:
         """Add statistics of micro-batch `m`, in memory of their own."""
@@ -129,12 +125,15 @@ class StepStatistics:
         wait()
         blocks = list(torch.split(received, lengths))
         blocks[group.rank] = message
-        tree = TreeSum(leaves)
+        sums: dict[range, list[Tensor]] = {}
         for rank_nodes, block in zip(of_ranks, blocks, strict=True):
             contents = iter(torch.split(block, sizes * len(rank_nodes)))
             for node in rank_nodes:
                 # Copied first: a view of another type must start aligned, and sums are added in place.
-                tree.add(node, [next(contents).clone().view(dtype).view(shape) for dtype, shape in flat])
+                sums[node] = [next(contents).clone().view(dtype).view(shape) for dtype, shape in flat]
+        tree = TreeSum(leaves)
+        for node in sorted(sums, key=lambda node: node.start):
+            tree.add(node, sums[node])
         return tree
 
 

@@ -21,7 +21,9 @@ class Calls:
         self._loss = loss
         self._calls: Counter[int] = Counter()
         self._losses = 0
-        self._inside = False
+        self._computing: Any = None
+        self._of_whole_batch: set[int] = set()
+        """What a loss over the whole batch calls: a step computes it once, and no micro-batch does."""
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -35,17 +37,19 @@ class Calls:
 
     def _enter(self, module: nn.Module, _arguments: Any) -> None:
         if isinstance(module, self._loss):
-            self._losses, self._inside = self._losses + 1, True
-        elif self._inside:
+            self._losses, self._computing = self._losses + 1, module
+        elif self._computing is not None:
             self._calls[id(module)] += 1
+            if self._computing.of_whole_batch:
+                self._of_whole_batch.add(id(module))
 
     def _leave(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         if isinstance(module, self._loss):
-            self._inside = False
+            self._computing = None
 
     def once(self, module: nn.Module) -> bool:
-        """Whether every loss has called the module exactly once."""
-        return self._calls[id(module)] == self._losses > 0
+        """Whether every loss of a micro-batch has called the module exactly once."""
+        return id(module) not in self._of_whole_batch and self._calls[id(module)] == self._losses > 0
 
 
 def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:

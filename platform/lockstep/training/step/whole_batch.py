@@ -29,6 +29,9 @@ from lockstep.training.step.precision import Precision
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.statistics import Statistics
 
+AtHand = Callable[[], Mapping[str, Tensor]]
+"""The parameters that learn and have their values now, by name: all of them, or those that no unit gathers where they are sharded."""
+
 Settle = Callable[[Any], Loss]
 """Makes the loss of a micro-batch from what the job has returned for it."""
 
@@ -50,11 +53,14 @@ class WholeBatch:
         self._places, self.compares, self._gathered = places, compares, False
         self._carrier = next((m for m, each in enumerate(places) if len(each)), 0)
 
-    def settle(self, m: int, where: str, *, again: bool) -> Settle:
-        """Makes the loss of micro-batch `m`. `again` is whether it is the one of the step itself, and not one beside it."""
-        if not self._gathered:
-            return partial(self._first, m, where)
-        return partial(self._second, m, where, again)
+    def settle(self, m: int, where: str, *, again: bool, counts: bool = True) -> Settle:
+        """Makes the loss of micro-batch `m`. `again` is whether it is the one of the step itself, and not one beside it.
+
+        One that does not count leaves nothing: another worker computes it, or it has no sample and is computed with others.
+        """
+        if self._gathered:
+            return partial(self._second, m, where, again, counts)
+        return partial(self._first, m, where) if counts else lambda returned: self._nothing()
 
     def _nothing(self) -> Loss:
         return Loss(
@@ -65,8 +71,8 @@ class WholeBatch:
         """Note what the job returned for micro-batch `m` in the first pass."""
         raise NotImplementedError
 
-    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
-        """The loss of micro-batch `m`, by what was gathered."""
+    def _second(self, m: int, where: str, again: bool, counts: bool, returned: Any) -> Loss:
+        """The loss of micro-batch `m`, by what was gathered. The gradient of one that does not count is of no use, and has to flow."""
         raise NotImplementedError
 
     def gather(self) -> None:
@@ -76,10 +82,8 @@ class WholeBatch:
     def take_none(self) -> None:
         """Note that this rank's next micro-batch has no sample."""
 
-    def close(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], precision: Precision, scale_down: float
-    ) -> None:
-        """Compute what all micro-batches take, for `parameters` that learn and totals that are multiplied by `scale_down` before their backward."""
+    def close(self, model: nn.Module, at_hand: AtHand, precision: Precision, scale_down: float) -> None:
+        """Compute what all micro-batches take, for totals that are multiplied by `scale_down` before their backward."""
 
     @property
     def statistics(self) -> Statistics:
@@ -99,18 +103,19 @@ class BatchLoss(WholeBatch):
 
     def __init__(self, phase: ModelPhase, group: Group, plan: Plan, parts: Sequence[str]) -> None:
         super().__init__(phase, group, plan, parts)
-        self.rows = StepRows(group, plan.micro_batches, phase.embed_label)
+        self.rows = StepRows(group, plan.ranges(group.size), phase.embed_label)
         self._all: dict[str, Tensor] = {}
         self._loss: Loss | None = None
         self._gradients: dict[str, Tensor] = {}
-        self._used: list[tuple[Tensor, Tensor]] = []
-        """The parameters that the loss itself uses, with their gradients."""
+        self._used: dict[str, Tensor] = {}
+        """The gradients of the parameters that the loss itself uses, by name."""
+        self._at_hand: AtHand = dict
         self._unit = 1.0
 
     def begin(self, places: Sequence[Ids], *, compares: bool) -> None:
         super().begin(places, compares=compares)
         self.rows.begin(places)
-        self._loss, self._gradients, self._used = None, {}, []
+        self._loss, self._gradients, self._used = None, {}, {}
 
     def _first(self, m: int, where: str, returned: Any) -> Loss:
         self.rows.note(m, returned, where)
@@ -120,9 +125,7 @@ class BatchLoss(WholeBatch):
         self._all = self.rows.gather()
         self._gathered = True
 
-    def close(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], precision: Precision, scale_down: float
-    ) -> None:
+    def close(self, model: nn.Module, at_hand: AtHand, precision: Precision, scale_down: float) -> None:
         kinds, label = self.rows.kinds or {}, self.phase.loss_label
         leaves = {name: rows.requires_grad_() for name, rows in self._all.items() if kinds[name].learns}
         with precision.autocast():
@@ -136,11 +139,13 @@ class BatchLoss(WholeBatch):
                 f"{label}: total has no gradient; it must come from the rows, without detach() or no_grad(), and {self.phase.embed_label} must "
                 "compute them from the model"
             )
-        wanted = [*leaves.values(), *parameters]
+        parameters = at_hand()
+        wanted = [*leaves.values(), *parameters.values()]
         gradients = torch.autograd.grad(precision.scaled(loss.total * scale_down), wanted, allow_unused=True)
         of_rows, of_parameters = gradients[: len(leaves)], gradients[len(leaves) :]
         self._gradients = {name: g for name, g in zip(leaves, of_rows, strict=True) if g is not None}
-        self._used = [(p, g) for p, g in zip(parameters, of_parameters, strict=True) if g is not None]
+        self._used = {name: g for name, g in zip(parameters, of_parameters, strict=True) if g is not None}
+        self._at_hand = at_hand
         self._loss = Loss(loss.total.detach(), loss.weight, loss.parts, statistics=loss.statistics)
         self._unit = scale_down * precision.scale
 
@@ -148,21 +153,32 @@ class BatchLoss(WholeBatch):
     def statistics(self) -> Statistics:
         return {} if self._loss is None else self._loss.statistics
 
-    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
+    def _second(self, m: int, where: str, again: bool, counts: bool, returned: Any) -> Loss:
+        if not counts:
+            others = {"": returned} if isinstance(returned, Tensor) else returned
+            return replace(self._nothing(), total=self._given(others, None, carries=False))
         rows, first = self.rows.named(m, returned, where), self.rows.own(m)
         if again and self.compares and first is not None:
             self._check_same(first, rows, where)
         assert self._loss is not None
         carries = m == self._carrier
-        learning = {name: row for name, row in rows.items() if name in self._gradients}
-        parts = [self._of(m, name) for name in learning]
-        used = [gradient if carries else torch.zeros_like(gradient) for _, gradient in self._used]
-        value = self._loss.total if carries else torch.zeros_like(self._loss.total)
-        inputs = [*learning.values(), *(parameter for parameter, _ in self._used)]
-        total: Tensor = _Given.apply(value, self._unit, (*parts, *used), *inputs)  # type: ignore[no-untyped-call]
+        total = self._given(rows, [self._of(m, name) for name in rows if name in self._gradients], carries)
         if carries:
             return Loss(total, self._loss.weight, self._loss.parts)
-        return Loss(total, 0.0, {name: Mean(0.0, 0.0) for name in self.parts})
+        return replace(self._nothing(), total=total)
+
+    def _given(self, rows: Mapping[str, Tensor], parts: Sequence[Tensor] | None, carries: bool) -> Tensor:
+        """A total whose gradients are `parts` in the rows that learn, and those of the whole batch in the parameters if it `carries` them; else zeros."""
+        assert self._loss is not None
+        learning = [row for name, row in rows.items() if name in self._gradients]
+        if parts is None:
+            parts = [torch.zeros_like(row) for row in learning]
+        used = [gradient if carries else torch.zeros_like(gradient) for gradient in self._used.values()]
+        value = self._loss.total if carries else torch.zeros_like(self._loss.total)
+        parameters = self._at_hand()
+        inputs = [*learning, *(parameters[name] for name in self._used)]
+        total: Tensor = _Given.apply(value, self._unit, (*parts, *used), *inputs)  # type: ignore[no-untyped-call]
+        return total
 
     def _of(self, m: int, name: str) -> Tensor:
         """The gradient of a micro-batch's own rows. That of the only one is passed on as it is: its strides may choose a kernel."""
@@ -275,13 +291,15 @@ class TermWeights(WholeBatch):
             every = list(torch.split(received, lengths))
             every[self.group.rank] = own
             rows = torch.cat(every)
+        owners = [m for assigned in self._ranges for m in clip(assigned, count)]
+        by_micro_batch = dict(zip(owners, rows.view(count, width).tolist(), strict=True))
         sums = [0.0] * width
-        for row in rows.view(count, width).tolist():  # in index order, on every rank alike
+        for row in (by_micro_batch[m] for m in range(count)):  # in index order, on every rank alike
             sums = [total + weight for total, weight in zip(sums, row, strict=True)]
         self._totals = dict(zip(self.terms, sums, strict=True))
         self._gathered = True
 
-    def _second(self, m: int, where: str, again: bool, returned: Any) -> Loss:
+    def _second(self, m: int, where: str, again: bool, counts: bool, returned: Any) -> Loss:
         terms = self._terms(returned, where)
         total = reduce(operator.add, [term.mean(self._totals[name]) for name, term in terms.items()])
         loss: Loss = returned
