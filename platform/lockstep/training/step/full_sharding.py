@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
 from lockstep.training.step.parameters import written_parameter
@@ -302,7 +303,7 @@ class FullSharding:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load a whole model's `state_dict`, of which this worker takes its rows. RuntimeError or ValueError where it is another model's."""
+        """Load a whole model's `state_dict`, stored or not, of which this worker takes its rows. RuntimeError or ValueError where it is another model's."""
         current = self.state()
         if strange := sorted(saved.keys() ^ current.keys()):
             raise RuntimeError(f"{strange[0]!r} is in one of the two models alone")
@@ -312,7 +313,7 @@ class FullSharding:
                 if isinstance(value, Shard):
                     value.local.copy_(value.rows_of(saved[name]))
                 else:
-                    rest[name] = saved[name]
+                    rest[name] = in_memory(saved[name])
         self.model.load_state_dict(rest, strict=False)
 
 

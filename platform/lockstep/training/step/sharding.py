@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
@@ -303,15 +304,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._own.state[part.value] = taken
 
     def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | StoredTensor):
             return value
         if name in SCALARS:
-            return value.to(part.value.device if counts_on_device(group) else "cpu", copy=True)
+            return in_memory(value).to(part.value.device if counts_on_device(group) else "cpu", copy=True)
         i, start, stop, _ = part.span
         if value.shape != self.parameters[i].shape:
             raise ValueError(
                 f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
             )
+        if isinstance(value, StoredTensor) and self._orders[i] == sorted(self._orders[i]):
+            return value.elements(start, stop).view(part.value.shape).to(part.value.device)
+        value = in_memory(value)
         if not self._uncut[i]:
             value = value.permute(self._orders[i]).reshape(-1)[start:stop].view(part.value.shape)
         return value.to(part.value.device, copy=True)
