@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep.checkpoint.snapshot as snapshot
+import lockstep.training.loop as loop
 import lockstep.training.start as start_of_run
 import lockstep.training.step.full_sharding as full_sharding
 from lockstep import Loss
@@ -367,6 +368,53 @@ def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path,
         .endswith("its hash is not the one in its manifest; this checkpoint is passed over")
     )
     assert found[0].digests == wanted.digests[-1:]
+
+
+# --- the start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 4)])
+def test_a_start_by_shards_has_the_bits_of_a_whole_one(
+    pool: Pool, job: str, precision: str, workers: int
+) -> None:
+    """The identity has the digests of the initial weights and of the first micro-batch."""
+    wanted = test_same_bits.reference(job, 8, precision)
+    document = full(test_same_bits.document(job, 8, precision)) | {"rehearsal": "off"}
+    found = pool.run(workers, train, document)
+    assert found == [wanted] * workers
+    assert not [text for text in found[0].warnings if text.startswith("sharding")]
+
+
+def test_a_model_that_cannot_be_deferred_begins_whole(pool: Pool) -> None:
+    found = pool.run(2, train, full(kinds("adamw")) | {"rehearsal": "off"})
+    assert found == [reference("adamw")] * 2
+    wanted = "sharding: every worker begins with the whole model: parameter 'hooked' has a hook"
+    assert [text for text in found[0].warnings if text.startswith("sharding")] == [wanted]
+
+
+def preparing(document: Document) -> tuple[str, int]:
+    """The identity of a run, and the most memory that this rank takes for tensors before the first step."""
+    peaks, prepare = list[int](), loop.prepare
+
+    def counted_prepare(*given: Any, **named: Any) -> Any:
+        with counted("cpu") as live:
+            run = prepare(*given, **named)
+        peaks.append(live.peak)
+        return run
+
+    with mock.patch.object(loop, "prepare", counted_prepare):
+        return train(document).identity, peaks[0]
+
+
+def test_the_memory_of_a_start_by_shards(pool: Pool) -> None:
+    """A share of the parameters and of one gradient, and some units; a whole start has both whole, on every worker."""
+    document = full(small(f"{HERE}:Wide", length={"steps": 1}, rehearsal="off"))
+    whole = pool.run(4, preparing, document | {"rehearsal": "quick"})
+    shards = pool.run(4, preparing, document)
+    unit = WIDE // 16
+    assert {identity for identity, _ in shards} == {identity for identity, _ in whole}
+    assert min(peak for _, peak in whole) >= 2 * WIDE
+    assert max(peak for _, peak in shards) <= 2 * WIDE // 4 + 6 * unit + 700_000
 
 
 # --- controls, refusals, memory ---------------------------------------------------------------------------------

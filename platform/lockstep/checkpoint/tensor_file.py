@@ -25,9 +25,21 @@ _LONGEST_HEADER = 100_000_000  # the library's own limit
 
 def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of the file. The tensors must be contiguous and in host memory, and must not change until the bytes are read."""
+    yield header_of(tensors)
+    for name in order_of(tensors):
+        yield bytes_of(tensors[name])
+
+
+def order_of(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in the order in which they lie in a file."""
     # Wide types first: then every tensor begins at a multiple of its element size, as the format requires.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    contents, end = {}, 0
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What precedes the bytes of the tensors, which may be without memory (meta), in their order."""
+    order, end = order_of(tensors), 0
+    contents: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
@@ -38,9 +50,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
         }
     header = json.dumps(contents, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
-    for name in order:
-        yield bytes_of(tensors[name])
+    return len(header).to_bytes(8, "little") + header
 
 
 class Place(NamedTuple):

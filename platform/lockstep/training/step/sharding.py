@@ -328,7 +328,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole."""
         ranks, rank = self.group.size, self.group.rank
         self.parameters = [
-            torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+            torch.empty_strided(
+                parameter.shape,
+                parameter.stride(),
+                dtype=parameter.dtype,
+                device="meta",
+                requires_grad=parameter.requires_grad,
+            )
             for parameter in self.parameters
         ]
         self.spans, self._parts, self._whole_on_all = (

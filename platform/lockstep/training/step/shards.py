@@ -53,6 +53,10 @@ class Shard:
         rows = row_ranges(self.shape[0], self.ranks)[self.rank]
         return whole[rows.start : rows.stop]
 
+    def meta(self) -> Tensor:
+        """The type and shape of the whole tensor, without memory."""
+        return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
+
     def gathered(self, group: Group, target: int) -> Tensor | None:
         """The whole tensor on rank `target`, in memory of its own; None on the others. All ranks call it, in the same order of tensors."""
         local = self.local.detach().to(group.device).contiguous()
