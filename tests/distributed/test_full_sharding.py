@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,15 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep.checkpoint.snapshot as snapshot
+import lockstep.training.loop as loop
+import lockstep.training.start as start_of_run
 import lockstep.training.step.full_sharding as full_sharding
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import JobError, SpecError
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
+from lockstep.training.relay import PIECE
+from lockstep.training.state import TrainState
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -35,6 +41,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.live_bytes import counted
 
 RUN = "run"
 HERE = "tests.distributed.test_full_sharding"
@@ -250,6 +257,167 @@ def test_a_checkpoint_holds_what_one_process_saves_and_anyone_goes_on_from_it(
         assert (
             content(shards) == content(plain) or sharding == "optimizer"
         )  # it keeps states in another order
+
+
+class Wide(Plain):
+    """Sixteen layers of the same size, and little else."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.ZeroPad1d((0, 248)), *(nn.Linear(256, 256, bias=False) for _ in range(16)))
+
+
+WIDE = 16 * 256 * 256 * 4
+
+
+def resumed(
+    document: Document, origin: AttemptOrigin, reads_all: bool = False
+) -> tuple[Trained, int, list[int]]:
+    """An attempt, the bytes that this rank reads from the storage, and the most memory that it takes for tensors to load and to restore it.
+
+    `reads_all` is the control: rank 0 reads and passes all on.
+    """
+    read, peaks, opened = [0], list[int](), LocalStorage._opened
+    loaded, restored, start = start_of_run._load, TrainState.restore, start_of_run._SHARDED
+
+    def counting(self: LocalStorage, path: str) -> Any:
+        file = opened(self, path)
+
+        class Counted:
+            def readinto(self, buffer: memoryview) -> int:
+                got = file.readinto(buffer) or 0
+                read[0] += got
+                return got
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                file.close()
+
+        return Counted()
+
+    def peaking(call: Any) -> Any:
+        def counted_call(*given: Any, **named: Any) -> Any:
+            with counted("cpu") as live:
+                result = call(*given, **named)
+            peaks.append(live.peak)
+            return result
+
+        return counted_call
+
+    with (
+        mock.patch.object(LocalStorage, "_opened", counting),
+        mock.patch.object(start_of_run, "_load", peaking(loaded)),
+        mock.patch.object(TrainState, "restore", peaking(restored)),
+        mock.patch.object(start_of_run, "_SHARDED", frozenset() if reads_all else start),
+    ):
+        trained = attempt_with_many_writers(document, origin)
+    return trained, read[0], peaks
+
+
+@pytest.mark.parametrize("writers", [1, 4])
+def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> None:
+    """Of a checkpoint of 3 sets of the parameters a rank of 4 reads its quarter, and hashes about as many bytes of the files; it has no tensor but its own rows."""
+    document = {
+        "job": {"use": f"{HERE}:Wide"},
+        "batch": {"global": 8, "micro": 2},
+        "length": {"steps": 2},
+        "sharding": "full",
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1},
+        "rehearsal": "off",
+    }
+    wanted = pool.run(writers, attempt_with_many_writers, document, AttemptOrigin())[0]
+    origin = AttemptOrigin(RUN, folder(tmp_path).claim().number, 1)
+    found = pool.run(4, resumed, document, origin)
+    assert [(one.rows, one.weights_digest) for one, _, _ in found] == [
+        (wanted.rows, wanted.weights_digest)
+    ] * 4
+    file = {1: 2, 4: 3 / 4}[
+        writers
+    ] * WIDE  # the largest share of the files: one process writes a file for each section
+    for _, read, (loading, restoring) in found:
+        assert read <= 3 * WIDE / 4 + file + 200_000
+        assert loading <= PIECE + 200_000  # what rank 0 passes on
+        assert (
+            restoring <= 2 * WIDE / 4 + WIDE / 16 + 200_000
+        )  # the rows of the optimizer, and those of one tensor
+    if writers == 4:
+        _, read, peaks = pool.run(
+            4, resumed, document, replace(origin, attempt=folder(tmp_path).claim().number), True
+        )[0]
+        assert read >= 3 * WIDE
+        assert peaks[0] >= 3 * WIDE
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer", "best"])
+def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path, file: str) -> None:
+    """One rank alone sees the damage."""
+    document = saving(tmp_path, "full")
+    wanted = pool.run(3, attempt_with_many_writers, document, AttemptOrigin())[0]
+    last = tmp_path / checkpoints(folder(tmp_path))[0].folder
+    damaged = max(last.glob(f"{file}*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    origin = AttemptOrigin(RUN, folder(tmp_path).claim().number)
+    found = pool.run(2, attempt_with_many_writers, document, origin)
+    assert [one.rows for one in found] == [wanted.rows] * 2
+    assert (
+        found[0]
+        .warnings[0]
+        .endswith("its hash is not the one in its manifest; this checkpoint is passed over")
+    )
+    assert found[0].digests == wanted.digests[-1:]
+
+
+# --- the start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 4)])
+def test_a_start_by_shards_has_the_bits_of_a_whole_one(
+    pool: Pool, job: str, precision: str, workers: int
+) -> None:
+    """The identity has the digests of the initial weights and of the first micro-batch."""
+    wanted = test_same_bits.reference(job, 8, precision)
+    document = full(test_same_bits.document(job, 8, precision)) | {"rehearsal": "off"}
+    found = pool.run(workers, train, document)
+    assert found == [wanted] * workers
+    assert not [text for text in found[0].warnings if text.startswith("sharding")]
+
+
+def test_a_model_that_cannot_be_deferred_begins_whole(pool: Pool) -> None:
+    found = pool.run(2, train, full(kinds("adamw")) | {"rehearsal": "off"})
+    assert found == [reference("adamw")] * 2
+    wanted = "sharding: every worker begins with the whole model: parameter 'hooked' has a hook"
+    assert [text for text in found[0].warnings if text.startswith("sharding")] == [wanted]
+
+
+def preparing(document: Document) -> tuple[str, int]:
+    """The identity of a run, and the most memory that this rank takes for tensors before the first step."""
+    peaks, prepare = list[int](), loop.prepare
+
+    def counted_prepare(*given: Any, **named: Any) -> Any:
+        with counted("cpu") as live:
+            run = prepare(*given, **named)
+        peaks.append(live.peak)
+        return run
+
+    with mock.patch.object(loop, "prepare", counted_prepare):
+        return train(document).identity, peaks[0]
+
+
+def test_the_memory_of_a_start_by_shards(pool: Pool) -> None:
+    """A share of the parameters and of one gradient, and some units; a whole start has both whole, on every worker."""
+    document = full(small(f"{HERE}:Wide", length={"steps": 1}, rehearsal="off"))
+    whole = pool.run(4, preparing, document | {"rehearsal": "quick"})
+    shards = pool.run(4, preparing, document)
+    unit = WIDE // 16
+    assert {identity for identity, _ in shards} == {identity for identity, _ in whole}
+    assert min(peak for _, peak in whole) >= 2 * WIDE
+    assert max(peak for _, peak in shards) <= 2 * WIDE // 4 + 6 * unit + 700_000
 
 
 # --- controls, refusals, memory ---------------------------------------------------------------------------------

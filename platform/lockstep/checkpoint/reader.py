@@ -6,7 +6,7 @@ No content is returned before the hash of its whole file has been compared; noth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,15 +14,14 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
 from lockstep.checkpoint.runs.run_folder import RunFolder
-from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.skeleton import seen_otherwise, unpack
 from lockstep.checkpoint.storage.interface import PIECE, Reading, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import StorageError
 from lockstep.parsing import strict_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from lockstep.checkpoint.tensor_file import Place
     from lockstep.checkpoint.tree import Tree
 
 T = TypeVar("T")
@@ -117,12 +116,22 @@ def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
     return sorted(folders, key=lambda folder: -folder[0])
 
 
-def load_step(run: RunFolder, step: int) -> Loaded:
+class ByRows(NamedTuple):
+    """How several ranks load a checkpoint together, each only the rows that it needs: the tensors of these sections stay in their files."""
+
+    sections: Collection[str]
+    storage: Storage
+    """Where this rank reads."""
+    verified: Callable[[Checkpoint, Sequence[FileEntry]], Sequence[Mapping[str, Place]]]
+    """Verifies files, shared out over the ranks, and says where the tensors of each lie. Raises the same error on every rank."""
+
+
+def load_step(run: RunFolder, step: int, by_rows: ByRows | None = None) -> Loaded:
     """The content of the checkpoint of `step`. BadCheckpointError where there is none that is whole."""
     failed: StorageError | None = None
     for checkpoint in checkpoints_of(run, step) or [Checkpoint.of(run, step)]:
         try:
-            return load(checkpoint)
+            return load(checkpoint, by_rows=by_rows)
         except (BadCheckpointError, LostFileError) as error:
             failed = failed or error
     assert failed is not None
@@ -146,20 +155,30 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) 
     return manifest
 
 
-def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
+def load(
+    checkpoint: Checkpoint, only: Collection[str] | None = None, by_rows: ByRows | None = None
+) -> Loaded:
     """Read a checkpoint, or `only` some of its sections, in one pass that also verifies each file.
 
-    BadCheckpointError names the first file that is wrong, and how.
+    With `by_rows`, large tensors of its sections are `StoredTensor`s, once the ranks have verified their files. BadCheckpointError names the first file
+    that is wrong, and how.
     """
     from lockstep.checkpoint.tensor_file import read_tensors  # imports torch, which the recorder does without
 
     manifest = checkpoint.manifest()
     entries = [entry for entry in manifest.files if only is None or entry.section in only]
     check_sizes(checkpoint, entries, _sizes(checkpoint))
-    tensors: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     skeletons: dict[str, tuple[FileEntry, Any]] = {}
     sections: dict[str, Tree | bytes] = {}
+    in_files = [
+        entry
+        for entry in entries
+        if by_rows and entry.kind == "tensors" and entry.section in by_rows.sections
+    ]
     for entry in entries:
+        if entry in in_files:
+            continue
         if entry.kind == "tensors":
             file_tensors = _read(checkpoint, entry, lambda file: read_tensors(file.fill, file.entry.size))
             tensors.setdefault(entry.section, {}).update(file_tensors)
@@ -167,12 +186,66 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
             skeletons[entry.section] = entry, _read(checkpoint, entry, _skeleton)
         else:
             sections[entry.section] = _read(checkpoint, entry, lambda file: bytes(file.all()))
+    if by_rows is not None:
+        for entry, places in zip(in_files, by_rows.verified(checkpoint, in_files), strict=True):
+            whole = seen_otherwise(skeletons[entry.section][1]) if entry.section in skeletons else set()
+            stored = _in_file(by_rows.storage, checkpoint.path(entry.name), places, whole)
+            tensors.setdefault(entry.section, {}).update(stored)
     for section, (entry, skeleton) in skeletons.items():
         try:
             sections[section] = unpack(skeleton, tensors.get(section, {}))
         except BadCheckpointError as error:
             raise checkpoint.bad(entry.name, error) from error
     return Loaded(checkpoint, manifest, sections)
+
+
+def places_in(checkpoint: Checkpoint, entry: FileEntry) -> dict[str, Place]:
+    """Where the tensors of a file lie in it, once all of it has been read and has the right hash. It needs no memory for them."""
+    from lockstep.checkpoint.tensor_file import read_places
+
+    return _read(checkpoint, entry, lambda file: read_places(file.fill, file.entry.size))
+
+
+SMALL_TENSOR = 1 << 16
+"""Bytes of a tensor that is not left in its file: a request for it would cost more than its memory."""
+
+
+def _in_file(
+    storage: Storage, path: str, places: Mapping[str, Place], whole: Collection[str]
+) -> dict[str, Any]:
+    """The tensors of a file, of which the large ones stay there. Small ones that are neighbours are read in one request."""
+    import torch
+
+    from lockstep.checkpoint.stored_tensor import StoredTensor
+    from lockstep.checkpoint.tree import DTYPES
+
+    def reading(start: int) -> Callable[[int, memoryview], None]:
+        return lambda at, buffer: storage.fill(path, start + at, buffer)
+
+    stored = {
+        name: StoredTensor(DTYPES[place.dtype], torch.Size(place.shape), reading(place.start))
+        for name, place in places.items()
+    }
+    result: dict[str, Any] = {**stored, **{name: stored[name].whole() for name in whole if name in stored}}
+    run: list[tuple[str, Place]] = []
+
+    def read_run() -> None:
+        if run:
+            first = run[0][1].start
+            content = bytearray(run[-1][1].start + run[-1][1].nbytes - first)
+            storage.fill(path, first, memoryview(content))
+            for name, (_, _, start, nbytes) in run:
+                part = memoryview(content)[start - first : start - first + nbytes]
+                result[name] = stored[name].of_bytes(part)
+        run.clear()
+
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+        if place.nbytes > SMALL_TENSOR:
+            read_run()
+        elif name not in whole:
+            run.append((name, place))
+    read_run()
+    return result
 
 
 def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]:
@@ -187,7 +260,7 @@ def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]
             warn(f"{error}; the record has its steps, or is not whole")
 
 
-def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
+def load_newest(run: RunFolder, warn: Callable[[str], None], by_rows: ByRows | None = None) -> Loaded | None:
     """The content of the newest checkpoint that is whole, read only once; None where there is none.
 
     Each skipped one is reported to `warn`, with the bad file and what is wrong with it. Any other
@@ -196,7 +269,7 @@ def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
     for step in run.steps():  # one at a time: of thousands, the first is nearly always good
         for checkpoint in checkpoints_of(run, step):
             try:
-                return load(checkpoint)
+                return load(checkpoint, by_rows=by_rows)
             except (BadCheckpointError, LostFileError) as error:
                 warn(f"{error}; this checkpoint is passed over")
     return None

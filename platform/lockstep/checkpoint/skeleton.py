@@ -40,6 +40,17 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
     return tree
 
 
+def seen_otherwise(skeleton: Any) -> set[str]:
+    """The names of the tensors that a tree has in another order of dimensions, or views of: their memory is needed as a whole."""
+    if isinstance(skeleton, list):
+        return set().union(*map(seen_otherwise, skeleton))
+    if not isinstance(skeleton, dict):
+        return set()
+    if isinstance(name := skeleton.get("$view", skeleton.get("$tensor")), str):
+        return {name} if len(skeleton) > 1 else set()
+    return set().union(*map(seen_otherwise, skeleton.values()))
+
+
 class _Decoding:
     """Decodes one skeleton."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,21 @@ _LONGEST_HEADER = 100_000_000  # the library's own limit
 
 def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of the file. The tensors must be contiguous and in host memory, and must not change until the bytes are read."""
+    yield header_of(tensors)
+    for name in order_of(tensors):
+        yield bytes_of(tensors[name])
+
+
+def order_of(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in the order in which they lie in a file."""
     # Wide types first: then every tensor begins at a multiple of its element size, as the format requires.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    contents, end = {}, 0
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What precedes the bytes of the tensors, which may be without memory (meta), in their order."""
+    order, end = order_of(tensors), 0
+    contents: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
@@ -37,9 +50,17 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
         }
     header = json.dumps(contents, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
-    for name in order:
-        yield _bytes(tensors[name])
+    return len(header).to_bytes(8, "little") + header
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a file: from byte `start` of the file on."""
+
+    dtype: str
+    """Its type by its name in safetensors."""
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
@@ -47,9 +68,25 @@ def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Ten
 
     It allocates no more memory than the file has bytes. BadCheckpointError where the file is not of this format.
     """
+    tensors = {}
+    places = read_places(fill, size)
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+        with _is_format():
+            tensors[name] = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        fill(bytes_of(tensors[name]))
+    return {name: tensors[name] for name in places}
+
+
+def read_places(fill: Callable[[memoryview], None], size: int) -> dict[str, Place]:
+    """Where each tensor of such a file lies; `fill` fills a buffer with its first bytes. Errors as in `read_tensors`."""
+    with _is_format():
+        return _places(*_contents(fill, size), size)
+
+
+@contextmanager
+def _is_format() -> Iterator[None]:
     try:
-        contents, remaining = _contents(fill, size)
-        return _tensors(contents, remaining, fill)
+        yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadCheckpointError(f"it is no safetensors file: {one_line(error)}") from error
 
@@ -70,10 +107,8 @@ def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, 
     return contents, size - 8 - length
 
 
-def _tensors(
-    contents: dict[str, Any], remaining: int, fill: Callable[[memoryview], None]
-) -> dict[str, Tensor]:
-    tensors, end = {}, 0
+def _places(contents: dict[str, Any], remaining: int, size: int) -> dict[str, Place]:
+    places, end = {}, 0
     for name in sorted(contents, key=lambda name: contents[name]["data_offsets"]):
         entry = contents[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
@@ -85,16 +120,14 @@ def _tensors(
                 f"the byte range of {name!r} leaves a gap, overlaps another or has the wrong size"
             )
         end = stop
-        tensor = torch.empty(shape, dtype=dtype)
-        fill(_bytes(tensor))
-        tensors[name] = tensor
+        places[name] = Place(entry["dtype"], tuple(shape), size - remaining + begin, stop - begin)
     if end != remaining:
         raise ValueError(f"{remaining - end} bytes belong to no tensor")
-    return {name: tensors[name] for name in contents}
+    return {name: places[name] for name in contents}
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor. (With one element, any stride counts as contiguous.)"""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory. (With one element, any stride counts as contiguous.)"""
     row = tensor.as_strided((tensor.numel(),), (1,))
     array: Any = row.view(torch.uint8).numpy()  # an array is a buffer, which numpy's type hints do not say
     return memoryview(array)

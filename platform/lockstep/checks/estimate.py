@@ -358,7 +358,7 @@ def _spans(found: Measured, workers: int) -> list[Span]:
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
 
-    A fully sharded run begins with a whole model, on which the first micro-batch is computed.
+    A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless the rehearsal is off.
     """
     optimizer = optimizer_bytes(spec, found, workers)
     parameters, average = held(spec, found.parameters, workers), held(spec, found.average, workers)
@@ -374,7 +374,8 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     computing = found.computing - found.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    return max(step, start if is_fully_sharded(spec, workers) else 0)
+    begins_whole = is_fully_sharded(spec, workers) and spec.rehearsal != "off"
+    return max(step, start if begins_whole else 0)
 
 
 def is_fully_sharded(spec: Spec, workers: int) -> bool:

@@ -20,12 +20,12 @@ from lockstep.training.clock import Clock
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import job_at
 from lockstep.training.final_model import keep_final_model
-from lockstep.training.integrity.digests import check_same_weights
+from lockstep.training.integrity.digests import check_same_weights, digest_on_first, gathered_on_first
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 from lockstep.training.setup import Run
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.shards import Shard
-from lockstep.training.weights import save_weights
+from lockstep.training.weights import save_streamed, save_weights
 
 ALIVE_S = 1.0
 """Seconds between signs of life while a run makes its final model, which may be large."""
@@ -76,9 +76,16 @@ def whole_weights(run: Run, weights: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def save_whole(run: Run, folder: Path, name: str, weights: Mapping[str, Any]) -> list[Path]:
-    """Write weights on rank 0. All ranks of a sharded model call it."""
-    whole = whole_weights(run, weights)
-    return save_weights(folder, {name: whole}) if run.group.rank == 0 else []
+    """Write weights on rank 0, which has one whole tensor of a sharded model after another. All its ranks call it."""
+    if run.state.sharding is None:
+        return save_weights(folder, {name: whole_weights(run, weights)})
+    shapes = {
+        key: value.meta() if isinstance(value, Shard) else value.to("meta")
+        for key, value in weights.items()
+        if isinstance(value, Tensor | Shard)
+    }
+    path = folder / "weights" / f"{name}.safetensors" if run.group.rank == 0 else None
+    return save_streamed(path, shapes, lambda key: gathered_on_first(run.group, weights[key]))
 
 
 def final_model_of(run: Run) -> nn.Module:
@@ -152,8 +159,7 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
 
 def _digest(run: Run, weights: Mapping[str, Any]) -> str:
     """The digest of weights; of sharded ones rank 0 computes it, with one whole tensor after another."""
-    digest = weights_digest(whole_weights(run, weights))
-    return digest if run.state.sharding is None else str(run.group.given(digest, 0))
+    return digest_on_first(run.group, weights) if run.state.sharding is not None else weights_digest(weights)
 
 
 def _common_digest(run: Run, what: str) -> str:

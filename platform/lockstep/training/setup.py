@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,11 +36,14 @@ from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints, LastSave
+from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.determinism import check_kept
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
 from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.inputs import Inputs, continued
+from lockstep.training.integrity.digests import digest_on_first
+from lockstep.training.integrity.rehearsal.child_process import can_fork
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.promise import StepRehearsal
@@ -52,7 +55,7 @@ from lockstep.training.modes import enter_training, learning_in_evaluation_mode
 from lockstep.training.requests import Requests
 from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
-from lockstep.training.state import TrainState
+from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
@@ -189,7 +192,8 @@ def prepare(
     is_sharded = spec.sharding == "full" and group.size > 1
     plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
-    model = make_model(spec, job, plan, group.device, group)
+    deferred = make_deferred(spec, job, plan, group, warn) if is_sharded else None
+    model = deferred.model if deferred is not None else make_model(spec, job, plan, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
@@ -202,9 +206,14 @@ def prepare(
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
     with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
-        rehearsal, evaluate = group.together(
-            partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
-        )
+        if deferred is not None:
+            rehearsal, evaluate = rehearse_sharded(
+                spec, job, plan, state, batches, eval_data, group, warn, deferred
+            )
+        else:
+            rehearsal, evaluate = group.together(
+                partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
+            )
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
     facts = make_facts(
@@ -215,7 +224,7 @@ def prepare(
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
-    if is_sharded:
+    if is_sharded and state.sharding is None:
         shard(job, state, group, calls)
     replay = None if origin is None else origin.replay
     history = History()
@@ -241,6 +250,32 @@ def prepare(
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
 
 
+def rehearse_sharded(
+    spec: Spec,
+    job: Job,
+    plan: Plan,
+    state: TrainState,
+    batches: MicroBatches,
+    eval_data: Any,
+    group: Group,
+    warn: Callable[[str], None],
+    deferred: DeferredModel,
+) -> tuple[dict[str, Rehearsal], Evaluation | None]:
+    """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
+    rehearsal = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
+    units = group.together(partial(rehearsal.units, deferred))
+    calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
+    shard(job, state, group, calls, deferred.fill)
+    assert state.sharding is not None
+    shown = rehearsal.first_sharded(state.sharding)
+    if eval_data is None:
+        check_followed(state.schedule, ())
+        return shown, None
+    evaluate = make_evaluation(spec, job, plan, state, eval_data, group)
+    evaluate.prepare(compares=False)
+    return shown, evaluate
+
+
 def rehearse(
     spec: Spec,
     job: Job,
@@ -259,16 +294,7 @@ def rehearse(
     rehearsals = first_step.first()
     evaluate = None
     if eval_data is not None:
-        evaluate = Evaluation(
-            job,
-            eval_data,
-            group,
-            state.precision,
-            micro_batch=plan.micro_batch,
-            global_batch=plan.global_batch,
-            seed=spec.seed,
-            processes=spec.data.loader_processes,
-        )
+        evaluate = make_evaluation(spec, job, plan, state, eval_data, group)
         evaluate.prepare(compares=spec.determinism == "strict" and spec.rehearsal != "off")
     shown = first_step.elsewhere(evaluate).evaluation
     if evaluate is None:
@@ -278,6 +304,22 @@ def rehearse(
         check_metric(spec, shown.names)
         check_followed(state.schedule, shown.names)
     return rehearsals, evaluate
+
+
+def make_evaluation(
+    spec: Spec, job: Job, plan: Plan, state: TrainState, eval_data: Any, group: Group
+) -> Evaluation:
+    """The evaluation of the job on its `eval_data`."""
+    return Evaluation(
+        job,
+        eval_data,
+        group,
+        state.precision,
+        micro_batch=plan.micro_batch,
+        global_batch=plan.global_batch,
+        seed=spec.seed,
+        processes=spec.data.loader_processes,
+    )
 
 
 def make_facts(
@@ -294,7 +336,8 @@ def make_facts(
     versions: dict[str, str],
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
-    digest = weights_digest(state.model.state_dict())
+    sharded = state.sharding is not None
+    digest = digest_on_first(group, tensors(state)) if sharded else weights_digest(state.model.state_dict())
     first = " ".join(result.digest for result in rehearsal.values())
     facts = facts_of(
         spec,
@@ -318,12 +361,18 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
     check_same_order(group, state.order)
 
 
-def shard(job: Job, state: TrainState, group: Group, calls: Calls) -> None:
-    """Leave this worker its rows of the parameters. All ranks call it, with the same state."""
+def shard(
+    job: Job,
+    state: TrainState,
+    group: Group,
+    calls: Calls,
+    fill: Callable[[Sequence[str]], None] = lambda names: None,
+) -> None:
+    """Leave this worker its rows of the parameters. All ranks call it, with the same state; `fill` gives parameters memory that have none."""
     originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
     conditional = frozenset(job.conditional_parameters(state.model))
-    state.shard(FullSharding(state.model, group, calls, conditional, fused))
+    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill))
     assert state.sharding is not None
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]
@@ -508,9 +557,7 @@ def make_model(
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
-    check_model(model, plan)
-    if spec.precision == "fp16":
-        check_scaled(model)
+    _check(spec, plan, model)
     if spec.initial_weights is not None:
         load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:
@@ -518,3 +565,41 @@ def make_model(
     model.to(device)
     enter_training(model)
     return model
+
+
+def _check(spec: Spec, plan: Plan, model: nn.Module) -> None:
+    check_model(model, plan)
+    if spec.precision == "fp16":
+        check_scaled(model)
+
+
+def make_deferred(
+    spec: Spec, job: Job, plan: Plan, group: Group, warn: Callable[[str], None]
+) -> DeferredModel | None:
+    """The job's model without memory for its parameters, from the same generators; None where the model has to begin whole. All ranks call it.
+
+    That needs a start without a rehearsal in other processes, which have the whole model: `rehearsal: off`.
+    """
+    if spec.rehearsal != "off":
+        return None
+    deferred, why = None, ""
+    if spec.initial_weights is not None:
+        why = "initial_weights are loaded into a whole model"
+    elif not can_fork(group.device):
+        why = "no other process can find out the units on this device"
+    else:
+        seed_all(model_key(spec.seed), group.device)
+        try:
+            with imports_of_job(job):
+                deferred = DeferredModel(job.model)
+            _check(spec, plan, deferred.model)
+            if spec.activation_checkpointing:
+                checkpoint_activations(job, deferred.model)
+            enter_training(deferred.model)
+        except NotDeferredError as reason:
+            deferred, why = None, str(reason)
+    reasons = [reason for reason in group.gather(why) if reason]
+    if reasons:
+        warn(f"sharding: every worker begins with the whole model: {reasons[0]}")
+        return None
+    return deferred

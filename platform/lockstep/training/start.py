@@ -6,14 +6,26 @@ digests of its state, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_files
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
+from lockstep.checkpoint.manifest import Facts, FileEntry
+from lockstep.checkpoint.reader import (
+    ByRows,
+    Checkpoint,
+    Loaded,
+    load_newest,
+    load_step,
+    places_in,
+    shared_files,
+)
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.checkpoint.tensor_file import Place
 from lockstep.communication.group import Group
 from lockstep.data.table_pins import pins_of
 from lockstep.errors import DriftError, SpecError, StorageError
@@ -62,15 +74,17 @@ def find_start(
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
     if origin is not None and origin.replay is not None and origin.replay.step:
         replay = origin.replay
-        replayed = _load(replay.storage, replay.run_id, replay.step, group, warn)
+        replayed = _load(spec, replay.storage, replay.run_id, replay.step, group, warn)
         return Start(replayed, fork=False) if replayed is not None else None
     if origin is not None and origin.run_id is not None:
-        resumed = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
+        resumed = _load(spec, spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
         if resumed is not None:
             return Start(resumed, fork=False)
     if spec.fork is None:
         return None
-    loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
+    loaded = _load(
+        spec, spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn
+    )
     if loaded is None:
         raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
     return Start(loaded, fork=True, exact=spec.fork.exact)
@@ -84,15 +98,48 @@ def versions_of(start: Start | None, origin: AttemptOrigin | None) -> Mapping[st
 
 
 def _load(
-    storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
+    spec: Spec, storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
 ) -> Loaded | None:
-    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives."""
+    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives.
+
+    Where the parameters are sharded, the tensors that are stay in their files: each rank reads its rows of them when it restores the state.
+    """
     store = open_storage(storage)
+    is_sharded = spec.sharding == "full" and group.size > 1
+    by_rows = ByRows(_SHARDED, store, partial(_verified, group, store)) if is_sharded else None
     with read_once(store, group) as relayed:
         folder = RunFolder.open(relayed, run_id)
-        loaded = load_newest(folder, warn) if step is None else load_step(folder, step)
+        loaded = load_newest(folder, warn, by_rows) if step is None else load_step(folder, step, by_rows)
     # Later reads come from one rank alone, so they must not go through the relay.
     return loaded and loaded._replace(checkpoint=replace(loaded.checkpoint, storage=store))
+
+
+_SHARDED = frozenset({"model", "optimizer", "ema", "best"})
+"""The sections whose tensors are sharded."""
+
+
+def _verified(
+    group: Group, store: Storage, checkpoint: Checkpoint, files: Sequence[FileEntry]
+) -> list[dict[str, Place]]:
+    """Where the tensors of each file lie. Each rank reads some of the files, about as many bytes as the others, and holds none of them."""
+    checkpoint = replace(checkpoint, storage=store)
+    loads = [0] * group.size
+    mine: dict[str, dict[str, Place]] = {}
+    failed: StorageError | None = None
+    for entry in sorted(files, key=lambda entry: (-entry.size, entry.name)):
+        rank = min(range(group.size), key=loads.__getitem__)
+        loads[rank] += entry.size
+        if rank == group.rank and failed is None:
+            try:
+                mine[entry.name] = places_in(checkpoint, entry)
+            except StorageError as error:
+                failed = error
+    every = group.gather((mine, failed))
+    if errors := [error for _, error in every if error is not None]:
+        # A store that cannot be reached comes first: it is no reason to pass a checkpoint over.
+        raise min(errors, key=lambda error: isinstance(error, BadCheckpointError | LostFileError))
+    places = {name: of_file for of_rank, _ in every for name, of_file in of_rank.items()}
+    return [places[entry.name] for entry in files]
 
 
 def check_identity(start: Start, fields: Mapping[str, Any], hints: str = "") -> None:

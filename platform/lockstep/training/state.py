@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.snapshot import writers
+from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.checkpoint.tree import Elsewhere, Shared, sharing
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError, StorageError
@@ -272,20 +273,21 @@ class TrainState:
             name: _filled(section, mine) for name, section in {**sections, "optimizer": optimizer}.items()
         }
 
-    def _rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _rows(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """The rows that this rank has of each whole parameter that is sharded; others as they are."""
         shards = {} if self.sharding is None else self.sharding.shards
         return {
-            name: shards[name].rows_of(value) if name in shards else value for name, value in values.items()
+            name: shards[name].rows_of(value) if name in shards else in_memory(value)
+            for name, value in values.items()
         }
 
-    def _shards(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _shards(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Whole tensors of a `state_dict`, in memory of their own, with this rank's `Shard` of each that is sharded."""
         own = self.model_state() if self.sharding is not None else {}
         return {
             name: own[name].like(own[name].rows_of(value).clone())
             if isinstance(own.get(name), Shard)
-            else value
+            else in_memory(value)
             for name, value in values.items()
         }
 
@@ -311,7 +313,7 @@ class TrainState:
                 self.sharding.load(sections["model"]["state"])
             with torch.no_grad():
                 for name, tensor in unlisted_tensors(self.model).items():
-                    tensor.copy_(sections["model"]["unlisted_buffers"][name])
+                    tensor.copy_(in_memory(sections["model"]["unlisted_buffers"][name]))
             if optimizer_state:
                 restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             else:

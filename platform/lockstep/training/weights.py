@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError, StorageError
-from lockstep.files import replaced
+from lockstep.files import replaced, replacing
 from lockstep.parsing import OtherVersionError, check_version
 from lockstep.training.relay import Relay
 
@@ -35,6 +36,33 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
         ) from error
     return path
+
+
+def save_streamed(
+    path: Path | None, shapes: Mapping[str, Tensor], tensor: Callable[[str], Tensor | None]
+) -> list[Path]:
+    """Write a file of weights, one tensor after another; `shapes` has a meta tensor of each. Without a path this rank only calls `tensor`, in the same order.
+
+    It needs the memory of the largest tensor. Returns the file. StorageError where it cannot be written, once `tensor` has been called for all.
+    """
+    if path is None:
+        for name in order_of(shapes):
+            tensor(name)
+        return []
+    left = iter(order_of(shapes))
+    try:
+        with replacing(path) as file:
+            file.write(header_of(shapes, {_KEY: str(VERSION)}))
+            for name in left:
+                if (whole := tensor(name)) is not None:
+                    file.write(bytes_of(whole.detach().cpu().contiguous()))
+    except OSError as error:
+        for name in left:  # the other ranks send them
+            tensor(name)
+        raise StorageError(
+            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
+        ) from error
+    return [path]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch import nn
 from lockstep import files
 from lockstep.errors import SpecError, StorageError
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.weights import load_weights, save_weights
+from lockstep.training.weights import load_weights, read_tensors, save_streamed, save_weights
+from tests.live_bytes import counted
 
 
 def model(width: int = 3) -> nn.Module:
@@ -34,6 +35,40 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert weights_digest(loaded.state_dict()) != weights_digest(saved.state_dict())
     load_weights(loaded, path)
     assert weights_digest(loaded.state_dict()) == weights_digest(saved.state_dict())
+
+
+def test_a_streamed_file_has_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """Tied weights and other strides included; a rank without a path asks for the same tensors, in the same order."""
+    saved = {k: v for k, v in model(64).state_dict().items() if isinstance(v, torch.Tensor)}
+    saved |= {f"large.{i}": torch.randn(200, 100, dtype=torch.float64) for i in range(8)}
+    saved |= {"half": torch.randn(5).half(), "none": torch.empty(0, 3), "alone": torch.tensor(2)}
+    shapes = {name: value.to("meta") for name, value in saved.items()}
+    asked: list[list[str]] = [[], []]
+
+    def tensor(name: str, of: int) -> torch.Tensor:
+        asked[of].append(name)
+        return saved[name].clone()
+
+    with counted() as live:
+        (path,) = save_streamed(tmp_path / "weights" / "x.safetensors", shapes, lambda name: tensor(name, 0))
+    assert save_streamed(None, shapes, lambda name: tensor(name, 1)) == []
+    assert asked[0] == asked[1]
+    assert live.peak <= 2 * 200 * 100 * 8
+    assert weights_digest(safetensors.torch.load_file(path)) == weights_digest(saved)
+    assert weights_digest(read_tensors(path)) == weights_digest(saved)
+
+
+def test_all_tensors_are_asked_for_where_a_streamed_file_cannot_be_written(tmp_path: Path) -> None:
+    """Other ranks send them, and would wait."""
+    asked: list[str] = []
+    (tmp_path / "weights").write_text("a file in the place of the folder")
+    with pytest.raises(StorageError, match="the weights are not saved"):
+        save_streamed(
+            tmp_path / "weights" / "x.safetensors",
+            {"b": torch.empty(3, device="meta"), "a": torch.empty(3, device="meta")},
+            lambda name: asked.append(name),  # type: ignore[func-returns-value]
+        )
+    assert asked == ["a", "b"]
 
 
 class Scaled(nn.Linear):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
+from lockstep.errors import StorageError
+
 PIECE = 1 << 20
 """Bytes that are hashed and written, or read and hashed, at a time: few enough to stay in the processor's cache in between."""
 
@@ -64,6 +66,9 @@ class Storage(Protocol):
     def open(self, path: str) -> AbstractContextManager[Reading]:
         """Open a file to read it from its beginning."""
 
+    def fill(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill the buffer with the bytes of a file from byte `start` on, and read no others. StorageError where there are too few."""
+
     def list(self, folder: str) -> list[Item]:
         """The entries of a folder, by name; none if there is no such folder."""
 
@@ -87,6 +92,15 @@ class Storage(Protocol):
 
     def end_staging(self, folder: str) -> None:
         """End a staging folder for all that write through it, in one moment, and delete its content."""
+
+
+def filled(reading: Reading, buffer: memoryview, shown: str) -> None:
+    """Fill the buffer with what follows in a file. StorageError where there is too little."""
+    while buffer:
+        got = reading.readinto(buffer) or 0
+        if not got:
+            raise StorageError(f"checkpoint.storage: {shown!r} ends {len(buffer)} bytes too early")
+        buffer = buffer[got:]
 
 
 def hashed(pieces: Iterable[bytes | memoryview], write: Callable[[memoryview], object]) -> Written:

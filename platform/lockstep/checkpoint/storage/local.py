@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
-from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, hashed
+from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, filled, hashed
 from lockstep.errors import StorageError
 from lockstep.files import flush, make_folder
 from lockstep.paths import OutsideError, beneath, component, moved, open_beneath
@@ -105,6 +105,11 @@ class LocalStorage:
     def open(self, path: str) -> Iterator[Reading]:
         with _storage_errors("read", self.root / path), self._opened(path) as file:
             yield file
+
+    def fill(self, path: str, start: int, buffer: memoryview) -> None:
+        with _storage_errors("read", self.root / path), self._opened(path) as file:
+            file.seek(start)
+            filled(file, buffer, str(self.root / path))
 
     def _opened(self, path: str) -> io.FileIO:
         try:

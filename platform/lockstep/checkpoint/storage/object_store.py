@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
-from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, hashed
+from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, filled, hashed
 from lockstep.errors import SpecError, StorageError
 from lockstep.paths import OutsideError, relative
 
@@ -91,6 +91,11 @@ class ObjectStorage:
     def open(self, path: str) -> Iterator[Reading]:
         with self._storage_errors("read", path), self._files.open_input_file(self._at(path)) as file:
             yield file
+
+    def fill(self, path: str, start: int, buffer: memoryview) -> None:
+        with self._storage_errors("read", path), self._files.open_input_file(self._at(path)) as file:
+            file.seek(start)
+            filled(file, buffer, self._shown(path))
 
     def list(self, folder: str) -> list[Item]:
         return sorted(_item(info) for info in self._infos(folder))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError
-from lockstep.training.integrity.state_digest import tensor_digests
+from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
 from lockstep.training.state import TrainState
 from lockstep.training.step.phases import Optimizers
 from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer
@@ -214,6 +214,16 @@ def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | N
     (total,) = resolved([summed])
     every: list[int] = group.gather(total)
     return sum(every) & _MASK
+
+
+def gathered_on_first(group: Group, value: Any) -> Any:
+    """A shard's whole tensor on rank 0, None on the others; anything else as it is. All ranks call it."""
+    return value.gathered(group, 0) if isinstance(value, Shard) else value
+
+
+def digest_on_first(group: Group, weights: Mapping[str, Any]) -> str:
+    """`weights_digest` of weights of some of which each rank has a `Shard`, on every rank. Rank 0 has one whole tensor after another. All ranks call it."""
+    return str(group.given(weights_digest(weights, partial(gathered_on_first, group)), 0))
 
 
 def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ import torch
 from lockstep.checkpoint.tree import pack
 
 
-def weights_digest(state: Mapping[str, Any]) -> str:
-    """sha256 over a `state_dict`, sorted by name.
+def weights_digest(state: Mapping[str, Any], whole: Callable[[Any], Any] = lambda value: value) -> str:
+    """sha256 over a `state_dict`, sorted by name; `whole` gives each value that counts, one after another in that order.
 
     Each tensor adds `name|dtype|shape`, such as `fc.weight|torch.float32|(10, 64)`, then its contiguous bytes.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name]
+        tensor = whole(state[name])
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())

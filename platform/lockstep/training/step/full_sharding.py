@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
 from lockstep.training.step.parameters import written_parameter
@@ -116,12 +117,18 @@ class FullSharding:
     """A model whose parameters are sharded, and the gradients of the step under way."""
 
     def __init__(
-        self, model: nn.Module, group: Group, calls: Calls, whole: frozenset[str], fused: bool
+        self,
+        model: nn.Module,
+        group: Group,
+        calls: Calls,
+        whole: frozenset[str],
+        fused: bool,
+        fill: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         """Shard `model` in place. All ranks of the `group` call it, with a model of the same bits.
 
         `whole` are parameters that stay whole on every worker; `fused`: whether one kernel updates an element, which on a CPU rounds the end of a
-        tensor otherwise.
+        tensor otherwise; `fill` gives parameters memory that have none, unit by unit.
         """
         self.model, self.group = model, group
         self.names = [name for name, _ in model.named_parameters()]
@@ -132,7 +139,7 @@ class FullSharding:
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
         self.largest_unit_bytes = largest(model, units, self.whole)
         """The bytes of the parameters that are gathered at once, those outside of all units apart."""
-        self._root, modules = _sharded(model, units, self.whole, group)
+        self._root, modules = _sharded(model, units, self.whole, group, fill)
         self._modules: list[Any] = modules
         parameters: dict[str, Any] = dict(model.named_parameters())
         self.shards: dict[str, Shard] = {
@@ -337,7 +344,7 @@ class FullSharding:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load a whole model's `state_dict`, of which this worker takes its rows. RuntimeError or ValueError where it is another model's."""
+        """Load a whole model's `state_dict`, stored or not, of which this worker takes its rows. RuntimeError or ValueError where it is another model's."""
         current = self.state()
         if strange := sorted(saved.keys() ^ current.keys()):
             raise RuntimeError(f"{strange[0]!r} is in one of the two models alone")
@@ -347,7 +354,7 @@ class FullSharding:
                 if isinstance(value, Shard):
                     value.local.copy_(value.rows_of(saved[name]))
                 else:
-                    rest[name] = saved[name]
+                    rest[name] = in_memory(saved[name])
         self.model.load_state_dict(rest, strict=False)
 
 
@@ -478,16 +485,24 @@ def _laid_out(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _sharded(
-    model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str], group: Group
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    whole: frozenset[str],
+    group: Group,
+    fill: Callable[[Sequence[str]], None],
 ) -> tuple[_Root, list[nn.Module]]:
     """The root of the sharded model, and its modules that have shards, the root last."""
     from torch.distributed.fsdp import fully_shard
 
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_units = [[names[id(parameter)] for parameter in unit.parameters()] for unit in units]
+    fill(sorted(whole))
     ignored = {parameter for name, parameter in model.named_parameters() if name in whole}
     mesh = group.mesh()
     root = _Root(model)
     modules = [*units, root]
-    for module in modules:
+    for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
+        fill(of_module)
         fully_shard(module, mesh=mesh, ignored_params=ignored)
     return root, modules
 

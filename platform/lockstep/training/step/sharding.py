@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
@@ -316,15 +317,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 optimizer.state[part.value] = taken
 
     def _taken(self, part: Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | StoredTensor):
             return value
         if name in SCALARS:
-            return value.to(part.value.device if counts_on_device(group) else "cpu", copy=True)
+            return in_memory(value).to(part.value.device if counts_on_device(group) else "cpu", copy=True)
         i, start, stop, _ = part.span
         if value.shape != self.parameters[i].shape:
             raise ValueError(
                 f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
             )
+        if isinstance(value, StoredTensor) and self._orders[i] == sorted(self._orders[i]):
+            return value.elements(start, stop).view(part.value.shape).to(part.value.device)
+        value = in_memory(value)
         if not self._uncut[i]:
             value = value.permute(self._orders[i]).reshape(-1)[start:stop].view(part.value.shape)
         return value.to(part.value.device, copy=True)
@@ -337,7 +341,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole."""
         ranks, rank = self.group.size, self.group.rank
         self.parameters = [
-            torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+            torch.empty_strided(
+                parameter.shape,
+                parameter.stride(),
+                dtype=parameter.dtype,
+                device="meta",
+                requires_grad=parameter.requires_grad,
+            )
             for parameter in self.parameters
         ]
         self.spans, self._parts, self._whole_on_all = (

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.checkpoint.stored_tensor import StoredTensor
 from lockstep.communication.group import Group
 
 
@@ -45,12 +46,16 @@ class Shard:
         """The same rows of another tensor of that shape."""
         return Shard(local, self.shape, self.rank, self.ranks)
 
-    def rows_of(self, whole: Tensor) -> Tensor:
-        """The rows of this rank in a tensor of the same shape. ValueError where it has another."""
+    def rows_of(self, whole: Tensor | StoredTensor) -> Tensor:
+        """The rows of this rank in a tensor of the same shape; of a stored one no others are read. ValueError where it has another."""
         if whole.shape != self.shape:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)}, wanted {tuple(self.shape)}")
         rows = row_ranges(self.shape[0], self.ranks)[self.rank]
         return whole[rows.start : rows.stop]
+
+    def meta(self) -> Tensor:
+        """The type and shape of the whole tensor, without memory."""
+        return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
 
     def gathered(self, group: Group, target: int) -> Tensor | None:
         """The whole tensor on rank `target`, in memory of its own; None on the others. All ranks call it, in the same order of tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,14 @@ class Calls:
         self._computing: Any = None
         self._of_whole_batch: set[int] = set()
         """What a loss over the whole batch calls: a step computes it once, and no micro-batch does."""
+
+    @classmethod
+    def of_units(cls, units: Iterable[nn.Module]) -> Calls:
+        """The calls of a loss that is known to call these modules once."""
+        calls = cls(nn.Module)
+        calls._losses = 1
+        calls._calls.update(map(id, units))
+        return calls
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -58,16 +66,20 @@ def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:
 
     A member that some loss calls several times, or not at all, is none: its gradients would be summed in another order than those of a model in one place.
     """
-    unsplit = {
-        name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
-    }
-    members = _of_classes(model, unsplit) or _of_lists(model)
     seen, units = set[int](), []
-    for member in members:
+    for member in members_of(model):
         if id(member) not in seen and calls.once(member) and any(True for _ in member.parameters()):
             units.append(member)
         seen.add(id(member))
     return units
+
+
+def members_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are units where every loss calls them once."""
+    unsplit = {
+        name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    return _of_classes(model, unsplit) or _of_lists(model)
 
 
 def _of_classes(module: nn.Module, names: set[str]) -> list[nn.Module]:

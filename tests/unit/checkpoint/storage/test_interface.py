@@ -48,6 +48,20 @@ def test_what_is_written_is_read_and_hashed(storage: Storage) -> None:
 
 
 @everywhere
+def test_a_range_is_read_by_itself(storage: Storage) -> None:
+    content = bytes(range(256)) * 20
+    storage.write("run/x/file", [content], staging=STAGING)
+    for start, size in ((0, 7), (1000, 3001), (5119, 1), (5120, 0)):
+        buffer = bytearray(size)
+        storage.fill("run/x/file", start, memoryview(buffer))
+        assert bytes(buffer) == content[start : start + size]
+    with pytest.raises(StorageError, match=r"'.*run/x/file' ends 1 bytes too early$"):
+        storage.fill("run/x/file", 5118, memoryview(bytearray(3)))
+    with pytest.raises(LostFileError, match=r"cannot read .*run/x/none"):
+        storage.fill("run/x/none", 0, memoryview(bytearray(3)))
+
+
+@everywhere
 def test_a_file_takes_the_place_of_another(storage: Storage) -> None:
     storage.write("run/file", [b"old, longer"], staging=STAGING)
     storage.write("run/file", [b"new"], staging=STAGING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
 from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.full_sharding import FullSharding, advised
 from lockstep.training.step.means import check_form, check_parts, number
 from lockstep.training.step.parameters import ParameterWatch, written_parameter
 from lockstep.training.step.phase_step import LossModule, missing_gradient
@@ -187,6 +188,46 @@ def compute(
     finally:
         buffers.restore()
         model.zero_grad(set_to_none=True)
+
+
+def compute_sharded(
+    module: LossModule,
+    batch: Any,
+    precision: Precision,
+    sharding: FullSharding,
+    *,
+    seed: int,
+    device: torch.device,
+) -> Computed:
+    """Run micro-batch 0 as `compute` does, on every worker, where each has its rows of the parameters alone. All ranks call it.
+
+    The results are the same; the gradients are not kept.
+    """
+    model, where = module.model, "first micro-batch, before training"
+    seed_all(rehearsal_key(seed), device)
+    buffers, digests = KeptBuffers(model), dict[str, str]()
+
+    def observe(gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
+        for gradient, i in zip(gradients, indices, strict=True):
+            digests[module.names[i]] = tensor_digest(gradient)
+
+    try:
+        sharding.begin_step(sharding.group.size)
+        sharding.begin_pass(range(sharding.group.size), empty=False, last=True, observe=observe)
+        with advised(), job_at(where):
+            with precision.autocast():
+                loss = sharding.computed(lambda: module(batch))
+            check_loss(loss, precision, first=True, label=module.phase.loss_label)
+            module.backward(loss.total)
+        sharding.end_pass(f" ({where})")
+        results = _results(loss, {}, buffers)
+        results |= {f"the gradient of {name!r}": digest for name, digest in digests.items()}
+        statistics = own_statistics(loss.statistics, module.phase.loss_label)
+        return Computed(loss, results, {}, buffers.written(), statistics)
+    finally:
+        buffers.restore()
+        sharding.reshard()
+        sharding.forget_gradients()
 
 
 def _check_untouched(model: nn.Module, before: Container[str], where: str) -> None:

@@ -37,6 +37,7 @@ from lockstep.plan import Plan
 from lockstep.randomness import Draws, model_key, rehearsal_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import unlisted_tensors
+from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import filled_memory
 from lockstep.training.evaluate import Evaluation, EvaluationRehearsal
 from lockstep.training.failure import job_at
@@ -49,7 +50,7 @@ from lockstep.training.integrity.rehearsal.child_process import (
 )
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
 from lockstep.training.integrity.rehearsal.generators import of_training
-from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute
+from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute, compute_sharded
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory
 from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
@@ -60,10 +61,12 @@ from lockstep.training.modes import evaluating
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers, statistics
 from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.step.units import Calls, members_of
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
 """`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""
@@ -128,17 +131,56 @@ class StepRehearsal:
             self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts)
         if not can_fork(self.device) and self.spec.determinism == "strict":
             self._compare_here(modules, firsts)
-        return {
-            module.phase.name: Rehearsal(
-                tuple(first.loss.parts),
-                float(first.loss.total.detach()),
-                first.written,
-                first.digest,
-                tuple(first.loss.terms),
-                bool(first.loss.statistics),
+        return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
+
+    def first_sharded(self, sharding: FullSharding) -> dict[str, Rehearsal]:
+        """As `first`, where each worker has its rows of the parameters alone. All ranks call it."""
+        pack(dict(self.job.state_dict()), "job")
+        key = self._keys()[0]
+        self.batches.check_draws_nothing(key)
+        (module,) = self._modules()
+        batch, _ = self._fetch_drawing(key)
+        with filled_memory(True):
+            first = compute_sharded(
+                module, batch, self.state.precision, sharding, seed=self.spec.seed, device=self.device
             )
-            for module, first in zip(modules, firsts, strict=True)
+        pack(unlisted_tensors(self.state.model), "model")
+        return {module.phase.name: _shown(first)}
+
+    def units(self, deferred: DeferredModel) -> list[str]:
+        """The names of the modules that the loss of the first micro-batch calls once, found out in another process, which has memory for one member's parameters at a
+        time. SpecError where none can.
+        """
+        model, seed = deferred.model, self.spec.seed
+        members = [member for member in members_of(model) if deferred.names_in([member])]
+        inside = {name for member in members for name in deferred.names_in([member])}
+        outside = [name for name in deferred.names_in([model]) if name not in inside]
+        shared = {
+            name for name in inside if sum(name in deferred.names_in([member]) for member in members) > 1
         }
+
+        def called() -> list[str]:
+            deferred.fill([*outside, *shared], again=True)
+            for member in members:
+                names = [name for name in deferred.names_in([member]) if name not in shared]
+                member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True))
+                member.register_forward_hook(lambda *_, names=names: deferred.empty(names))
+            (module,) = self._modules()
+            batch, calls = self._fetch(self._keys()[0]), Calls(LossModule)
+            seed_all(rehearsal_key(seed), self.device)
+            where = "first micro-batch, before training"
+            with calls.counted(), torch.no_grad(), self.state.precision.autocast(), job_at(where):
+                module(batch)
+            return [
+                name for name, member in model.named_modules() if member in members and calls.once(member)
+            ]
+
+        try:
+            return in_child(called, self.job, forked=self.forked, limit_s=self._limit_s())
+        except NoChildError as reason:
+            raise SpecError(
+                f"sharding: the units of the model could not be found out: {reason}; set rehearsal=quick, with which every worker begins with the whole model"
+            ) from reason
 
     def _compare_here(self, modules: Sequence[LossModule], firsts: Sequence[Computed]) -> None:
         """Compare the first micro-batch with itself after the second one, in this process, where no other can be forked.
@@ -489,3 +531,14 @@ class StepRehearsal:
 
 def _bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _shown(first: Computed) -> Rehearsal:
+    return Rehearsal(
+        tuple(first.loss.parts),
+        float(first.loss.total.detach()),
+        first.written,
+        first.digest,
+        tuple(first.loss.terms),
+        bool(first.loss.statistics),
+    )
