@@ -157,7 +157,7 @@ def compute(
     try:
         with job_at(where):
             with precision.autocast():
-                loss = module(batch)
+                loss = module.on_trial(m, batch)
             check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             parameters.check(where)
             _check_untouched(model, values, where)
