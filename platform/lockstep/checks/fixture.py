@@ -129,7 +129,7 @@ class Fixture:
     def fresh_model(self) -> tuple[Job, torch.nn.Module]:
         """The model of the run before its first step, and the job of its own that it belongs to."""
         job = load_job(self.spec.job.use, self.spec.job.params)
-        model = make_model(self.spec, job, self.plan, self.device)
+        model = make_model(self.spec, job, self.device)
         self._give_shapes(job, model)
         return job, model
 

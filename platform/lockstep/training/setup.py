@@ -189,7 +189,7 @@ def prepare(
     is_sharded = spec.sharding == "full" and group.size > 1
     plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
-    model = make_model(spec, job, plan, group.device, group)
+    model = make_model(spec, job, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
@@ -476,6 +476,7 @@ def make_plan(spec: Spec, train_data: Any) -> Plan:
             drop_last=spec.data.drop_last,
             epochs=spec.length.epochs,
             steps=spec.length.steps,
+            group=spec.data.group_size,
         )
     except ValueError as error:
         advice = (
@@ -493,9 +494,7 @@ def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
         )
 
 
-def make_model(
-    spec: Spec, job: Job, plan: Plan, device: torch.device, group: Group | None = None
-) -> nn.Module:
+def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None = None) -> nn.Module:
     """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
 
     All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
@@ -508,7 +507,7 @@ def make_model(
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
-    check_model(model, plan)
+    check_model(model)
     if spec.precision == "fp16":
         check_scaled(model)
     if spec.initial_weights is not None:

@@ -49,7 +49,7 @@ from lockstep.training.integrity.rehearsal.child_process import (
 )
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
 from lockstep.training.integrity.rehearsal.generators import of_training
-from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute
+from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, check_norms, compute
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory
 from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
@@ -119,6 +119,7 @@ class StepRehearsal:
         firsts = []
         batch, drawn = self._fetch_drawing(key)
         self._fetched = copied(batch), drawn
+        self._check_norms(modules, key)
         self._among_others(modules)
         for module in modules:
             batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
@@ -259,6 +260,24 @@ class StepRehearsal:
         trial = self._trials.get(module.phase.name)
         return None if trial is None else lambda m: trial.settle(m, module)
 
+    def _check_norms(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
+        """Look at what each BatchNorm is given of a sample: the last step of an epoch may have micro-batches of one."""
+        model, compiled = self.state.model, self.state.compiled
+
+        def forward(module: LossModule) -> None:
+            buffers = KeptBuffers(model)
+            batch = self._fetch(key)
+            seed_all(rehearsal_key(self.spec.seed), self.device)
+            try:
+                with job_at("first micro-batch, before training"), self.state.precision.autocast():
+                    (module.phase.embed or module.phase.loss)(model, batch)
+            finally:
+                buffers.restore()
+
+        with nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+                check_norms(model, self.plan, len(key.ids), partial(forward, module))
+
     def _among_others(self, modules: Sequence[LossModule]) -> None:
         """For losses over the whole batch, keep the rows among which their micro-batches are tried."""
         position = self.plan.position(0)
@@ -312,7 +331,7 @@ class StepRehearsal:
 
     def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
         """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
-        if not is_unsaid(self.batches.samples):
+        if self.plan.group > 1 or not is_unsaid(self.batches.samples):
             return
         assigned = range(self.plan.position(0).micro_batches)
         sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
@@ -331,7 +350,7 @@ class StepRehearsal:
     def _tell_compared(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Warn where a loss compares samples within its micro-batch, though a step has several. A dataset may say which ones share one."""
         samples = self.batches.samples
-        if is_unsaid(samples) or says_of_neighbours(samples):
+        if self.plan.group > 1 or is_unsaid(samples) or says_of_neighbours(samples):
             return
         model, compiled = self.state.model, self.state.compiled
         own = [module for module in modules if module.phase.embed is None and self.plan.micro_batches > 1]
