@@ -57,6 +57,8 @@ class Plan:
     total_steps: int
     in_passes: bool = False
     """Whether the workers go through a step together, one micro-batch each at a time: in pass j worker r of W has micro-batch j·W + r."""
+    group: int = 1
+    """So many neighbours in the order share a micro-batch, which they divide; more than 1 leaves `neighbours` the only cut."""
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class Plan:
         drop_last: bool,
         epochs: int | None = None,
         steps: int | None = None,
+        group: int = 1,
     ) -> Plan:
         """The plan for whole epochs or for a number of steps. ValueError where an epoch holds no step."""
         full_steps, tail = divmod(samples, global_batch)
@@ -75,7 +78,7 @@ class Plan:
         if steps_per_epoch == 0:
             raise ValueError(f"{samples} samples give no step of batch.global = {global_batch}")
         total = steps if steps is not None else (epochs or 1) * steps_per_epoch
-        return cls(samples, global_batch, micro_batch, drop_last, total)
+        return cls(samples, global_batch, micro_batch, drop_last, total, group=group)
 
     @property
     def micro_batches(self) -> int:
@@ -96,7 +99,7 @@ class Plan:
             epoch=epoch,
             index=index,
             samples=samples,
-            micro_batches=min(self.micro_batches, samples),
+            micro_batches=min(self.micro_batches, -(-samples // self.group)),
             ends_epoch=index == self.steps_per_epoch - 1,
         )
 
@@ -115,15 +118,20 @@ class Plan:
         return slice(first, first + self.micro_batch_size(position, m), 1)
 
     def micro_batch_size(self, position: Position, m: int) -> int:
-        """Samples in micro-batch `m`; in a ragged step the sizes differ by at most one."""
-        return len(range(m, position.samples, self.micro_batches))
+        """Samples in micro-batch `m`; in a ragged step the sizes differ by at most one group, whose last one may be short."""
+        groups = -(-position.samples // self.group)
+        size = len(range(m, groups, self.micro_batches)) * self.group
+        short = groups * self.group - position.samples
+        return size - short if m == position.micro_batches - 1 else size
 
     @property
     def smallest_micro_batch(self) -> int:
         """Samples in the smallest non-empty micro-batch of the run."""
         last = self.position(self.steps_per_epoch - 1)
         reached = self.total_steps >= self.steps_per_epoch
-        return self.micro_batch_size(last, last.micro_batches - 1) if reached else self.micro_batch
+        if not reached:
+            return self.micro_batch
+        return min(self.micro_batch_size(last, m) for m in {0, last.micro_batches - 1})
 
     def ranges(self, workers: int) -> tuple[range, ...]:
         """Micro-batches of each worker in a full step; a ragged step clips them (`clip`)."""

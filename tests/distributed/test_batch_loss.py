@@ -298,7 +298,7 @@ def test_a_run_that_is_taken_up_comes_to_the_same(
 def test_a_death_in_either_pass_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """What the passes had gathered is gone, and the step is taken anew; it dies in the first pass of step 2, in its loss, in its second pass."""
     alone = train(document(Clip, rehearsal="off"))
-    for deaths in ({"embed": 11}, {"batch_loss": 3}, {"embed": 16}):
+    for deaths in ({"embed": 12}, {"batch_loss": 4}, {"embed": 17}):
         run = document(
             Clip, rehearsal="off", checkpoint={"storage": str(tmp_path / str(deaths)), "every": {"steps": 1}}
         )
@@ -476,7 +476,7 @@ class Squeezed(Triplets):
 
     def embed(self, model: nn.Module, batch: Any) -> Tensor:
         rows = super().embed(model, batch)
-        return rows if len(rows) > 2 else rows[:, 1:]
+        return rows if len(rows) > 2 or not model.training else rows[:, 1:]
 
 
 class WrongWeights(Detection):
@@ -558,6 +558,44 @@ def test_a_loss_that_compares_samples_within_a_micro_batch_is_pointed_here() -> 
         )
         assert text.endswith("write embed(model, batch) and batch_loss(model, rows)")
     assert train(document(COMPARING[0], length={"steps": 1}, batch={"global": 3, "micro": 3})).warnings == ()
+
+
+class PairsOfNeighbours(batch_kinds.Whole):
+    """P identities of two samples in a row: of fewer rows than a step has there is no such loss at all."""
+
+    def eval_data(self) -> None:
+        return None
+
+    def embed(self, model: nn.Module, batch: Any) -> Tensor:
+        x, _ = batch
+        return model(x)
+
+    def batch_loss(self, model: nn.Module, rows: Tensor) -> Loss:
+        one, two = rows.view(8, 2, -1).unbind(1)
+        return Loss((one - two).square().sum() + (rows.std(0) - 1).square().sum(), len(rows))
+
+
+@pytest.mark.parametrize("kind", [PairsOfNeighbours, BarlowTwins, Triplets])
+def test_a_micro_batch_of_one_sample_is_tried_among_the_others_of_its_step(kind: type[Kind]) -> None:
+    """The weights are those of the same run without a rehearsal, and nothing is told; by itself no such sample has a loss."""
+    job = f"{kind.__module__}:{kind.__qualname__}"
+    run = {"job": {"use": job}, "length": {"steps": 2}, "batch": {"global": 16, "micro": 1}}
+    rehearsed = train({**run, "rehearsal": "full"})
+    assert rehearsed.warnings == ()
+    assert rehearsed.digests == train({**run, "rehearsal": "off"}).digests
+
+
+def test_a_loss_that_no_rows_of_a_step_give_a_gradient_is_refused() -> None:
+    class Constant(batch_kinds.Whole):
+        def embed(self, model: nn.Module, batch: Any) -> Tensor:
+            return model(batch[0])
+
+        def batch_loss(self, model: nn.Module, rows: Tensor) -> Loss:
+            return Loss(rows.detach().sum(), len(rows))
+
+    run = {**document(Triplets), "batch": {"global": 16, "micro": 1}}
+    with pytest.raises(JobError, match=r"job\.batch_loss: total has no gradient"):
+        train_job(run, Constant(None))
 
 
 def test_an_evaluation_compares_the_samples_of_a_global_batch() -> None:

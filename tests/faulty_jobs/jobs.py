@@ -689,6 +689,22 @@ class Ascending(Sound):
         return Uphill(model.parameters(), lr=0.003)
 
 
+class AscendingBesideAQueue(Ascending):
+    """The wrong sign beside a buffer that follows the step, which the loss reads."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("seen", torch.zeros(()))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        loss = super().loss(model, batch)
+        return lockstep.Loss(loss.total + model.seen * loss.weight, loss.weight)  # type: ignore[operator]
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.seen.add_(0.001)  # type: ignore[union-attr,operator]
+
+
 class ForeignParameters(Sound):
     """The optimizer holds the parameters of another copy of the model."""
 

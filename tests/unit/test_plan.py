@@ -372,6 +372,32 @@ def test_powers_of_two_send_one_partial_sum_each() -> None:
             assert partial_sums(worker_ranges(micro_batches, workers), micro_batches) == (1, workers)
 
 
+@pytest.mark.parametrize("group", [2, 3, 4, 6])
+def test_groups_of_neighbours_share_a_micro_batch(group: int) -> None:
+    """Each position once and in order; no group is cut, the sizes of micro-batches differ by one group, and the empty ones come last."""
+    for samples in range(1, 60):
+        for parts, of_micro in ((1, 1), (2, 1), (3, 2), (4, 1)):
+            micro = group * of_micro
+            plan = Plan.of(samples, micro * parts, micro, drop_last=False, epochs=1, group=group)
+            met: list[int] = []
+            for position in plan.positions():
+                first = position.index * plan.global_batch
+                sizes = [plan.micro_batch_size(position, m) for m in range(position.micro_batches)]
+                assert sum(sizes) == position.samples and all(sizes)
+                assert [size % group for size in sizes[:-1]] == [0] * (len(sizes) - 1)
+                assert max(sizes) - min(sizes) <= 2 * group - 1
+                assert plan.smallest_micro_batch <= min(sizes)
+                for m, size in enumerate(sizes):
+                    positions = range(samples)[plan.neighbours(position, m)]
+                    assert len(positions) == size
+                    assert (positions[0] - first) % group == 0
+                    met += positions
+            assert met == list(range(samples))
+    assert Plan.of(20, 8, 4, drop_last=False, epochs=1, group=1) == Plan.of(
+        20, 8, 4, drop_last=False, epochs=1
+    )
+
+
 @pytest.mark.parametrize("workers", [0, -1, 5])
 def test_a_worker_without_a_micro_batch_is_refused(workers: int) -> None:
     with pytest.raises(ValueError, match=f"^{workers} workers for 4 micro-batches: each needs at least one$"):

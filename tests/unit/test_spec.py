@@ -306,7 +306,7 @@ def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path)
         ("recheck: 0.1", "recheck: unknown key; did you mean 'determinism.recheck'?"),
         (
             "data: {zzz: 3}",
-            "data.zzz: unknown key; known here: drop_last, loader_processes, shuffle, window, without",
+            "data.zzz: unknown key; known here: drop_last, group, loader_processes, shuffle, window, without",
         ),
         ("optimizer: {weight_deca: 3}", "optimizer.weight_deca: unknown key; did you mean 'weight_decay'?"),
         ("optimizer: {name: sgd, momentun: 1}", "optimizer.momentun: unknown key; did you mean 'momentum'?"),

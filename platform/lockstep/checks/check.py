@@ -84,9 +84,13 @@ class Examination:
     def overfit(self) -> list[Finding]:
         learning = self.learning
         judged = len(learning.phases) == 1 and not learning.broke and not learning.moving
+        if judged and learning.followed and not learning.fall >= model_checks.MOVED:
+            still = learn(self.fixture, self.first, after_step=False)
+            if still.fall >= model_checks.MOVED and not still.broke:
+                return model_checks.overfit_without_after_step(learning, still)
         slow = judged and abs(learning.fall) < model_checks.MOVED
         faster = learn(self.fixture, self.first, FASTER) if slow else None
-        return model_checks.overfit(self.learning, faster, self.fixture.spec.clip_norm)
+        return model_checks.overfit(learning, faster, self.fixture.spec.clip_norm)
 
 
 class Check(NamedTuple):

@@ -12,7 +12,7 @@ from lockstep.checks.active_dropout import DropoutSeen
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.loss_inputs import LossesSeen, Seen
 from lockstep.data.sampler import MicroBatch
-from lockstep.training.evaluate import evaluation_loss, has_evaluation_loss
+from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.means import means_alone, means_of
@@ -103,7 +103,7 @@ def _evaluated(fixture: Fixture, model: nn.Module, key: MicroBatch) -> str:
         with evaluating(model), fixture.with_place(key):
             modes = Modes(model)
             if has_evaluation_loss(fixture.job):
-                loss = evaluation_loss(fixture.job)(model, batch)
+                loss = fixture.evaluation_loss(fixture.job, model, key.micro_batch, batch)
                 means_of(loss, fixture.job.metrics(model, batch))
             else:
                 means_alone(fixture.job.metrics(model, batch))
@@ -121,7 +121,6 @@ def labels_of(fixture: Fixture, phase: str | None) -> Seen:
     if held_out and not (fixture.evaluation_count and has_evaluation_loss(state.job)):
         return seen
     modules = {module.phase.name: module for module in fixture.modules(state.job, state.model)}
-    loss = evaluation_loss(state.job) if phase is None else modules[phase].phase.of_micro_batch
     until = time.perf_counter() + LABELS_S
     evaluation_keys = (fixture.evaluation_micro_batch(i) for i in range(fixture.evaluation_count))
     keys = evaluation_keys if held_out else fixture.sampler(range(fixture.plan.micro_batches))
@@ -132,6 +131,9 @@ def labels_of(fixture: Fixture, phase: str | None) -> Seen:
             buffers = KeptBuffers(state.model)
             # A loss of training may take gradients within itself, as a penalty on them does.
             with fixture.with_place(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
-                loss(state.model, fixture.fetch(key))
+                if phase is None:
+                    fixture.evaluation_loss(state.job, state.model, key.micro_batch, fixture.fetch(key))
+                else:
+                    modules[phase].on_trial(key.micro_batch, fixture.fetch(key))
             buffers.restore()
     return seen

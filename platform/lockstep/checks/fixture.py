@@ -19,12 +19,12 @@ from lockstep.communication.group import Group, local_device
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
-from lockstep.job.interface import Job, Loss
+from lockstep.job.interface import Job, Loss, Rows
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
-from lockstep.training.evaluate import has_evaluation_loss
+from lockstep.training.evaluate import evaluation_loss, has_evaluation_loss, stretch_of
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss
 from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
@@ -34,6 +34,8 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.phase_step import LossModule, missing_gradient
 from lockstep.training.step.phases import phases_of
+from lockstep.training.step.precision import Precision
+from lockstep.training.step.trial_rows import among_others
 
 
 class Fixture:
@@ -106,6 +108,12 @@ class Fixture:
             else -(-dataset_size(self.data[1], "eval_data") // self.plan.micro_batch)
         )
 
+    def evaluation_loss(self, job: Job, model: torch.nn.Module, i: int, batch: Any) -> Loss:
+        """The loss of evaluation micro-batch `i`; one over the whole batch sees the rows of all of its stretch."""
+        fetch = lambda other: self.fetch(self.evaluation_micro_batch(other))  # noqa: E731
+        stretch = stretch_of(i, self.plan.micro_batches, self.evaluation_count)
+        return evaluation_loss(job, model, i, batch, fetch, stretch)
+
     def evaluation_micro_batch(self, i: int) -> MicroBatch:
         """Micro-batch `i` of an evaluation; the last one may be short."""
         assert self.data[1] is not None
@@ -121,7 +129,7 @@ class Fixture:
     def fresh_model(self) -> tuple[Job, torch.nn.Module]:
         """The model of the run before its first step, and the job of its own that it belongs to."""
         job = load_job(self.spec.job.use, self.spec.job.params)
-        model = make_model(self.spec, job, self.plan, self.device)
+        model = make_model(self.spec, job, self.device)
         self._give_shapes(job, model)
         return job, model
 
@@ -137,17 +145,36 @@ class Fixture:
             key = self.step_keys()[0]
             with evaluating(model), self.with_place(key):
                 for module in self.modules(job, model):
-                    module(self.fetch(key))
+                    module.on_trial(key.micro_batch, self.fetch(key))
 
     def modules(self, job: Job, model: torch.nn.Module) -> list[LossModule]:
         """The losses of a step's phases in turn; of a job without phases its only one."""
-        return [LossModule(job, model, phase) for phase in phases_of(job, model)]
+        modules = [LossModule(job, model, phase) for phase in phases_of(job, model)]
+        for module in modules:
+            if module.phase.embed is not None:
+                self._try_among_others(module)
+        return modules
+
+    def _try_among_others(self, module: LossModule) -> None:
+        """Have a loss over the whole batch see the rows of all micro-batches of the first step, those of the others as constants."""
+        keys, precision = self.step_keys(), Precision(self.spec.precision, self.device)
+
+        def embedded(m: int) -> Rows:
+            seed_all(step_key(self.spec.seed, 0, m, module.phase.key), self.device)
+            with self.with_place(keys[m]), torch.no_grad(), precision.autocast():
+                assert module.phase.embed is not None
+                return module.phase.embed(module.model, self.fetch(keys[m]))
+
+        places = self.sampler(range(len(keys))).places(self.plan.position(0))
+        if all(map(len, places)):
+            trial = among_others(module, embedded, places, all_of_them=True)
+            module.settle_on_trial = None if trial is None else lambda m: trial.settle(m, module)
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""
         seed_all(step_key(self.spec.seed, key.step, key.micro_batch, module.phase.key), self.device)
         with self.with_place(key), state.precision.autocast():
-            loss: Loss = module(batch)
+            loss = module.on_trial(key.micro_batch, batch)
         check_loss(loss, state.precision, first=True, label=module.phase.loss_label)
         return loss
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,10 +14,15 @@ from torch import nn
 from lockstep.checks.first_step import FirstStep
 from lockstep.checks.fixture import Fixture
 from lockstep.errors import NumericsError
+from lockstep.job.interface import Job
+from lockstep.training.integrity.rehearsal.object_state import tensor_digest
+from lockstep.training.integrity.state_digest import tree_digest
+from lockstep.training.state import TrainState
+from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.buffers import statistics
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.phase_step import PhaseStep
-from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of, phases_of
 from lockstep.training.step.schedule import FunctionOfUpdates
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
@@ -43,6 +49,8 @@ class Learning:
     step_s: float = math.inf
     moving: str = ""
     """A buffer, other than a norm's statistics, that each forward writes: the loss may follow it rather than the weights."""
+    followed: str = ""
+    """What has moved beside the parameters that learn, where the job has an `after_step`: the loss may follow it."""
     broke: str = ""
     """What ended it early: a loss or gradient that was not finite."""
 
@@ -62,8 +70,11 @@ class Learning:
         return (self.start - self.end) / (abs(self.start) or 1.0)
 
 
-def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
-    """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
+def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step: bool = True) -> Learning:
+    """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss.
+
+    A loss over the whole batch has the first step instead. Without `after_step` nothing follows an update.
+    """
     spec = fixture.spec
     exact = spec.model_copy(update={"reduction": "exact"})
     state, key = fixture.fresh(), fixture.step_keys()[0]
@@ -74,8 +85,17 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
         for name, optimizer in optimizers_of(state.optimizer).items()
     }
     state.schedule = PhaseSchedules(full) if isinstance(state.optimizer, PhaseOptimizers) else full[""]
+    if not after_step:
+        state.job.after_step = partial(Job.after_step, state.job)  # type: ignore[method-assign]
+    over_batch = any(phase.embed is not None for phase in phases_of(state.job, state.model))
+    keys = fixture.step_keys() if over_batch else [key]
     size = len(key.ids)
-    plan = replace(fixture.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
+    plan = replace(
+        fixture.plan,
+        global_batch=sum(len(each.ids) for each in keys),
+        micro_batch=size,
+        total_steps=UPDATES,
+    )
     parts = {name: phase.parts for name, phase in first.phases.items()}
     step = Stepper(
         state.job,
@@ -88,18 +108,19 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
         statistics=any(phase.statistics for phase in first.phases.values()),
         written_buffers=first.written,
     )
-    batch, outcome = fixture.fetch(key), Learning(state.schedule.base[0])
+    batches, outcome = [fixture.fetch(each) for each in keys], Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)
     buffers = [name for name, _ in state.model.named_buffers()]
     outcome.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
+    beside = _Beside(state, {buffers[i] for i in first.written})
     silent, began = set(first.silent), time.perf_counter()
     for update in range(UPDATES):
         at = time.perf_counter()
         if update >= LEAST and at - began > SECONDS:
             break
         try:
-            result = step(plan.position(0), iter([batch]))
+            result = step(plan.position(0), iter(batches))
         except NumericsError as error:
             outcome.broke = str(error)
             break
@@ -109,9 +130,34 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0) -> Learning:
         silent -= {name for name, parameter in _learning(phases).items() if _any(parameter.grad)}
     # Those that rest in the first step are not judged.
     learning = _learning(phases)
+    outcome.followed = beside.moved()
     outcome.silent, outcome.names = frozenset(silent & learning.keys()), tuple(learning)
     outcome.matrices = frozenset(name for name, parameter in learning.items() if parameter.dim() > 1)
     return outcome
+
+
+class _Beside:
+    """What an `after_step` may move beside the parameters that learn: other tensors of the model, and the state of the job."""
+
+    def __init__(self, state: TrainState, written: Container[str]) -> None:
+        """`written` are the names of buffers that each forward writes."""
+        self._state, self._written = state, written
+        self._start = self._digests()
+
+    def _digests(self) -> dict[str, str]:
+        model, job = self._state.model, self._state.job
+        if not has_after_step(job):
+            return {}
+        tensors = [
+            *model.named_buffers(),
+            *((n, p) for n, p in model.named_parameters() if not p.requires_grad),
+        ]
+        digests = {repr(name): tensor_digest(tensor) for name, tensor in tensors if name not in self._written}
+        return digests | {"what job.state_dict() gives": tree_digest(dict(job.state_dict()))}
+
+    def moved(self) -> str:
+        """The first of them that is no longer what it was."""
+        return next((name for name, digest in self._digests().items() if self._start[name] != digest), "")
 
 
 def _learning(phases: Sequence[PhaseStep]) -> dict[str, nn.Parameter]:

@@ -304,6 +304,17 @@ def chance(fixture: Fixture, first: PhaseSeen) -> list[Finding]:
     return [passed("chance", evidence)]
 
 
+def overfit_without_after_step(learning: Learning, still: Learning) -> list[Finding]:
+    """What one micro-batch shows where the loss follows what `after_step` moves, such as a queue that fills with its samples."""
+    return [
+        passed(
+            "overfit",
+            f"on one micro-batch the loss goes from {still.start:.4g} to {still.end:.4g} in {len(still.losses)} updates at a rate of {still.rate:g} "
+            f"without job.after_step, which moves {learning.followed}; with it, to {learning.end:.4g}",
+        )
+    ]
+
+
 def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None = None) -> list[Finding]:
     """Whether one micro-batch is learnt. `faster` is a second try, where the first did not move the loss."""
     if len(learning.phases) > 1 and not learning.broke:

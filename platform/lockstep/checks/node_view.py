@@ -14,7 +14,6 @@ from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism, numerics_probe, numpy_probe
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.step.phase_step import LossModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,8 @@ def look_from_here(spec: Spec) -> Sight:
         state, key = fixture.fresh(), fixture.step_keys()[0]
         facts["training samples"] = str(fixture.plan.samples)
         facts["initial weights"] = weights_digest(state.model.state_dict())
-        loss = fixture.backward(LossModule(state.job, state.model), state, fixture.fetch(key), key)
+        module = fixture.modules(state.job, state.model)[0]
+        loss = fixture.backward(module, state, fixture.fetch(key), key)
         facts["the first micro-batch's loss"] = float(loss.total.detach()).hex()
 
     with determinism(spec.determinism, spec.threads), others_out_of_sight():

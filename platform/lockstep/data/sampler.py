@@ -129,7 +129,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.guard = guard
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
-        self.neighbours_together = says_of_neighbours(dataset) is True
+        self.neighbours_together = plan.group > 1 or says_of_neighbours(dataset) is True
         self._last: tuple[int, Order] | None = None
         """The epoch of which `at` was last asked, and its order."""
 

@@ -47,6 +47,7 @@ def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
             drop_last=spec.data.drop_last,
             epochs=length.epochs,
             steps=length.steps,
+            group=spec.data.group_size,
         )
     except ValueError:
         return None

@@ -20,6 +20,8 @@ SPEC = {
     "data.drop_last": "leave out the samples at the end of an epoch that do not fill a step; false trains on them in a ragged step",
     "data.loader_processes": "processes per worker that fetch; with 0 the training thread fetches",
     "data.without": 'ids of training samples to leave out, counted from 0, such as "3,17,40-52"',
+    "data.group": "samples side by side in the order that share a micro-batch; null: none",
+    "data.group.size": "how many, a divisor of batch.micro",
     "optimizer": "adamw unless a name is given; a job may bring its own",
     "optimizer.name": "the optimizer of torch.optim",
     "optimizer.lr": "the full learning rate",

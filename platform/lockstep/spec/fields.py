@@ -135,6 +135,12 @@ _SampleIds = Annotated[
 ]
 
 
+class Group(Section):
+    """Neighbours in the order of an epoch that share a micro-batch."""
+
+    size: PositiveInt
+
+
 class Data(Section):
     """The order of the samples and who fetches them."""
 
@@ -143,6 +149,12 @@ class Data(Section):
     drop_last: bool = True
     loader_processes: NonNegativeInt = 0
     without: _SampleIds | None = None
+    group: Group | None = None
+
+    @property
+    def group_size(self) -> int:
+        """How many neighbours share a micro-batch; 1 where none have to."""
+        return 1 if self.group is None else self.group.size
 
 
 class Evaluate(Section):
@@ -346,6 +358,17 @@ class Spec(Section):
                     f"sharding: got 'full' with {name} {shown_value}, and no worker has the whole model or a whole gradient; {remedy}, or set "
                     "sharding=optimizer"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        size = self.data.group_size
+        if self.batch.micro % size:
+            raise FieldError(
+                "data.group.size",
+                f"got {size}, wanted a divisor of batch.micro = {self.batch.micro}: the samples of a group are in one micro-batch; set batch.micro to a "
+                f"multiple of {size}",
+            )
         return self
 
     @model_validator(mode="after")

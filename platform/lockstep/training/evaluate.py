@@ -90,7 +90,7 @@ class Evaluation:
         """The job's figures of the newest evaluation, as text by file name; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
         self._has_loss = has_evaluation_loss(job)
-        self._has_batch_loss = overrides(job, "batch_loss") and not overrides(job, "loss")
+        self._has_batch_loss = has_batch_loss(job)
         self._global_batch = global_batch
         self._coefficients: dict[str, float] = {}
         """Of the terms of the loss, as this rank's micro-batches of the newest evaluation have given them."""
@@ -370,7 +370,7 @@ class Evaluation:
     @torch.no_grad()
     def _computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
         """Totals and weights of one micro-batch, and its outputs."""
-        batch = next(Loader(self.batches, [self._key(i)], self.group.device))
+        batch = self._fetch(i)
         means, outputs = self._results(model, i, batch)
         return _numbers(means), outputs
 
@@ -415,6 +415,9 @@ class Evaluation:
         finally:
             self.sharding.reshard()
 
+    def _fetch(self, i: int) -> Any:
+        return next(Loader(self.batches, [self._key(i)], self.group.device))
+
     def _key(self, i: int) -> MicroBatch:
         end = min((i + 1) * self.micro_batch, self.samples)
         return MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, end)))
@@ -446,7 +449,9 @@ class Evaluation:
         """The loss of one micro-batch; None where there is none by itself."""
         if self._has_batch_loss:
             if embedded is None:
-                return evaluation_loss(self.job)(model, batch)
+                micro_batches = self._global_batch // self.micro_batch
+                stretch = stretch_of(i, micro_batches, -(-self.samples // self.micro_batch))
+                return evaluation_loss(self.job, model, i, batch, self._fetch, stretch)
             given = self.job.embed(model, batch)
             count, where = len(self._key(i).ids), f" (evaluation micro-batch {i})"
             named = rows_by_name(given, count, "job.embed", where)
@@ -504,11 +509,27 @@ def has_evaluation_loss(job: Job) -> bool:
     return False
 
 
-def evaluation_loss(job: Job) -> Callable[[nn.Module, Any], Loss]:
-    """The loss of an evaluation micro-batch by itself: of one over the whole batch, that of its rows alone."""
-    if overrides(job, "batch_loss") and not overrides(job, "loss"):
-        return lambda model, batch: job.batch_loss(model, job.embed(model, batch))
-    return job.loss
+def has_batch_loss(job: Job) -> bool:
+    """Whether the loss of an evaluation is one over stretches of `batch.global` samples."""
+    return overrides(job, "batch_loss") and not overrides(job, "loss")
+
+
+def stretch_of(i: int, micro_batches: int, count: int) -> range:
+    """The evaluation micro-batches, `count` in all, whose rows a loss over the whole batch takes together with those of micro-batch `i`."""
+    first = i // micro_batches * micro_batches
+    return range(first, min(first + micro_batches, count))
+
+
+def evaluation_loss(
+    job: Job, model: nn.Module, i: int, batch: Any, fetch: Callable[[int], Any], stretch: range
+) -> Loss:
+    """The loss of evaluation micro-batch `i` before training. One over the whole batch takes the rows of its `stretch`, whose others `fetch` gives."""
+    if not has_batch_loss(job):
+        return job.loss(model, batch)
+    each = [job.embed(model, batch if other == i else fetch(other)) for other in stretch]
+    if isinstance(each[0], Tensor):
+        return job.batch_loss(model, torch.cat(each))  # type: ignore[arg-type]
+    return job.batch_loss(model, {name: torch.cat([rows[name] for rows in each]) for name in each[0]})  # type: ignore[index]
 
 
 def _own(mean: Mean) -> Mean:

@@ -29,7 +29,7 @@ from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
-from lockstep.job.interface import Job, Updates
+from lockstep.job.interface import Job, Updates, overrides
 from lockstep.plan import Plan, Position
 from lockstep.randomness import model_key, seed_all
 from lockstep.record.events.union import StageEnded, Tell, Warned
@@ -192,8 +192,8 @@ def prepare(
     is_sharded = spec.sharding == "full" and group.size > 1
     plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
-    deferred = make_deferred(spec, job, plan, group, warn) if is_sharded else None
-    model = deferred.model if deferred is not None else make_model(spec, job, plan, group.device, group)
+    deferred = make_deferred(spec, job, group, warn) if is_sharded else None
+    model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
@@ -525,6 +525,7 @@ def make_plan(spec: Spec, train_data: Any) -> Plan:
             drop_last=spec.data.drop_last,
             epochs=spec.length.epochs,
             steps=spec.length.steps,
+            group=spec.data.group_size,
         )
     except ValueError as error:
         advice = (
@@ -542,9 +543,7 @@ def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
         )
 
 
-def make_model(
-    spec: Spec, job: Job, plan: Plan, device: torch.device, group: Group | None = None
-) -> nn.Module:
+def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None = None) -> nn.Module:
     """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
 
     All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
@@ -557,7 +556,7 @@ def make_model(
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
-    _check(spec, plan, model)
+    _check(spec, model)
     if spec.initial_weights is not None:
         load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:
@@ -567,14 +566,14 @@ def make_model(
     return model
 
 
-def _check(spec: Spec, plan: Plan, model: nn.Module) -> None:
-    check_model(model, plan)
+def _check(spec: Spec, model: nn.Module) -> None:
+    check_model(model)
     if spec.precision == "fp16":
         check_scaled(model)
 
 
 def make_deferred(
-    spec: Spec, job: Job, plan: Plan, group: Group, warn: Callable[[str], None]
+    spec: Spec, job: Job, group: Group, warn: Callable[[str], None]
 ) -> DeferredModel | None:
     """The job's model without memory for its parameters, from the same generators; None where the model has to begin whole. All ranks call it.
 
@@ -585,6 +584,8 @@ def make_deferred(
     deferred, why = None, ""
     if spec.initial_weights is not None:
         why = "initial_weights are loaded into a whole model"
+    elif overrides(job, "batch_loss"):
+        why = "a loss over the whole batch is tried with several micro-batches"
     elif not can_fork(group.device):
         why = "no other process can find out the units on this device"
     else:
@@ -592,7 +593,7 @@ def make_deferred(
         try:
             with imports_of_job(job):
                 deferred = DeferredModel(job.model)
-            _check(spec, plan, deferred.model)
+            _check(spec, deferred.model)
             if spec.activation_checkpointing:
                 checkpoint_activations(job, deferred.model)
             enter_training(deferred.model)

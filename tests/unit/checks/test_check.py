@@ -176,6 +176,29 @@ def test_a_sound_job_passes_every_check(job: str, tmp_path: Path) -> None:
     assert not report.not_reached
 
 
+COMPARES_OR_FOLLOWS = [
+    "Moco",
+    "Triplets",
+    *(
+        pytest.param(name, marks=pytest.mark.exact)
+        for name in ("BarlowTwins", "DiceOverABatch", "CriticOverTheBatch", "Dino", "Codebook")
+    ),
+]
+
+
+@pytest.mark.parametrize("job", COMPARES_OR_FOLLOWS)
+def test_a_micro_batch_of_one_sample_passes_where_a_step_has_more(job: str, tmp_path: Path) -> None:
+    """A loss over the whole batch is tried among the rows of a step; a loss that follows what `after_step` moves is judged without it."""
+    batch = {"global": 16, "micro": 1}
+    report = checked(tmp_path, f"tests.distributed.batch_kinds:{job}", batch=batch, workers={"max": 1})
+    assert found_in(report) == {}, as_text(report)
+
+
+def test_a_wrong_step_fails_beside_a_queue_that_the_loss_follows(tmp_path: Path) -> None:
+    report = checked(tmp_path, "AscendingBesideAQueue")
+    assert found_in(report)["overfit"][0] == "failure", as_text(report)
+
+
 def test_the_digits_pass_every_check(tmp_path: Path) -> None:
     spec = load_spec(
         "jobs/digits/train.yaml", ["record.uri=off", f"checkpoint.storage={tmp_path}", "job.params.width=4"]

@@ -65,7 +65,9 @@ class LossModule(nn.Module):
         of_batch = self.phase.loss if self.phase.embed is None else self.phase.embed
         self._of_batch = of_batch if compiled is None else compiled.of(self.phase.name, of_batch)
         self.settle: Callable[[Any], Loss] | None = None
-        """Makes the loss of a micro-batch of a step from what the job returns for it; None where it stands alone."""
+        """Makes the loss of a micro-batch from what the job returns for it; None where it stands alone."""
+        self.settle_on_trial: Callable[[int], Callable[[Any], Loss]] | None = None
+        """Of a micro-batch that is computed before training, what `settle` is for it."""
         parameters = dict(model.named_parameters())
         conditional = list(job.conditional_parameters(model))
         unknown = [name for name in conditional if name not in parameters]
@@ -102,6 +104,15 @@ class LossModule(nn.Module):
             return self.phase.loss(self.model, returned)
         finally:
             self.of_whole_batch = False
+
+    def on_trial(self, m: int, batch: Any) -> Loss:
+        """The loss of micro-batch `m` before training."""
+        self.settle = None if self.settle_on_trial is None else self.settle_on_trial(m)
+        try:
+            loss: Loss = self(batch)
+            return loss
+        finally:
+            self.settle = None
 
     def compiles(self, batch: Any) -> bool:
         """Whether the loss of such a batch runs compiled."""

@@ -47,10 +47,6 @@ class ModelPhase:
         """What gives its rows, as messages name it."""
         return f"embed of phase {self.name!r}" if self.name else "job.embed"
 
-    def of_micro_batch(self, model: nn.Module, batch: Any) -> Loss:
-        """Its loss of a micro-batch by itself: one over the whole batch sees the rows of this micro-batch alone."""
-        return self.loss(model, batch if self.embed is None else self.embed(model, batch))
-
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Its parameters, in the order of `names`."""
         every = dict(model.named_parameters())

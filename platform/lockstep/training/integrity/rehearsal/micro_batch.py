@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,36 @@ class Rehearsal:
     """Whether the loss gives statistics for `after_step`."""
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
-    """JobError for a model that cannot be exact, or that would fail in the ragged tail of an epoch."""
+def check_norms(model: nn.Module, plan: Plan, samples: int, forward: Callable[[], object]) -> None:
+    """JobError for a BatchNorm that would have one value a channel in the ragged tail of an epoch. `forward` computes a micro-batch of so many `samples`.
+
+    A picture or a sequence has many values by itself. Nothing is computed where no micro-batch of the run has one sample.
+    """
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if not norms or not plan.smallest_micro_batch == 1 < plan.micro_batch:
+        return
+    alone: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0] if inputs else None
+        if module.training and isinstance(x, Tensor) and x.dim() > 1 and x.numel() <= samples * x.size(1):
+            alone.append(name)
+
+    hooks = [module.register_forward_pre_hook(partial(look, name)) for name, module in norms.items()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if alone:
+        raise JobError(
+            f"job.model: {alone[0]!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
+            "one sample, which has no variance; set data.drop_last=true or change batch.global"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """JobError for a model that cannot be exact."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
     for name, parameter in model.named_parameters():
@@ -75,12 +104,6 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             raise JobError(
                 f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "
                 "use BatchNorm (statistics of a micro-batch) or GroupNorm"
-            )
-        tail = plan.smallest_micro_batch
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and tail == 1 < plan.micro_batch:
-            raise JobError(
-                f"job.model: {name!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
-                "one sample, which has no variance; set data.drop_last=true or change batch.global"
             )
 
 
@@ -158,7 +181,7 @@ def compute(
     try:
         with job_at(where):
             with precision.autocast():
-                loss = module(batch)
+                loss = module.on_trial(m, batch)
             check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             parameters.check(where)
             _check_untouched(model, values, where)

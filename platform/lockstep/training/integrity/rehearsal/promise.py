@@ -32,7 +32,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DeterminismError, JobError, SpecError
-from lockstep.job.interface import Job, Loss
+from lockstep.job.interface import Job, Loss, Rows
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, model_key, rehearsal_key, seed_all
 from lockstep.spec.fields import Spec
@@ -50,7 +50,13 @@ from lockstep.training.integrity.rehearsal.child_process import (
 )
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
 from lockstep.training.integrity.rehearsal.generators import of_training
-from lockstep.training.integrity.rehearsal.micro_batch import Computed, Rehearsal, compute, compute_sharded
+from lockstep.training.integrity.rehearsal.micro_batch import (
+    Computed,
+    Rehearsal,
+    check_norms,
+    compute,
+    compute_sharded,
+)
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory
 from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
@@ -66,6 +72,7 @@ from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.step.trial_rows import TrialRows, among_others
 from lockstep.training.step.units import Calls, members_of
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
@@ -103,6 +110,8 @@ class StepRehearsal:
     """The first micro-batch as it was fetched first, and the state of the generators after it."""
     _left: set[str] = field(default_factory=set, init=False)
     """The places of which a warning has said that they change with every micro-batch."""
+    _trials: dict[str, TrialRows] = field(default_factory=dict, init=False)
+    """Of each phase with a loss over the whole batch that needs more than one micro-batch, the rows among which it is tried."""
     _took_s: float = field(default=0.0, init=False)
     """Seconds that the first micro-batch took, at least."""
 
@@ -119,6 +128,8 @@ class StepRehearsal:
         firsts = []
         batch, drawn = self._fetch_drawing(key)
         self._fetched = copied(batch), drawn
+        self._check_norms(modules, key)
+        self._among_others(modules)
         for module in modules:
             batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
             began = time.perf_counter()
@@ -166,11 +177,18 @@ class StepRehearsal:
                 member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True))
                 member.register_forward_hook(lambda *_, names=names: deferred.empty(names))
             (module,) = self._modules()
-            batch, calls = self._fetch(self._keys()[0]), Calls(LossModule)
-            seed_all(rehearsal_key(seed), self.device)
+            key, calls = self._keys()[0], Calls(LossModule)
             where = "first micro-batch, before training"
-            with calls.counted(), torch.no_grad(), self.state.precision.autocast(), job_at(where):
-                module(batch)
+
+            def forward() -> None:
+                batch = self._fetch(key)
+                seed_all(rehearsal_key(seed), self.device)
+                with torch.no_grad(), self.state.precision.autocast(), job_at(where):
+                    module(batch)
+
+            check_norms(model, self.plan, len(key.ids), forward)
+            with calls.counted():
+                forward()
             return [
                 name for name, member in model.named_modules() if member in members and calls.once(member)
             ]
@@ -286,9 +304,55 @@ class StepRehearsal:
 
     def _modules(self) -> list[LossModule]:
         model = self.state.model
-        return [
+        modules = [
             LossModule(self.job, model, phase, self.state.compiled) for phase in phases_of(self.job, model)
         ]
+        for module in modules:
+            module.settle_on_trial = self._on_trial(module)
+        return modules
+
+    def _on_trial(self, module: LossModule) -> Callable[[int], Callable[[Any], Loss]] | None:
+        trial = self._trials.get(module.phase.name)
+        return None if trial is None else lambda m: trial.settle(m, module)
+
+    def _check_norms(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
+        """Look at what each BatchNorm is given of a sample: the last step of an epoch may have micro-batches of one."""
+        model, compiled = self.state.model, self.state.compiled
+
+        def forward(module: LossModule) -> None:
+            buffers = KeptBuffers(model)
+            batch = self._fetch(key)
+            seed_all(rehearsal_key(self.spec.seed), self.device)
+            try:
+                with job_at("first micro-batch, before training"), self.state.precision.autocast():
+                    (module.phase.embed or module.phase.loss)(model, batch)
+            finally:
+                buffers.restore()
+
+        with nullcontext() if compiled is None else compiled.off():
+            for module in modules:
+                check_norms(model, self.plan, len(key.ids), partial(forward, module))
+
+    def _among_others(self, modules: Sequence[LossModule]) -> None:
+        """For losses over the whole batch, keep the rows among which their micro-batches are tried."""
+        position = self.plan.position(0)
+        sampler = make_sampler(self.spec, self.plan, self.batches.samples)
+        for module in modules:
+
+            def embedded(m: int, module: LossModule = module) -> Rows:
+                batch = self._fetch(sampler.at(position, m))
+                seed_all(rehearsal_key(self.spec.seed, *([m] if m else [])), self.device)
+                with job_at("first step, before training"), torch.no_grad(), self.state.precision.autocast():
+                    assert module.phase.embed is not None
+                    return module.phase.embed(module.model, batch)
+
+            if module.phase.embed is not None:
+                places = sampler.places(position)
+                filled = next((m for m, each in enumerate(places) if not len(each)), len(places))
+                trial = among_others(module, embedded, places[:filled])
+                if trial is not None and trial.with_others:
+                    self._trials[module.phase.name] = trial
+                    module.settle_on_trial = self._on_trial(module)
 
     def _compare_with_eager(
         self,
@@ -322,14 +386,15 @@ class StepRehearsal:
 
     def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
         """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
-        if not is_unsaid(self.batches.samples):
+        if self.plan.group > 1 or not is_unsaid(self.batches.samples):
             return
         assigned = range(self.plan.position(0).micro_batches)
         sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
         keys = list(islice(sampler, len(assigned)))
         model, compiled = self.state.model, self.state.compiled
+        own = [module for module in modules if module.phase.embed is None]
         with evaluating(model), nullcontext() if compiled is None else compiled.off():
-            for module in modules:
+            for module in own:
 
                 def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
                     return float(self._forward(module, self._fetch(key), seed).total)
@@ -340,7 +405,7 @@ class StepRehearsal:
     def _tell_compared(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Warn where a loss compares samples within its micro-batch, though a step has several. A dataset may say which ones share one."""
         samples = self.batches.samples
-        if is_unsaid(samples) or says_of_neighbours(samples):
+        if self.plan.group > 1 or is_unsaid(samples) or says_of_neighbours(samples):
             return
         model, compiled = self.state.model, self.state.compiled
         own = [module for module in modules if module.phase.embed is None and self.plan.micro_batches > 1]
@@ -434,8 +499,11 @@ class StepRehearsal:
         again = self._compute(module, keys[0])
         if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
             extent = "quick"
-        forward = partial(self._forward, module)
-        check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
+        if (
+            module.settle_on_trial is None
+        ):  # halves are of other rows than the whole, where others go with them
+            forward = partial(self._forward, module)
+            check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
         if extent == "full" and len(keys) > 1:
             self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
         self._same(again, self._compute(module, keys[0]), memory_before)
@@ -511,8 +579,7 @@ class StepRehearsal:
     def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
         seed_all(rehearsal_key(self.spec.seed, *(("again", seed) if seed else ())), self.device)
         with job_at("first micro-batch, before training"), self.state.precision.autocast():
-            loss: Loss = module(batch)
-        return loss
+            return module.on_trial(0, batch)
 
     def _tell_buffers(self, first: Computed, second: Computed) -> None:
         """Warn of buffers that depend on the samples: a step keeps only those of its first micro-batch."""
