@@ -84,6 +84,11 @@ def whole_set_key(seed: int) -> Key:
     return Key((seed, "eval set"))
 
 
+def eval_weights_key(seed: int, *micro_batch: int) -> Key:
+    """The job's `eval_weights`, and each micro-batch that it computes: the same in each evaluation."""
+    return Key((seed, "eval weights", *micro_batch))
+
+
 def rehearsal_key(seed: int, *computation: int | str) -> Key:
     """A micro-batch before the first step; `computation` tells those apart that must not draw the same."""
     return Key((seed, "rehearsal", *computation))

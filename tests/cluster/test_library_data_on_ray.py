@@ -73,7 +73,7 @@ def test_tensors_of_one_shape_are_vectors(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pq.write_table(lake.points(20, 1), tmp_path / "0.parquet")
-    data, _ = open_data(example("import ray.data", {"s3://bucket/points": str(tmp_path / "0.parquet")}), 0)
+    data = open_data(example("import ray.data", {"s3://bucket/points": str(tmp_path / "0.parquet")}), 0).train
     assert fetch_one(data, 3)["label"].tolist() == lake.points(20, 1).column("label")[3:4].to_pylist()
 
 

@@ -9,7 +9,7 @@ from lockstep.data.leakage import Leakage, find_leakage, leaked_rows
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan, nodes
 from lockstep.spec.fields import Spec
-from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
+from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.setup import make_plan
 
 LEAKAGE_S = 20.0
@@ -29,8 +29,9 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     Loads the job and its data as training does, and makes no model. Raises what the run itself would raise for them.
     """
     job = load_job(spec.job.use, spec.job.params)
-    train_data, eval_data = open_data(job, spec.seed)
-    check_rules(spec, eval_data)
+    data = open_data(job, spec.seed)
+    train_data = data.train
+    check_rules(spec, data)
     plan = make_plan(spec, train_data)
     check_order(train_data, plan, spec)
     last = plan.position(plan.steps_per_epoch - 1)
@@ -39,7 +40,7 @@ def dry_run(spec: Spec) -> dict[str, Any]:
         "spec": spec.document(),
         "plan": {
             "train_samples": plan.samples,
-            "eval_samples": dataset_size(eval_data, "eval_data") if eval_data is not None else 0,
+            "eval_samples": sum(_taken(spec, label, held_out) for label, held_out in data.evaluated.items()),
             "global_batch": plan.global_batch,
             "micro_batch": plan.micro_batch,
             "micro_batches": plan.micro_batches,
@@ -48,7 +49,7 @@ def dry_run(spec: Spec) -> dict[str, Any]:
             "total_steps": plan.total_steps,
             "last_step_of_an_epoch": {"samples": last.samples, "micro_batches": last.micro_batches},
             "dropped_samples_per_epoch": plan.samples % plan.global_batch if plan.drop_last else 0,
-            "leakage": _leakage(train_data, eval_data, spec.seed),
+            "leakage": _leakage(data, spec.seed),
             "workers": [_spread(plan, workers) for workers in range(spec.workers.min, most + 1)],
         },
     }
@@ -61,12 +62,17 @@ def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
     next(iter(sampler))
 
 
-def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:
-    """Evaluation samples that are training samples too, and how many were looked at where it was not all of them."""
-    leakage = None if eval_data is None else leakage_of(train_data, eval_data, seed, LEAKAGE_S)
-    if leakage is None:
-        return None
-    return {name: value for name, value in leakage._asdict().items() if value is not None}
+def _taken(spec: Spec, label: str, data: Any) -> int:
+    """The samples of a set that an evaluation takes."""
+    size, limit = dataset_size(data, label), spec.evaluate.of(label.partition("/")[2]).limit
+    return min(size, limit or size)
+
+
+def _leakage(data: JobData, seed: int) -> dict[str, int] | None:
+    """Evaluation samples that are training samples too, and how many were looked at where it was not all of them; of several sets the worst."""
+    every = [leakage_of(data.train, held_out, seed, LEAKAGE_S) for held_out in data.held_out.values()]
+    worst = max((leakage for leakage in every if leakage is not None), key=lambda it: it.rows, default=None)
+    return worst and {name: value for name, value in worst._asdict().items() if value is not None}
 
 
 def leakage_of(train_data: Any, eval_data: Any, seed: int, within_s: float) -> Leakage | None:

@@ -27,7 +27,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.evaluate import evaluation_loss, has_evaluation_loss, stretch_of
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss
-from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
+from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.modes import evaluating
 from lockstep.training.setup import make_model, make_plan, make_state
 from lockstep.training.state import TrainState
@@ -51,7 +51,7 @@ class Fixture:
     def beside(self, spec: Spec) -> Fixture:
         """The fixture of another spec of the same job on the same data, which are not opened again."""
         fixture = Fixture(spec)
-        fixture.job, fixture.data = self.job, self.data
+        fixture.job, fixture.opened = self.job, self.opened
         return fixture
 
     @cached_property
@@ -59,11 +59,16 @@ class Fixture:
         return load_job(self.spec.job.use, self.spec.job.params)
 
     @cached_property
-    def data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Training and held-out data."""
+    def opened(self) -> JobData:
+        """The job's datasets."""
         opened = open_data(self.job, self.spec.seed)
-        check_rules(self.spec, opened[1])
+        check_rules(self.spec, opened)
         return opened
+
+    @property
+    def data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        """Training data, and the first set of the evaluation."""
+        return self.opened.train, next(iter(self.opened.evaluated.values()), None)
 
     @cached_property
     def plan(self) -> Plan:

@@ -24,7 +24,7 @@ from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.mirror.stores import reader
 from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.integrity.rehearsal.promise import StepRehearsal
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -166,19 +166,11 @@ def same_bits(fixture: Fixture) -> list[Finding]:
 
 def evaluation(fixture: Fixture) -> list[Finding]:
     """The first evaluation micro-batch, again after the last one, in the same bits; and the metrics that the spec asks for."""
-    if fixture.data[1] is None:
+    if not fixture.opened.held_out:
         return [passed("evaluation", "the job has no evaluation data")]
     spec, state = fixture.spec, fixture.fresh()
-    evaluate = Evaluation(
-        fixture.job,
-        fixture.data[1],
-        fixture.group,
-        state.precision,
-        micro_batch=fixture.plan.micro_batch,
-        global_batch=fixture.plan.global_batch,
-        seed=spec.seed,
-        processes=0,
-    )
+    held_out = fixture.opened.held_out
+    evaluate = EvaluationSets(spec, fixture.job, fixture.plan, held_out, fixture.group, state.precision, 0)
     strict = spec.determinism == "strict"
     warnings: list[str] = []
     rehearsal = StepRehearsal(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.calls import problems
 from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
@@ -18,6 +20,7 @@ from lockstep.printing import on_one_line, table
 if TYPE_CHECKING:
     from lockstep.record.mirror.run_store import RunInfo, RunReader
     from lockstep.views.curves import Curves
+    from lockstep.views.status import RunStatus
     from lockstep.views.terminal import Screen
 
 
@@ -34,7 +37,9 @@ def register(app: typer.Typer) -> None:
         "lockstep runs --uri off --storage runs",
     )(runs)
     command(app, "look", "lockstep show RUN", "lockstep show RUN --plot train/loss 'eval/*'")(show)
-    command(app, "look", "lockstep status RUN", "lockstep status RUN --json")(status)
+    command(
+        app, "look", "lockstep status RUN", "lockstep status RUN --json", "lockstep status RUN --serve 9105"
+    )(status)
     command(
         app,
         "look",
@@ -135,6 +140,15 @@ def show(
 
 def status(
     run: RunId,
+    serve: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="serve it on loopback until interrupted: JSON at /, metrics of Prometheus at /metrics; 0 takes a free port",
+        ),
+    ] = None,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -149,10 +163,30 @@ def status(
 
         store = tracking_uri(uri)
         folder = _folder(run, uri, storage)
-        progress = status_of(reader(store, storage).run(run), store, folder, time.time())
+
+        def read() -> RunStatus:
+            return status_of(reader(store, storage).run(run), store, folder, time.time())
+
+        progress = read()
+        if serve is not None:
+            _serve(read, serve)
+            return
         answer(
             progress.as_dict(), lambda: as_text(progress, resume_command(run, store, str(folder.absolute())))
         )
+
+
+def _serve(read: Callable[[], RunStatus], port: int) -> None:
+    """Serve a status until the command is interrupted. SpecError where the port is taken."""
+    from lockstep.views.status_server import StatusServer
+
+    try:
+        server = StatusServer(read, port)
+    except OSError as error:
+        raise problems.PORT_TAKEN(got=port, reason=error.strerror) from error
+    with server:
+        say(f"the status is at {server.url}, its metrics at {server.url}/metrics; Ctrl-C ends it")
+        server.serve_forever()
 
 
 def compare(

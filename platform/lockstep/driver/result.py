@@ -43,6 +43,11 @@ class Result:
     folder: str
     checkpoint: str | None = None
     ema_digest: str | None = None
+    test: dict[str, float] = field(default_factory=dict)
+    """The metrics of the test that a finished run ends with."""
+    tested: str | None = None
+    """Which weights were tested: `best`, `ema` or `final`."""
+    tested_step: int | None = None
     signal_number: int | None = None
     """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)
@@ -52,7 +57,7 @@ class Result:
         shown = {
             "status": self.status,
             "step": f"{self.step} (epoch {self.epoch})",
-            **{name: f"{value:.4g}" for name, value in self.metrics.items()},
+            **{name: f"{value:.4g}" for name, value in {**self.metrics, **self.test}.items()},
             "weights_digest": self.weights_digest,
             "run": self.run_id,
             "folder": self.folder,
@@ -68,7 +73,7 @@ class Result:
         return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
 
 
-_OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsaved"})
+_OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsaved", "tested_at"})
 """Keys of a summary that are used to make a result, an error or an export."""
 
 

@@ -128,11 +128,17 @@ def _sections(spec: Spec) -> dict[str, Any]:
             document[section] = {key: value for key, value in document[section].items() if key != placed}
     document["determinism"] = spec.determinism  # its mode, however it was written
     document["job"] = {"use": spec.job.use}
-    document["early_stop"] = document["early_stop"] or {}
+    document["early_stop"] = _stated(document["early_stop"] or {}, ("threshold",))
+    document["evaluate"] = _stated(document["evaluate"], ("limit",))
     fields = {name: encoded(value) for name, value in _flat(document)}
     if (without := fields.pop("data.without")) is not None:
         fields["data.without"] = described(without)
     return {**fields, **origin}
+
+
+def _stated(section: Mapping[str, Any], optional: tuple[str, ...]) -> dict[str, Any]:
+    """A section without those of its `optional` fields that say nothing."""
+    return {key: value for key, value in section.items() if key not in optional or value is not None}
 
 
 def _params(spec: Spec) -> dict[str, Any]:

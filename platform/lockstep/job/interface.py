@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -186,9 +187,31 @@ class Job:
         """A map-style dataset: `__len__` and `__getitem__`, or `__getitems__` for a whole micro-batch at once."""
         raise NotImplementedError
 
-    def eval_data(self) -> Dataset[Any] | None:
-        """The held-out dataset, or None for a run without evaluation."""
+    def eval_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """The held-out dataset, several by name, or None for a run without evaluation.
+
+        The metrics of a set with a name are recorded as `eval/<set>/<metric>`.
+        """
         return None
+
+    def test_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """What is evaluated once, when the run has finished, from the weights that it keeps; several sets by name, or None.
+
+        Its metrics are recorded as `test/<metric>` or `test/<set>/<metric>`, and decide nothing.
+        """
+        return None
+
+    def eval_weights(
+        self, model: nn.Module, optimizer: Any, batches: Callable[[int], Iterable[Any]]
+    ) -> AbstractContextManager[Any]:
+        """A context in which the model has the weights to evaluate and to keep, where they are not those that are trained.
+
+        Written as `eval_weights(model, optimizer)` or `eval_weights(model, optimizer, batches)`, mostly with `contextlib.contextmanager`.
+        `batches(n)` are the first n micro-batches of the run in order, collated and on the device, for statistics such as those of
+        `torch.optim.swa_utils.update_bn`. Parameters, buffers and modes come back by themselves, bit for bit. Every worker calls it alike; the
+        generators are seeded, and gradients disabled. With phases `optimizer` is a mapping by their names.
+        """
+        raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Loss of one collated micro-batch, already on the worker's device. With `phases` or `batch_loss`, used only in evaluation."""

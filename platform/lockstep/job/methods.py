@@ -46,8 +46,9 @@ MEANT = {
     **dict.fromkeys(("collate_fn", "data_collator", "collate_batch"), "write collate(samples), which makes a micro-batch"),
     **dict.fromkeys(("train_dataloader", "dataloader", "dataloaders", "get_train_dataloader", "train_loader", "dataset",
         "train_dataset", "training_data", "get_dataset", "setup", "prepare_data"), _TRAIN),
-    **dict.fromkeys(("val_dataloader", "eval_dataloader", "test_dataloader", "val_loader", "get_eval_dataloader", "val_data",
-        "valid_data", "validation_data", "test_data", "eval_dataset", "val_dataset"), _EVAL),
+    **dict.fromkeys(("val_dataloader", "eval_dataloader", "val_loader", "get_eval_dataloader", "val_data",
+        "valid_data", "validation_data", "eval_dataset", "val_dataset"), _EVAL),
+    **dict.fromkeys(("test_dataset", "test_dataloader", "get_test_dataloader"), "write test_data(), which returns a map-style dataset"),
     **dict.fromkeys(("sampler", "train_sampler", "batch_sampler", "get_train_sampler"), _ORDER),
     **dict.fromkeys(("train", "fit", "train_epoch", "training_loop", "backward"), _LOOP),
     **dict.fromkeys(("on_train_start", "on_train_end", "on_epoch_end", "on_epoch_start", "on_train_epoch_start",
@@ -65,7 +66,7 @@ _CALLS = {
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
     "phases": (), "frozen_parameters": ("model", "step"),
     "embed": ("model", "batch"), "batch_loss": ("model", "rows"), "term_weights": ("batch",),
-    "step_statistics": ("model", "batch"),
+    "step_statistics": ("model", "batch"), "test_data": (), "eval_weights": ("model", "optimizer"),
 }  # fmt: skip
 """How each method of a job is called."""
 
@@ -155,6 +156,8 @@ def _check_call(job_class: type[Job], use: str, name: str, names: tuple[str, ...
     function = _function(method)
     if name == "after_step" and "statistics" in inspect.signature(function).parameters:  # type: ignore[arg-type]
         names = (*names, "statistics")
+    if name == "eval_weights" and "batches" in inspect.signature(function).parameters:  # type: ignore[arg-type]
+        names = (*names, "batches")
     try:
         inspect.signature(function).bind(*bound, *names)  # type: ignore[arg-type]
     except TypeError as error:

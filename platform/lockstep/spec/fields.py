@@ -14,6 +14,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -157,10 +158,24 @@ class Data(Section):
         return 1 if self.group is None else self.group.size
 
 
+class EvaluationSet(Section):
+    """What holds for one of several sets; what is left out is that of all."""
+
+    every: Every | None = None
+    limit: PositiveInt | None = None
+
+
 class Evaluate(Section):
-    """When the held-out data are evaluated; the end of the run always is."""
+    """When the held-out data are evaluated, and how many samples of them; the end of the run always is."""
 
     every: Every = Every(epochs=1)
+    limit: PositiveInt | None = None
+    sets: dict[str, EvaluationSet] = Field(default={})
+
+    def of(self, name: str) -> EvaluationSet:
+        """The cadence and the limit of the set `name`, which is empty where the job has one set without a name."""
+        own = self.sets.get(name, EvaluationSet())
+        return EvaluationSet(every=own.every or self.every, limit=own.limit or self.limit)
 
 
 class _ByMetric(Section):
@@ -179,9 +194,22 @@ class _ByMetric(Section):
 
 
 class EarlyStop(_ByMetric):
-    """Stop after `patience` evaluations without a better metric; the best weights are kept."""
+    """Stop after `patience` evaluations without a better metric, or once it has reached `threshold`; the best weights are kept."""
 
-    patience: PositiveInt = 5
+    patience: PositiveInt | None = 5
+    threshold: FiniteFloat | None = None
+
+    @model_validator(mode="after")
+    def _stops(self) -> Self:
+        if self.patience is None and self.threshold is None:
+            raise ValueError("wanted a number of evaluations as patience, or a threshold, or both")
+        return self
+
+    def reached_by(self, value: float) -> bool:
+        """Whether a value of the metric is as good as the threshold."""
+        if self.threshold is None:
+            return False
+        return value <= self.threshold if self.mode == "min" else value >= self.threshold
 
 
 class Workers(Section):

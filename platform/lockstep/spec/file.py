@@ -21,8 +21,10 @@ from lockstep.spec.messages import shown
 ONE_VALUE = {"determinism": "mode"}
 """Sections that may be written as the value of one of their fields."""
 
-COUNTS = ("length", "evaluate.every", "checkpoint.every")
-"""Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep."""
+COUNTS = ("length", "evaluate.every", "evaluate.sets.every", "checkpoint.every")
+"""Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep; those of a set without its name."""
+
+_SET = re.compile(r"^evaluate\.sets\.[^.]+")
 
 
 class _Loader(BoundedLoader):
@@ -112,11 +114,15 @@ def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
         above, _, leaf = key.rpartition(".")
         section = _section(document, key)
         section[leaf] = value
-        if value is None or leaf not in rivals or above.removeprefix("spec.") not in COUNTS:
+        if value is None or leaf not in rivals or not _counts(above.removeprefix("spec.")):
             continue
         for rival in rivals - {leaf}:
             if f"{above}.{rival}" not in given_keys:
                 section.pop(rival, None)
+
+
+def _counts(section: str) -> bool:
+    return _SET.sub("evaluate.sets", section) in COUNTS
 
 
 def _pair(override: str) -> tuple[str, Any]:

@@ -145,7 +145,11 @@ def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:
     return {
         "total_steps": run.plan.total_steps,
         "first_evaluation": next(
-            (position.number for position in run.plan.positions(0) if spec.evaluate.every.due(position)),
+            (
+                position.number
+                for position in run.plan.positions(0)
+                if run.evaluate is not None and run.evaluate.is_of(sweep.metric, run.evaluate.due(position))
+            ),
             run.plan.total_steps,
         ),
     }

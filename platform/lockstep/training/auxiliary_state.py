@@ -57,6 +57,11 @@ def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside
     """Load weights, and what was beside them, into a new model and its job. Raises whatever does not fit."""
     ModuleSettings(model).load(beside.get("settings", {}))
     model.load_state_dict({**weights, **beside.get("extra", {})})
+    put_unlisted(model, job, beside)
+
+
+def put_unlisted(model: nn.Module, job: Job, beside: Mapping[str, Tree]) -> None:
+    """Load what no `state_dict` of the model has: its other buffers, and the state of its job."""
     saved, buffers = beside.get("buffers", {}), unlisted_tensors(model)
     if missing := sorted(buffers.keys() - saved.keys()):
         raise ValueError(f"the run's model had no buffer {missing[0]!r}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,15 @@ from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
-from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import evaluation_batch_key, evaluation_key, seed_all
-from lockstep.training import whole_set
+from lockstep.training import problems, whole_set
 from lockstep.training.failure import job_at
-from lockstep.training.integrity.rehearsal.child_process import in_child
-from lockstep.training.integrity.rehearsal.generators import OwnGenerators
-from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
-from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest
-from lockstep.training.job_data import dataset_size
+from lockstep.training.integrity.rehearsal.whole_set_watch import WholeSetWatch
+from lockstep.training.job_data import dataset_size, shown_label
 from lockstep.training.modes import evaluating, has_own_train
-from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.full_sharding import FullSharding, diverged
 from lockstep.training.step.means import means_alone, means_of
 from lockstep.training.step.parameters import ParameterWatch
@@ -42,18 +38,8 @@ Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""
 
 
-class EvaluationRehearsal(NamedTuple):
-    """What the first evaluation micro-batch showed."""
-
-    names: list[str] | None
-    """Of the metrics; None where they are not known yet: a metric of the whole set may fail on one micro-batch."""
-    warnings: list[str]
-    values: list[Mapping[str, str]]
-    """What the job held after each call of its whole-set functions that changed something."""
-
-
 class Evaluation:
-    """The held-out data of a run, and their metrics for the model as it stands.
+    """A held-out set of a run, and its metrics for the model as it stands.
 
     Micro-batch i is samples `i*micro … (i+1)*micro - 1`. Each one's totals are computed by themselves and added in index
     order in float64, so the result does not depend on which worker ran it. Seeds are the same in every evaluation.
@@ -70,15 +56,21 @@ class Evaluation:
         global_batch: int,
         seed: int,
         processes: int,
+        label: str = "eval",
+        limit: int | None = None,
     ) -> None:
-        """`global_batch` is how many samples a loss over a whole batch sees at once."""
+        """`global_batch` is how many samples a loss over a whole batch sees at once. `label` is what the names of the metrics begin with;
+        of the data the first `limit` samples are taken.
+        """
         self.job = job
         self.precision = precision
         self.seed = seed
         self.processes = processes
-        self.samples = dataset_size(data, "eval_data")
+        self.label = label
+        self.samples = dataset_size(data, shown_label(label))
         if self.samples == 0:
-            raise JobError("eval_data: holds no sample; return None for a run without evaluation")
+            raise problems.NO_SAMPLE(field=shown_label(label))
+        self.samples = min(self.samples, limit or self.samples)
         self.batches = MicroBatches(data, job.collate, seed=seed, purpose="eval data")
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
@@ -94,9 +86,8 @@ class Evaluation:
         self._global_batch = global_batch
         self._coefficients: dict[str, float] = {}
         """Of the terms of the loss, as this rank's micro-batches of the newest evaluation have given them."""
-        self._repeats = False
-        self._values: list[Mapping[str, str]] = []
-        """What the job held after each call of its whole-set functions that changed something."""
+        self.over_all = WholeSetWatch(job, seed)
+        """Computes the metrics of the whole set."""
 
     def join(self, group: Group) -> None:
         """Share the micro-batches out among the workers of `group` from now on."""
@@ -104,7 +95,7 @@ class Evaluation:
         self.assigned = evaluation_ranges(self.samples, self.micro_batch, group.size)[group.rank]
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
+        """Metrics by name, `<label>/<name>`, equal on every rank. `alive` is called for each micro-batch."""
         self._coefficients = {}
         own_rows, outputs, embedded = self._own_results(model, alive)
         every = self.group.gather(
@@ -128,13 +119,13 @@ class Evaluation:
             means = [(coefficients[name], *totals[name]) for name in coefficients]
             totals["loss"] = (sum(factor * (total / (weight or 1.0)) for factor, total, weight in means), 1.0)
         metrics = {
-            f"eval/{name}": total / weight if weight else float("nan")
+            f"{self.label}/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in totals.items()
         }
         if self._gives_outputs:
             over_all = self._over_the_whole_set(model, outputs)
             whole_set.check_names(over_all, totals)
-            metrics |= {f"eval/{name}": value for name, value in over_all.items()}
+            metrics |= {f"{self.label}/{name}": value for name, value in over_all.items()}
         return metrics
 
     @torch.no_grad()
@@ -167,7 +158,7 @@ class Evaluation:
         if every is not None:
             try:
                 outputs = whole_set.joined([outputs for outputs in self._in_order(every) if outputs])
-                result = self._over_all(model, outputs)
+                result = self.over_all.compute(model, outputs)
             except LockstepError as error:
                 wrong = error
         self.figures = result.figures if result is not None else {}
@@ -178,197 +169,16 @@ class Evaluation:
 
     def prepare(self, *, compares: bool) -> None:
         """Look whether the data draw. `compares` is whether each evaluation looks at what the whole-set functions keep. Call it in the training process."""
-        self._repeats = compares
+        self.over_all.compares = compares
         self.batches.check_draws_nothing(self._key(0))
 
-    def learned(self, shown: EvaluationRehearsal) -> None:
-        """Take over what the job held after the whole-set functions of a rehearsal."""
-        self._values = [*shown.values]
-
-    def rehearse(
-        self,
-        model: nn.Module,
-        *,
-        repeat: bool = False,
-        warn: Callable[[str], None] = lambda _: None,
-        training: Callable[[], list[dict[str, str]]] = list,
-    ) -> EvaluationRehearsal:
-        """Evaluate the first micro-batch, so that what is wrong shows before training. Call it in a process that does not train.
-
-        With `repeat` it is computed again, after the last one, and must give the same values; and the results of the first micro-batch of
-        `training` must not depend on what it leaves behind.
-        """
-        self._repeats = repeat
-        self.restore_buffers = KeptBuffers(model).restore
-        if not repeat:
-            return self._shown(model, *self._computed(model, 0), warn)
-        shown, leftovers, with_it = in_child(partial(self._rehearsed, model, training), self.job)
-        for text in shown.warnings:
-            warn(text)
-        if leftovers:
-            self._check_left(leftovers, with_it, in_child(training, self.job))
-        if handed_on := self._handed_on(model, training, leftovers):
-            warn(
-                f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
-                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
-            )
-        return shown
-
-    def _rehearsed(
-        self, model: nn.Module, training: Callable[[], list[dict[str, str]]]
-    ) -> tuple[EvaluationRehearsal, dict[str, str], list[dict[str, str]]]:
-        """What an evaluation shows, the values of the places that its micro-batches change, and what training gives after it."""
-        before = memory_of(self.job, model)
-        once, outputs = self._computed(model, 0)
-        self._check_repeats(model, _texts(once, outputs), before)
-        after = memory_of(self.job, model)
-        leftovers = {place: after.values.get(place, "") for place in after.changed_since(before)}
-        check_modes(model)
-        with_it = in_child(training, self.job) if leftovers else []
-        warnings: list[str] = []
-        shown = self._shown(model, once, outputs, warnings.append)
-        return shown._replace(warnings=warnings), leftovers, with_it
-
-    def _shown(
-        self, model: nn.Module, row: Row, outputs: whole_set.Outputs, warn: Callable[[str], None]
-    ) -> EvaluationRehearsal:
-        over_all = self._tried(model, outputs, warn)
-        if over_all is None:
-            return EvaluationRehearsal(None, [], self._values)
-        whole_set.check_names(over_all, row)
-        return EvaluationRehearsal([f"eval/{name}" for name in (*row, *over_all)], [], self._values)
-
-    def _tried(
-        self, model: nn.Module, outputs: whole_set.Outputs, warn: Callable[[str], None]
-    ) -> Mapping[str, float] | None:
-        if not self._gives_outputs:
-            return {}
-        try:
-            return self._over_all(model, outputs, partial(self._after_others, model, outputs)).metrics
-        except LockstepError as error:
-            if error.__cause__ is None:  # a value of a wrong kind, not a failure on too few samples
-                raise
-            warn(
-                f"evaluation: the metrics of the whole set could not be tried on its first micro-batch, and are first computed after "
-                f"training has begun: {error}"
-            )
-            return None
-
-    def _over_all(
-        self,
-        model: nn.Module,
-        outputs: whole_set.Outputs,
-        others: Callable[[], Iterable[Mapping[str, str]]] = tuple,
-    ) -> whole_set.WholeSet:
-        """The job's whole-set metrics and figures of some outputs. JobError where the job keeps something of them: only rank 0 would have it.
-
-        `others` gives what the job holds after other outputs; it is called before these.
-        """
-        if not self._repeats:
-            return whole_set.compute(self.job, outputs, seed=self.seed)
-        before, further = memory_of(self.job, model), [*others()]
-        result = whole_set.compute(self.job, outputs, seed=self.seed)
-        after = memory_of(self.job, model)
-        changed = after.changed_since(before, beside=result.objects)
-        if changed:
-            self._values = [*self._values, after.values, *further]
-        retained = [place for place in changed if before.keeps(place, after.values, *self._values)]
-        if retained:
-            raise JobError(
-                f"evaluation: {named(retained)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
-                "worker has it; keep nothing in them: return what is to be recorded, and compute what training goes by in "
-                "job.after_step(model, step), on every worker"
-            )
-        return result
-
-    def _after_others(self, model: nn.Module, outputs: whole_set.Outputs) -> Iterator[Mapping[str, str]]:
-        """What the job holds after the whole-set metrics of the first outputs and the last, and after the last alone."""
-
-        def values(*every: whole_set.Outputs) -> Mapping[str, str]:
-            for batch_outputs in every:
-                whole_set.compute(self.job, batch_outputs, seed=self.seed)
-            return memory_of(self.job, model).values
-
-        _, last = self._computed(model, self._last)
-        yield in_child(partial(values, outputs, last), self.job)
-        yield in_child(partial(values, last), self.job)
-
-    def _check_left(
-        self, left: Mapping[str, str], with_it: list[dict[str, str]], without: list[dict[str, str]]
-    ) -> None:
-        """Refuse what evaluation leaves behind if the results of the first micro-batch of training depend on it."""
-        for with_values, without_values in zip(with_it, without, strict=True):
-            for name in {**with_values, **without_values}:
-                if with_values.get(name) != without_values.get(name):
-                    raise JobError(
-                        f"evaluation: {named([*left])} is left behind by an evaluation, and {name} of the first training micro-batch "
-                        "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
-                        "else; keep nothing in evaluation that training reads"
-                    )
-
-    def _handed_on(
-        self, model: nn.Module, training: Callable[[], list[dict[str, str]]], left: Mapping[str, str]
-    ) -> list[str]:
-        """The places in `left` that go from one evaluation micro-batch to the next: training does not write them, nor one evaluation anew."""
-
-        def changed(action: Callable[[], Any]) -> tuple[list[str], dict[str, str]]:
-            before = memory_of(self.job, model)
-            action()
-            after = memory_of(self.job, model)
-            return after.changed_since(before), after.values
-
-        if not left:
-            return []
-        by_training, _ = in_child(partial(changed, training), self.job)
-        _, once = in_child(partial(changed, lambda: self._computed(model, 0)), self.job)
-        within = tuple(f"{place}[" for place in by_training)
-        return [
-            place
-            for place, value in left.items()
-            if once.get(place, "") != value and place not in by_training and not place.startswith(within)
-        ]
-
     @property
-    def _last(self) -> int:
+    def last(self) -> int:
         """The number of the last micro-batch."""
         return -(-self.samples // self.micro_batch) - 1
 
-    def _check_repeats(self, model: nn.Module, once: dict[str, str], held: Memory) -> None:
-        """Refuse a first micro-batch that gives something else when it is computed again, also after the last one.
-
-        `once` are its first results, `held` what the job held before them.
-        """
-        generators = OwnGenerators({"eval_data": self.batches.samples})
-        again = _texts(*self._computed(model, 0))
-        generators.look()
-        between = memory_of(self.job, model)
-        if self._last:
-            self._computed(model, self._last)
-            generators.look()
-        third = _texts(*self._computed(model, 0))
-        generators.look()
-        if gone_on := generators.gone_on():
-            self._computed(model, 0)
-            generators.look()
-            generators.refuse(gone_on)
-        for first, second, before in ((again, third, between), (once, again, held)):
-            metric = next((name for name, value in first.items() if second.get(name) != value), None)
-            if metric is not None:
-                raise self._differs(metric, memory_of(self.job, model).changed_since(before))
-
-    def _differs(self, metric: str, left: list[str]) -> LockstepError:
-        if left:
-            return JobError(
-                f"evaluation: {named(left)} is kept from one micro-batch to the next, and {metric} depends on it; workers share out the "
-                "micro-batches, so each would have another value: return each micro-batch's own total and weight (lockstep.Mean)"
-            )
-        return DeterminismError(
-            f"evaluation: {metric} of the first micro-batch, computed again under one seed, has other bits; an operator is not "
-            "deterministic, or the job draws from a generator of its own, or keeps hidden state"
-        )
-
     @torch.no_grad()
-    def _computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
+    def computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
         """Totals and weights of one micro-batch, and its outputs."""
         batch = self._fetch(i)
         means, outputs = self._results(model, i, batch)
@@ -384,8 +194,8 @@ class Evaluation:
         assigned: Sequence[int] = self.assigned
         if self.sharding is not None:
             # In the last pass a worker that has none computes the first one of the pass again, and it does not count.
-            self.sharding.order, firsts = 0, range(0, self._last + 1, self.group.size)
-            assigned = [min(first + self.group.rank, self._last) for first in firsts]
+            self.sharding.order, firsts = 0, range(0, self.last + 1, self.group.size)
+            assigned = [min(first + self.group.rank, self.last) for first in firsts]
         keys = list(map(self._key, assigned))
         loader = Loader(
             self.batches, keys, self.group.device, min(self.processes, len(assigned)), self.group.let_go
@@ -403,7 +213,7 @@ class Evaluation:
             loader.close()
         if self.sharding is None:
             return [_numbers(row) for row in means], [whole_set.joined(outputs)], embedded
-        count = len(range(self.group.rank, self._last + 1, self.group.size))
+        count = len(range(self.group.rank, self.last + 1, self.group.size))
         return [_numbers(row) for row in means[:count]], outputs[:count], embedded[:count]
 
     def _with_parameters(self, compute: Callable[[], T]) -> T:
@@ -472,31 +282,6 @@ class Evaluation:
         return loss, further, outputs
 
 
-def check_modes(model: nn.Module) -> None:
-    """JobError where evaluation mode and back changes the weights, as they are once training has moved them."""
-    if not any(map(has_own_train, model.modules())):
-        return
-    values = [parameter.detach().clone() for parameter in model.parameters()]
-    try:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.rand_like(parameter))
-        digests = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
-        with evaluating(model):
-            pass
-        for name, parameter in model.named_parameters():
-            if tensor_digest(parameter) != digests[name]:
-                raise JobError(
-                    f"job.model: parameter {name!r} has other bits after train() and eval() of its modules, so the weights would depend on how "
-                    "often its worker evaluates; add nothing to weights in evaluation mode (in loralib merge_weights=False)"
-                )
-    finally:
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), values, strict=True):
-                parameter.copy_(value)
-
-
 def has_evaluation_loss(job: Job) -> bool:
     """Whether an evaluation has a loss: with phases it may have metrics alone. JobError where there is nothing to evaluate."""
     if overrides(job, "loss") or not own_phases(job):
@@ -538,14 +323,6 @@ def _own(mean: Mean) -> Mean:
         value.detach().clone() if isinstance(value, Tensor) else value for value in (mean.total, mean.weight)
     )
     return Mean(total, weight)
-
-
-def _texts(row: Row, outputs: whole_set.Outputs) -> dict[str, str]:
-    """The results of one micro-batch by name, as texts: equal values have equal texts."""
-    return {
-        **{f"eval/{name}": repr(value) for name, value in row.items()},
-        **{f"the output {name!r}": text for name, text in whole_set.texts(outputs).items()},
-    }
 
 
 def _numbers(row: dict[str, Mean]) -> Row:

@@ -34,11 +34,11 @@ from lockstep.record.events.union import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
 from lockstep.training.determinism import numerics_probe, numpy_probe
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.inputs import VARIABLE, places_here, variables_read
-from lockstep.training.job_data import dataset_size
+from lockstep.training.job_data import JobData, dataset_size, shown_label
 from lockstep.training.settings import Settings
 from lockstep.training.step.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.step.phases import own_phases
@@ -64,7 +64,7 @@ def facts_of(
     group: Group,
     batches: MicroBatches,
     plan: Plan,
-    evaluate: Evaluation | None,
+    evaluate: EvaluationSets | None,
     versions: Mapping[str, str],
     initial_digest: str,
     first_digest: str,
@@ -88,7 +88,11 @@ def facts_of(
             **distribution_fields(imported.distributions),
             **_own_fields(job),
             "data.train_samples": plan.samples,
-            "data.eval_samples": evaluate.samples if evaluate else 0,
+            **({} if evaluate and evaluate.evaluated else {"data.eval_samples": 0}),
+            **{
+                f"data.{each.label}_samples": dataset_size(each.batches.samples, each.label)
+                for each in evaluate or ()
+            },
             **versions,
             **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -130,42 +134,49 @@ def _left_out(without: str) -> dict[str, str]:
     return {"what": described(without), "ids": without}
 
 
-def _fingerprints(spec: Spec, batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
+def _fingerprints(spec: Spec, batches: MicroBatches, evaluate: EvaluationSets | None) -> dict[str, Any]:
     """Fingerprints of the data, as fields `data.train.…` and `data.eval.…`."""
-    without = {"train": LeftOut(spec.data.without), "eval": LeftOut(None)}
+    without = {"train": LeftOut(spec.data.without)}
+    nothing = LeftOut(None)
     fingerprints = dict[str, Any]()
     for name, data, size in _data_sets(batches, evaluate):
-        with job_at(f"in fingerprint of {name}_data"):
-            fields = fingerprint(data.samples, size, data.seed, without[name].has_one)
+        with job_at(f"in fingerprint of {shown_label(name)}"):
+            fields = fingerprint(data.samples, size, data.seed, without.get(name, nothing).has_one)
         fingerprints |= {f"data.{name}.{field}": value for field, value in fields.items()}
     return fingerprints
 
 
-def _data_sets(batches: MicroBatches, evaluate: Evaluation | None) -> Iterator[tuple[str, MicroBatches, int]]:
-    every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
+def _data_sets(
+    batches: MicroBatches, evaluate: EvaluationSets | None
+) -> Iterator[tuple[str, MicroBatches, int]]:
+    every = {"train": batches} | {each.label: each.batches for each in evaluate or ()}
     for name, data in every.items():
         yield name, data, dataset_size(data.samples, name)
 
 
-def leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
-    """The number of evaluation samples that are training samples too, with a warning if any; None where they are not compared."""
-    if eval_data is None:
-        return None
-    leakage = find_leakage(train_data, eval_data, seed)
-    if leakage is None:
-        return None
-    if leakage.rows:
-        drawn = "" if is_table(train_data) else " (both are opened under one seed: what both draw is equal)"
-        warn(
-            f"data: {leakage.described(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
-        )
-    return leakage.rows
+def leaked_rows(data: JobData, seed: int, warn: Callable[[str], None]) -> int | None:
+    """The number of held-out samples that are training samples too, with a warning for each set that has any; None where none is compared."""
+    found: list[int] = []
+    for label, held_out in data.held_out.items():
+        leakage = find_leakage(data.train, held_out, seed)
+        if leakage is None:
+            continue
+        found.append(leakage.rows)
+        if leakage.rows:
+            drawn = (
+                "" if is_table(data.train) else " (both are opened under one seed: what both draw is equal)"
+            )
+            which = "" if label == "eval" else f", {shown_label(label)}"
+            warn(
+                f"data: {leakage.described(len(held_out))}{which}; they flatter every metric: leave them out of one of the two{drawn}"  # type: ignore[arg-type]
+            )
+    return sum(found) if found else None
 
 
-def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:
+def _plan_facts(plan: Plan, evaluate: EvaluationSets | None) -> dict[str, int]:
     return {
         "train_samples": plan.samples,
-        "eval_samples": evaluate.samples if evaluate else 0,
+        "eval_samples": sum(each.samples for each in evaluate.evaluated.values()) if evaluate else 0,
         "micro_batches": plan.micro_batches,
         "steps_per_epoch": plan.steps_per_epoch,
         "total_steps": plan.total_steps,

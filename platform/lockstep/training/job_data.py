@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.utils.data
@@ -22,13 +23,38 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.randomness import datasets_key, seed_all
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.failure import job_at
 
 
-def open_data(job: Job, seed: int, group: Group | None = None) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """`train_data` and `eval_data` of a job, the generators seeded alike before each, also that of a CUDA device.
+class JobData(NamedTuple):
+    """The datasets of a job, opened."""
 
-    So a split that both draw, by `random_split` say, is one split. The ranks of a `group` call it together: what has to be written before
+    train: Dataset[Any]
+    held_out: Mapping[str, Dataset[Any]]
+    """By the label that the names of their metrics begin with: `eval`, `eval/<set>`, `test`, `test/<set>`."""
+
+    @property
+    def evaluated(self) -> Mapping[str, Dataset[Any]]:
+        """Those of `eval_data`."""
+        return {label: data for label, data in self.held_out.items() if not is_test(label)}
+
+
+def is_test(label: str) -> bool:
+    """Whether a label, or the name of a metric, is that of `test_data`."""
+    return label.partition("/")[0] == "test"
+
+
+def shown_label(label: str) -> str:
+    """What a job calls a set: `eval_data`, or `eval_data['clean']` for `eval/clean`."""
+    kind, _, name = label.partition("/")
+    return f"{kind}_data[{name!r}]" if name else f"{kind}_data"
+
+
+def open_data(job: Job, seed: int, group: Group | None = None) -> JobData:
+    """`train_data`, `eval_data` and `test_data` of a job, the generators seeded alike before each, also that of a CUDA device.
+
+    So a split that two of them draw, by `random_split` say, is one split. The ranks of a `group` call it together: what has to be written before
     it can be read by index, one of each node writes. Raises JobError for what the job raises or returns.
     """
     alone = group or Group(0, 1, torch.device("cpu"))
@@ -36,13 +62,34 @@ def open_data(job: Job, seed: int, group: Group | None = None) -> tuple[Dataset[
     with job_at("while its data were opened"), imports_of_job(job):
         seed_all(datasets_key(seed), device)
         train_data = _by_index(job.train_data(), alone)
-        seed_all(datasets_key(seed), device)
-        eval_data = _by_index(job.eval_data(), alone)
+        held_out: dict[str, Any] = {}
+        for kind, method in (("eval", job.eval_data), ("test", job.test_data)):
+            seed_all(datasets_key(seed), device)
+            for label, data in _labelled(kind, method()):
+                held_out[label] = _by_index(data, alone)
     _check(train_data, "train_data")
-    if eval_data is not None:
-        _check(eval_data, "eval_data")
-        _check_evaluated(eval_data)
-    return train_data, eval_data
+    for label, data in held_out.items():
+        _check(data, shown_label(label))
+        _check_evaluated(data, shown_label(label))
+    return JobData(train_data, held_out)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _labelled(kind: str, given: Any) -> Iterator[tuple[str, Any]]:
+    """The sets that a method returns, by their labels."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        yield kind, given
+        return
+    if not given:
+        raise problems.NO_SET(field=f"job.{kind}_data")
+    for name, data in given.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise problems.SET_NAME(field=f"job.{kind}_data", got=name)
+        yield f"{kind}/{name}", data
 
 
 def _by_index(data: Any, group: Group) -> Any:
@@ -65,9 +112,7 @@ def _by_index(data: Any, group: Group) -> Any:
     return Table(path if Path(path).exists() else written_rows(data))
 
 
-def open_agreed(
-    job: Job, seed: int, group: Group, versions: Mapping[str, str]
-) -> tuple[Dataset[Any], Dataset[Any] | None, Pins]:
+def open_agreed(job: Job, seed: int, group: Group, versions: Mapping[str, str]) -> tuple[JobData, Pins]:
     """`open_data` on every rank. Tables that change are read in these `versions`, or where none is given in the newest that rank 0 has found.
 
     Returns the pins as well: they have all versions, and hold for what the job opens later on.
@@ -81,7 +126,7 @@ def open_agreed(
             pins.opened.clear()
             pins.given.update(every[0])
             data = open_data(job, seed, group)
-    return *data, pins
+    return data, pins
 
 
 def dataset_size(dataset: Dataset[Any], name: str) -> int:
@@ -121,21 +166,26 @@ def warnings_of(train_data: object) -> list[str]:
     ]
 
 
-def check_rules(spec: Spec, eval_data: object) -> None:
-    """SpecError for a rule that needs a metric of the evaluation where the job has no `eval_data`."""
-    if eval_data is None and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
+def check_rules(spec: Spec, data: JobData) -> None:
+    """SpecError for a rule that needs a metric of the evaluation where the job has no `eval_data`, and for a set that it does not give."""
+    names = [label.partition("/")[2] for label in data.evaluated]
+    if unknown := sorted(spec.evaluate.sets.keys() - set(names)):
+        raise problems.UNKNOWN_SET(
+            field=f"evaluate.sets.{unknown[0]}", wanted=", ".join(filter(None, names)) or "no set with a name"
+        )
+    if not names and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
         name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
         raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
 
 
-def _check_evaluated(data: Any) -> None:
+def _check_evaluated(data: Any, name: str) -> None:
     """JobError where an evaluation, which takes the ids from 0 to the data's length, would not take each sample once."""
     kind = type(data).__name__
-    with job_at(f"in id_count of {kind}, eval_data"):
+    with job_at(f"in id_count of {kind}, {name}"):
         ids = number_of_ids(data) if orders_itself(data) else None
-    if ids is not None and ids != (size := dataset_size(data, "eval_data")):
+    if ids is not None and ids != (size := dataset_size(data, name)):
         raise JobError(
-            f"eval_data: {kind} draws epochs of {size} from {ids} samples, and an evaluation takes each sample once, in the data's own "
+            f"{name}: {kind} draws epochs of {size} from {ids} samples, and an evaluation takes each sample once, in the data's own "
             "order: give it a dataset of the samples that are to be evaluated, such as a Mixture without `samples`"
         )
 

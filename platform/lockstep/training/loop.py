@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ from lockstep.training.elastic.recovery import (
 )
 from lockstep.training.failure import job_at
 from lockstep.training.final_results import kept, peak_memory, summarise
+from lockstep.training.final_test import tested
 from lockstep.training.integrity.resume_check.check import SpareCheck
 from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
@@ -57,6 +59,7 @@ from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
 from lockstep.training.state import tensors
+from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.compiled import NAME as COMPILED
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
@@ -207,8 +210,8 @@ def take_steps(
         if result.stop and not is_last:
             return "stopped"
 
-        evaluated = evaluation_is_due(run, position)
-        over = evaluated and evaluate(run, position, tell)
+        due = run.evaluate.due(position) if run.evaluate is not None else []
+        over = bool(due) and evaluate(run, position, due, tell)
         if checkpoints.due(position, agreed=result.save):
             run.inputs.agree(run.group, run.facts, position.number, tell)
             with watch.saving():
@@ -217,7 +220,7 @@ def take_steps(
         clock.leave_out()
         if over or ends_replay(position, origin):
             break
-        if evaluated and not is_last and not goes_on(run, requests):
+        if due and not is_last and not goes_on(run, requests):
             return "unwanted"
         if result.regroup and not is_last:
             return "regrouping"
@@ -229,6 +232,8 @@ def report_end(
 ) -> dict[str, Any]:
     """Report the end of the run, with the memory that it took and the files that are kept. Returns its summary."""
     summary = summarise(run, clock, checkpoints, stopped=stopped)
+    if not stopped and (seat.origin is None or seat.origin.replay is None):
+        summary |= tested(run, seat.tell)
     peaks = run.group.gather(peak_memory(run.group.device))
     seat.tell(PeakMemory(peaks))
     used = worker_memory.used(run.spec, run.plan, run.group.size, run.state, peaks)
@@ -253,8 +258,8 @@ def catch_up(run: Run, tell: Tell) -> bool:
     counters, rule = run.state.counters, run.spec.early_stop
     if counters.step > counters.evaluated:
         last = run.plan.position(counters.step - 1)
-        if evaluation_is_due(run, last):
-            return evaluate(run, last, tell)
+        if run.evaluate is not None and (due := run.evaluate.due(last)):
+            return evaluate(run, last, due, tell)
     return rule is not None and run.state.best.enough(rule)
 
 
@@ -267,34 +272,34 @@ def note_step(run: Run, row: StepRow) -> None:
     run.history.add(row)
 
 
-def evaluation_is_due(run: Run, position: Position) -> bool:
-    """Whether this step ends with an evaluation; the last step of the run always does."""
-    if run.evaluate is None:
-        return False
-    return position.number == run.plan.total_steps or run.spec.evaluate.every.due(position)
-
-
-def evaluate(run: Run, position: Position, tell: Tell) -> bool:
-    """Evaluate the current model. Returns whether the run should end here."""
+def evaluate(run: Run, position: Position, due: Sequence[str], tell: Tell) -> bool:
+    """Evaluate the current model on the sets that are due. Returns whether the run should end here."""
     assert run.evaluate is not None
     began, step = time.perf_counter(), position.number
     rule, over = run.spec.early_stop, False
     with run.state.averaged():
-        metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
-    run.step.agreement.check()  # before it is reported: a reported evaluation is of bits that all ranks have
-    # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
-    tell_unripe_average(run, tell)
-    if rule is not None:
-        with run.state.averaged():
-            over = run.state.best.judge(
+        if run.state.job_weights is not None:
+            run.evaluate.restore_buffers_by(KeptBuffers(run.state.model).restore)
+        try:
+            metrics = run.evaluate(run.state.model, due, lambda: tell(Alive()))
+        finally:
+            run.evaluate.restore_buffers_by(run.step.buffers.restore)
+        best = replace(run.state.best)  # the weights are copied while they are shown
+        if rule is not None and run.evaluate.is_of(rule.metric, due):
+            over = best.judge(
                 rule,
                 _named(metrics, rule.metric),
                 step,
                 tensors(run.state),
                 lambda: beside_weights(run.state.model, run.job, run.state.settings.changed),
             )
+    run.step.agreement.check()  # before it is reported: a reported evaluation is of bits that all ranks have
+    # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
+    run.state.best = best
+    tell_unripe_average(run, tell)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
-    check_followed(run.state.schedule, metrics)  # a metric of the whole set may be known only now
+    if all(run.evaluate.is_of(name, due) for name in run.state.schedule.metrics):
+        check_followed(run.state.schedule, metrics)  # a metric of the whole set may be known only now
     with job_at(f"the schedule after the evaluation of step {step}"):
         run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step

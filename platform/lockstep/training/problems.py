@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import DeterminismError, JobError, Problem
+from lockstep.errors import DeterminismError, DriftError, JobError, Problem, SpecError
 
 # --- the job's code raised an exception --------------------------------------------------------------------------
 
@@ -142,4 +142,82 @@ NO_GRADIENT = Problem(
     cause="the loss does not use it",
     advice="use it, freeze it, or name it in `conditional_parameters`",
     check="gradients",
+)
+
+# --- what is held out -------------------------------------------------------------------------------------------
+
+NO_SAMPLE = Problem(
+    "job.eval_data.empty",
+    JobError,
+    "{field}: holds no sample",
+    "leave it out, or return None for a run without it",
+    shown="eval_data: holds no sample; …",
+    cause="an empty dataset",
+    advice="return None for a run without evaluation",
+)
+
+NO_SET = Problem(
+    "job.eval_data.no_set",
+    JobError,
+    "{field}: returned an empty mapping, wanted datasets by name",
+    "return None for a run without it",
+    cause="a mapping without a set",
+    advice="return None",
+)
+
+SET_NAME = Problem(
+    "job.eval_data.set_name",
+    JobError,
+    "{field}: got a set with the name {got!r}, wanted letters, digits, _ and -",
+    "give it another name: it becomes a part of the names of its metrics",
+    shown="job.eval_data: got a set with the name '…', wanted letters, digits, _ and -; …",
+    cause="a name that is no text, or has a slash, a dot or a space",
+    advice="another name",
+)
+
+UNKNOWN_SET = Problem(
+    "evaluate.sets.unknown",
+    SpecError,
+    "{field}: the job's eval_data has no set of that name, wanted {wanted}",
+    "take it out, or rename it",
+    cause="`evaluate.sets` names a set that `eval_data` does not return",
+    advice="a name that `eval_data` returns",
+)
+
+TEST_DECIDES = Problem(
+    "rule.test_metric",
+    SpecError,
+    "{field}: got {got!r}, which is of test_data and decides nothing",
+    "name a metric of eval_data",
+    shown="early_stop.metric: got 'test/…', which is of test_data and decides nothing; …",
+    cause="a rule that would choose weights by the test",
+    advice="a metric of `eval_data`",
+)
+
+EVAL_WEIGHTS_BESIDE = Problem(
+    "job.eval_weights.beside",
+    SpecError,
+    "{field}: got {got}, and the job's eval_weights gives the weights to evaluate",
+    "{remedy}",
+    shown="ema: got …, and the job's eval_weights gives the weights to evaluate; …",
+    cause="two answers to which weights are evaluated; or sharded parameters, of which no worker has all",
+    advice="leave one of the two out",
+)
+
+EVAL_WEIGHTS_DIFFER = Problem(
+    "job.eval_weights.differ",
+    DriftError,
+    "job.eval_weights: ranks {got} evaluate other weights than rank 0 after step {step}",
+    "it must give the same on every worker: let it read nothing that only one worker has, such as the state of an optimizer with sharding=optimizer",
+    cause="`eval_weights` reads what is not the same on every worker",
+    advice="the model, the job's own state and `batches` alone",
+)
+
+EVAL_WEIGHTS_KIND = Problem(
+    "job.eval_weights.kind",
+    JobError,
+    "job.eval_weights: returned {got}, wanted a context manager",
+    "decorate it with contextlib.contextmanager, and yield once",
+    cause="a plain function or generator",
+    advice="`@contextlib.contextmanager`",
 )

@@ -35,10 +35,12 @@ from lockstep.randomness import model_key, seed_all
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.determinism import check_kept
-from lockstep.training.evaluate import Evaluation, has_evaluation_loss
+from lockstep.training.evaluate import has_evaluation_loss
+from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.inputs import Inputs, continued
@@ -50,7 +52,14 @@ from lockstep.training.integrity.rehearsal.promise import StepRehearsal
 from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_agreed, warnings_of
+from lockstep.training.job_data import (
+    check_rules,
+    dataset_size,
+    is_test,
+    make_sampler,
+    open_agreed,
+    warnings_of,
+)
 from lockstep.training.modes import enter_training, learning_in_evaluation_mode
 from lockstep.training.requests import Requests
 from lockstep.training.settings import Settings
@@ -60,6 +69,7 @@ from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding, check_torch
+from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
@@ -89,7 +99,7 @@ class Run:
     group: Group
     state: TrainState
     step: Stepper
-    evaluate: Evaluation | None
+    evaluate: EvaluationSets | None
     batches: MicroBatches
     facts: dict[str, Any]
     start: Start | None
@@ -115,7 +125,9 @@ class Run:
         step.settings = old.settings
         if self.evaluate is not None:
             self.evaluate.join(group)
-            self.evaluate.restore_buffers = step.buffers.restore
+            self.evaluate.restore_buffers_by(step.buffers.restore)
+        if self.state.job_weights is not None:
+            self.state.job_weights.group = group
         watch_bits(step, self.spec, self.plan, self.batches, tell, origin)
         facts = {**self.facts, "workers": group.size}
         return replace(self, group=group, step=step, facts=facts, start=None)
@@ -185,8 +197,9 @@ def prepare(
     tell(StageEnded("checkpoint", time.time()))
     set_apart()
     given = versions_of(start, origin) if versions is None else versions
-    train_data, eval_data, pins = open_agreed(job, spec.seed, group, given)
-    check_rules(spec, eval_data)
+    data, pins = open_agreed(job, spec.seed, group, given)
+    train_data = data.train
+    check_rules(spec, data)
     for text in warnings_of(train_data):
         warn(text)
     is_sharded = spec.sharding == "full" and group.size > 1
@@ -196,23 +209,25 @@ def prepare(
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
-    evaluates = eval_data is not None and has_evaluation_loss(job)
+    evaluates = bool(data.held_out) and has_evaluation_loss(job) and "eval" in data.held_out
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     if state.average is not None:
         for text in state.average.told_at_the_start(plan.total_steps):
             warn(text)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
+    if has_eval_weights(job):
+        state.job_weights = job_weights_of(spec, job, plan, state, batches, group)
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
     with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
         if deferred is not None:
             rehearsal, evaluate = rehearse_sharded(
-                spec, job, plan, state, batches, eval_data, group, warn, deferred
+                spec, job, plan, state, batches, data.held_out, group, warn, deferred
             )
         else:
             rehearsal, evaluate = group.together(
-                partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
+                partial(rehearse, spec, job, plan, state, batches, data.held_out, group, warn)
             )
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
@@ -222,7 +237,7 @@ def prepare(
     told_of_unknown(facts["environment"], warn)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
-        facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
+        facts["leaked_rows"] = leaked_rows(data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
     if is_sharded and state.sharding is None:
         shard(job, state, group, calls)
@@ -243,8 +258,8 @@ def prepare(
         step.probe = replay.probe
     watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
-        evaluate.restore_buffers = step.buffers.restore
-        evaluate.sharding = state.sharding
+        evaluate.restore_buffers_by(step.buffers.restore)
+        evaluate.shard(state.sharding)
     tell(StageEnded("preparation", time.time()))
     inputs = Inputs(spec, job, facts)
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
@@ -256,11 +271,11 @@ def rehearse_sharded(
     plan: Plan,
     state: TrainState,
     batches: MicroBatches,
-    eval_data: Any,
+    held_out: Mapping[str, Any],
     group: Group,
     warn: Callable[[str], None],
     deferred: DeferredModel,
-) -> tuple[dict[str, Rehearsal], Evaluation | None]:
+) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
     rehearsal = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
     units = group.together(partial(rehearsal.units, deferred))
@@ -268,10 +283,10 @@ def rehearse_sharded(
     shard(job, state, group, calls, deferred.fill)
     assert state.sharding is not None
     shown = rehearsal.first_sharded(state.sharding)
-    if eval_data is None:
+    if not held_out:
         check_followed(state.schedule, ())
         return shown, None
-    evaluate = make_evaluation(spec, job, plan, state, eval_data, group)
+    evaluate = EvaluationSets(spec, job, plan, held_out, group, state.precision)
     evaluate.prepare(compares=False)
     return shown, evaluate
 
@@ -282,10 +297,10 @@ def rehearse(
     plan: Plan,
     state: TrainState,
     batches: MicroBatches,
-    eval_data: Any,
+    held_out: Mapping[str, Any],
     group: Group,
     warn: Callable[[str], None],
-) -> tuple[dict[str, Rehearsal], Evaluation | None]:
+) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Compute the first micro-batch here, and try the rest of the promise in other processes. Returns what it showed, and the evaluation.
 
     Each rank does so by itself.
@@ -293,8 +308,8 @@ def rehearse(
     first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
     rehearsals = first_step.first()
     evaluate = None
-    if eval_data is not None:
-        evaluate = make_evaluation(spec, job, plan, state, eval_data, group)
+    if held_out:
+        evaluate = EvaluationSets(spec, job, plan, held_out, group, state.precision)
         evaluate.prepare(compares=spec.determinism == "strict" and spec.rehearsal != "off")
     shown = first_step.elsewhere(evaluate).evaluation
     if evaluate is None:
@@ -306,22 +321,6 @@ def rehearse(
     return rehearsals, evaluate
 
 
-def make_evaluation(
-    spec: Spec, job: Job, plan: Plan, state: TrainState, eval_data: Any, group: Group
-) -> Evaluation:
-    """The evaluation of the job on its `eval_data`."""
-    return Evaluation(
-        job,
-        eval_data,
-        group,
-        state.precision,
-        micro_batch=plan.micro_batch,
-        global_batch=plan.global_batch,
-        seed=spec.seed,
-        processes=spec.data.loader_processes,
-    )
-
-
 def make_facts(
     spec: Spec,
     job: Job,
@@ -329,7 +328,7 @@ def make_facts(
     group: Group,
     state: TrainState,
     batches: MicroBatches,
-    evaluate: Evaluation | None,
+    evaluate: EvaluationSets | None,
     start: Start | None,
     rehearsal: dict[str, Rehearsal],
     settings: Settings,
@@ -489,7 +488,10 @@ def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
     if metrics is None:
         return
     rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
+    metrics = [name for name in metrics if not is_test(name)]
     for name, rule in rules.items():
+        if rule is not None and is_test(rule.metric):
+            raise problems.TEST_DECIDES(field=f"{name}.metric", got=rule.metric)
         if rule is not None and rule.metric not in metrics:
             raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
 
@@ -498,7 +500,10 @@ def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> Non
     """JobError where the job's schedule follows a metric that the evaluation does not give; `metrics` as for `check_metric`."""
     if metrics is None:
         return
+    metrics = [name for name in metrics if not is_test(name)]
     for name in schedule.metrics:
+        if is_test(name):
+            raise problems.TEST_DECIDES(field="job.schedule", got=name)
         if name not in metrics:
             what = (
                 f"its evaluations give none{nearest(name, metrics)}"
@@ -506,6 +511,24 @@ def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> Non
                 else "the job has no eval_data"
             )
             raise JobError(f"job.schedule: follows {name!r}, and {what}")
+
+
+def job_weights_of(
+    spec: Spec, job: Job, plan: Plan, state: TrainState, batches: MicroBatches, group: Group
+) -> JobWeights:
+    """Enters the job's `eval_weights`. SpecError for settings beside which there is no room for it."""
+    if spec.ema is not None:
+        raise problems.EVAL_WEIGHTS_BESIDE(field="ema", got=f"{spec.ema:g}", remedy="leave ema out")
+    if spec.sharding == "full":
+        raise problems.EVAL_WEIGHTS_BESIDE(
+            field="sharding", got="'full'", remedy="set sharding=optimizer: it needs whole parameters"
+        )
+    optimizers = optimizers_of(state.optimizer)
+    optimizer = optimizers.get("", optimizers)
+    sampler = make_sampler(spec, plan, batches.samples)
+    weights = JobWeights(job, state.model, optimizer, batches, sampler, plan, group, spec.seed)
+    weights.step = lambda: state.counters.step
+    return weights
 
 
 def make_plan(spec: Spec, train_data: Any) -> Plan:
@@ -572,9 +595,7 @@ def _check(spec: Spec, model: nn.Module) -> None:
         check_scaled(model)
 
 
-def make_deferred(
-    spec: Spec, job: Job, group: Group, warn: Callable[[str], None]
-) -> DeferredModel | None:
+def make_deferred(spec: Spec, job: Job, group: Group, warn: Callable[[str], None]) -> DeferredModel | None:
     """The job's model without memory for its parameters, from the same generators; None where the model has to begin whole. All ranks call it.
 
     That needs a start without a rehearsal in other processes, which have the whole model: `rehearsal: off`.

@@ -23,6 +23,7 @@ from lockstep.training.auxiliary_state import copied, unlisted_tensors
 from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
+from lockstep.training.step.job_weights import JobWeights
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
@@ -74,7 +75,7 @@ class Best:
         weights: Mapping[str, Any],
         beside: Callable[[], dict[str, Any]],
     ) -> bool:
-        """Note one evaluation of `weights`, and what is `beside` them. True where the last `patience` evaluations were no improvement. NaN is never better."""
+        """Note one evaluation of `weights`, and what is `beside` them. True where the run has evaluated `enough`. NaN is never better."""
         better = not math.isnan(value) and (
             self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
         )
@@ -87,8 +88,10 @@ class Best:
         return self.enough(rule)
 
     def enough(self, rule: EarlyStop) -> bool:
-        """Whether the last `patience` evaluations were no improvement."""
-        return self.evaluations_since >= rule.patience
+        """Whether the last `patience` evaluations were no improvement, or the best one has reached the threshold."""
+        if self.value is not None and rule.reached_by(self.value):
+            return True
+        return rule.patience is not None and self.evaluations_since >= rule.patience
 
 
 @dataclass(slots=True)
@@ -112,6 +115,8 @@ class TrainState:
     compiled: CompiledLosses | None = None
     """Computes the losses, where the spec has `compile`."""
 
+    job_weights: JobWeights | None = field(init=False, default=None)
+    """The weights that the job evaluates, where it has an `eval_weights`."""
     sharding: FullSharding | None = field(init=False, default=None)
     """The sharded parameters, where the spec has `sharding: full` and there are several workers; set by `shard`."""
     order: Order = field(init=False)
@@ -156,12 +161,18 @@ class TrainState:
     @property
     def has_average(self) -> bool:
         """Whether other weights are evaluated than those that are trained."""
-        return self.average is not None or any(map(has_modes, optimizers_of(self.optimizer).values()))
+        return (
+            self.average is not None
+            or self.job_weights is not None
+            or any(map(has_modes, optimizers_of(self.optimizer).values()))
+        )
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is evaluated: with the average in the place of its weights, where there is one."""
         if self.average is not None:
             return self.average.shown()
+        if self.job_weights is not None:
+            return self.job_weights.shown()
         return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
     def shard(self, sharding: FullSharding) -> None:

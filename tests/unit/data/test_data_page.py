@@ -42,7 +42,7 @@ def test_a_version_of_a_table(tmp_path: Path, kind: str, replaced: dict[str, str
     lake.append(kind, tmp_path, lake.points(20, 1))
     here = {"root": tmp_path, "properties": lake.iceberg_properties(tmp_path)}
     job = example(f"import {kind.title()}", {text: new.format(**here) for text, new in replaced.items()})
-    data, _ = open_data(job, 0)
+    data = open_data(job, 0).train
     labels = data.__getitems__(np.arange(20))["label"]  # type: ignore[attr-defined]
     assert labels.tolist() == lake.points(20, 1).column("label").to_pylist()
 
@@ -52,12 +52,12 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     pq.write_table(lake.points(20, 1), tmp_path / "0.parquet")
-    data, _ = open_data(example("import datasets", {"points/": f"{tmp_path}/"}), 0)
+    data = open_data(example("import datasets", {"points/": f"{tmp_path}/"}), 0).train
     assert torch.equal(data[3]["features"], torch.tensor(lake.points(20, 1).column("features")[3].as_py()))
 
 
 def test_chunks_of_litdata(tmp_path: Path) -> None:
     folder = write_chunks(tmp_path / "chunks", rows=20)
-    data, _ = open_data(example("import litdata", {"data/chunks": folder}), 0)
+    data = open_data(example("import litdata", {"data/chunks": folder}), 0).train
     assert len(data) == 20  # type: ignore[arg-type]
     assert fetch_one(data, 3)["label"] == lake.points(20, 1).column("label")[3].as_py()

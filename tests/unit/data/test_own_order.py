@@ -286,7 +286,7 @@ def test_a_mixture_that_an_evaluation_would_take_a_part_of_is_refused(samples: i
             return Mixture(sources, {"a": 1, "b": 3}, samples=samples)
 
     if samples is None:
-        assert len(open_data(Mixed(None), 1)[1]) == 200  # type: ignore[arg-type]
+        assert len(open_data(Mixed(None), 1).held_out["eval"]) == 200  # type: ignore[arg-type]
         return
     with pytest.raises(
         JobError, match=rf"^eval_data: Mixture draws epochs of {samples} from 200 samples, and an evaluation"

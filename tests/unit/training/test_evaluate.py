@@ -14,6 +14,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.modes import evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.precision import Precision
@@ -167,7 +168,7 @@ def test_evaluation_leaves_buffers_and_gradients_alone() -> None:
 def test_rehearsal_gives_the_names_of_the_metrics() -> None:
     model = nn.Linear(1, 1)
     job = Ids(range(13))
-    assert evaluation(job).rehearse(model).names == ["eval/loss", "eval/ids", "eval/largest"]
+    assert rehearse(evaluation(job), model).names == ["eval/loss", "eval/ids", "eval/largest"]
     assert job.batches == [[0, 1, 2, 3]]
     assert model.training
 
@@ -209,7 +210,7 @@ def test_every_micro_batch_is_in_evaluation_mode_whatever_the_one_before_left() 
     evaluate(model)
     assert Leaves.modes == [False] * 4
     assert not any(module.training for module in model.modules())
-    evaluate.rehearse(model, repeat=True)
+    rehearse(evaluate, model, repeat=True)
 
 
 def test_each_evaluation_computes_anew_what_a_module_keeps_in_evaluation_mode() -> None:
@@ -287,7 +288,7 @@ def test_a_first_micro_batch_unlike_its_repetition_is_refused() -> None:
             return {"seen": lockstep.Mean(float(seen), 1)}
 
     with pytest.raises(JobError, match=r"^evaluation: job.seen is kept .* and eval/seen depends on it"):
-        evaluation(First()).rehearse(nn.Linear(1, 1), repeat=True)
+        rehearse(evaluation(First()), nn.Linear(1, 1), repeat=True)
 
 
 class Merging(nn.Linear):
@@ -309,5 +310,5 @@ def test_weights_that_do_not_come_back_from_evaluation_mode_are_refused() -> Non
     model = nn.Sequential(Merging(), nn.Linear(3, 1))
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(JobError, match=r"^job.model: parameter '0.weight' .* train\(\) and eval\(\)"):
-        evaluation(Numbers()).rehearse(model, repeat=True)
+        rehearse(evaluation(Numbers()), model, repeat=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))

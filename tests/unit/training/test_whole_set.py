@@ -14,6 +14,7 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.step.precision import Precision
 from lockstep.training.whole_set import compute, joined, taken, texts
 
@@ -239,14 +240,14 @@ def test_draws_are_the_same_in_every_evaluation() -> None:
 def test_names_are_known_before_training_or_it_is_told_why_not() -> None:
     told: list[str] = []
     evaluate = evaluation(Given({"auroc": 0.5}))
-    assert evaluate.rehearse(nn.Linear(1, 1), warn=told.append).names == ["eval/loss", "eval/auroc"]
+    assert rehearse(evaluate, nn.Linear(1, 1), warn=told.append).names == ["eval/loss", "eval/auroc"]
     assert told == []
     fails = evaluation(Given(lambda outputs: {"x": 1 / (len(outputs["ids"]) - 4)}))
-    assert fails.rehearse(nn.Linear(1, 1), warn=told.append).names is None
+    assert rehearse(fails, nn.Linear(1, 1), warn=told.append).names is None
     assert "could not be tried on its first micro-batch" in told[0]
     assert "ZeroDivisionError" in told[0]
     with pytest.raises(JobError, match="'x' is of 2 dimensions"):
-        evaluation(Given({"x": torch.eye(2)})).rehearse(nn.Linear(1, 1), warn=told.append)
+        rehearse(evaluation(Given({"x": torch.eye(2)})), nn.Linear(1, 1), warn=told.append)
 
 
 def test_what_rank_0_alone_would_keep_is_refused_whenever_it_begins() -> None:
@@ -262,11 +263,11 @@ def test_what_rank_0_alone_would_keep_is_refused_whenever_it_begins() -> None:
 
     message = "job.given.* is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
     evaluate = evaluation(Keeps())
-    assert evaluate.rehearse(nn.Linear(1, 1), repeat=True).names == ["eval/loss"]
+    assert rehearse(evaluate, nn.Linear(1, 1), repeat=True).names == ["eval/loss"]
     with pytest.raises(JobError, match=message):
         evaluate(nn.Linear(1, 1))
     unchecked = evaluation(Keeps())
-    unchecked.rehearse(nn.Linear(1, 1), repeat=False)
+    rehearse(unchecked, nn.Linear(1, 1), repeat=False)
     assert unchecked(nn.Linear(1, 1)) == {"eval/loss": 4.5}
     assert [seen.get_nowait() for _ in range(seen.qsize())] == [
         10,

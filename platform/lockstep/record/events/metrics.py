@@ -47,18 +47,13 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return system_points(event, started_at)
         case CheckpointRow():
             return checkpoint_points(event)
+        case union.Finished():
+            return test_points(event)
         case union.Started() | union.PeakMemory() | union.AttemptsSummarised():
             return iter(())
         case union.Document() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
             return iter(())
-        case (
-            union.Warned()
-            | union.Straggling()
-            | union.Violated()
-            | union.Finished()
-            | union.Failed()
-            | union.TakenOver()
-        ):
+        case union.Warned() | union.Straggling() | union.Violated() | union.Failed() | union.TakenOver():
             return iter(())
         case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
             return iter(())
@@ -96,6 +91,14 @@ def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
     values = {**row.metrics, "perf/evaluation_s": row.seconds}
     timestamp_ms = int(row.wall_clock * 1000)
     return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
+
+
+def test_points(end: union.Finished) -> Iterator[Point]:
+    """The points of the test that a finished run ends with, at the step of the weights that it tested."""
+    at = end.summary.get("tested_at") or 0.0
+    step = int(end.summary.get("tested_step") or 0)
+    for name, value in (end.summary.get("test") or {}).items():
+        yield Point(store_key(name), float(value), int(at * 1000), step)
 
 
 def observation_points(row: Observation) -> Iterator[Point]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ class DataSet(NamedTuple):
     """One data set of a job. `digest` is the beginning of `sha256`, which covers the whole `fingerprint`."""
 
     name: str
-    context: Literal["train", "eval"]
+    context: Literal["train", "eval", "test"]
     job: str
     samples: int
     fingerprint: dict[str, str]
@@ -31,21 +32,30 @@ class DataSet(NamedTuple):
 
 def data_sets(spec: Spec, fields: Mapping[str, Any]) -> list[DataSet]:
     """The data sets described by the fields of a run's identity; evaluation data only if there are any."""
-    candidates = (_data_set(spec.job.use, context, fields) for context in ("train", "eval"))
+    labels = [match[1] for name in fields if (match := _SAMPLES.fullmatch(name))]
+    candidates = (_data_set(spec.job.use, label, fields) for label in sorted(labels, key=_in_order))
     return [data for data in candidates if data.samples]
 
 
-def _data_set(job: str, context: Any, fields: Mapping[str, Any]) -> DataSet:
-    prefix = f"data.{context}."
+_SAMPLES = re.compile(r"data\.(train|(?:eval|test)(?:/[\w-]+)?)_samples")
+
+
+def _in_order(label: str) -> tuple[int, str]:
+    return ("train", "eval", "test").index(label.partition("/")[0]), label
+
+
+def _data_set(job: str, label: str, fields: Mapping[str, Any]) -> DataSet:
+    prefix = f"data.{label}."
+    context, _, name = label.partition("/")
     fingerprint = {
         name.removeprefix(prefix): str(value) for name, value in fields.items() if name.startswith(prefix)
     }
     text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
     return DataSet(
-        name=f"{job.rpartition(':')[2]}.{context}_data",
-        context=context,
+        name=f"{job.rpartition(':')[2]}.{context}_data{name and '.' + name}",
+        context=context,  # type: ignore[arg-type]
         job=job,
-        samples=int(fields.get(f"data.{context}_samples", 0)),
+        samples=int(fields.get(f"data.{label}_samples", 0)),
         fingerprint=fingerprint,
         sha256=hashlib.sha256(text.encode()).hexdigest(),
     )

@@ -36,7 +36,7 @@ class RateSchedule(Protocol):
         """Called after the last step of each epoch, also where the loss scaler has skipped it."""
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Called after an evaluation, with its metrics."""
+        """Called after an evaluation, with the metrics of the sets that it took."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class TorchScheduler:
             self.scheduler.step()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.metric in metrics:
             self.scheduler.step(metrics[self.metric])
 
     @property

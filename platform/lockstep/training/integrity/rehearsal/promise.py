@@ -39,7 +39,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import filled_memory
-from lockstep.training.evaluate import Evaluation, EvaluationRehearsal
+from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.child_process import (
     LIMIT_S,
@@ -48,6 +48,7 @@ from lockstep.training.integrity.rehearsal.child_process import (
     can_fork,
     in_child,
 )
+from lockstep.training.integrity.rehearsal.evaluation import EvaluationRehearsal
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
 from lockstep.training.integrity.rehearsal.generators import of_training
 from lockstep.training.integrity.rehearsal.micro_batch import (
@@ -211,7 +212,7 @@ class StepRehearsal:
                 self._compute(module, key)
             self._same(first, self._compute(module, keys[0]), memory_before)
 
-    def elsewhere(self, evaluate: Evaluation | None, *, steps: bool = True) -> Verdict:
+    def elsewhere(self, evaluate: EvaluationSets | None, *, steps: bool = True) -> Verdict:
         """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
 
         Raises as `first` does. Where no process can be forked, or a fork cannot use what the job has open, the run goes on with a warning.
@@ -237,7 +238,7 @@ class StepRehearsal:
 
     # --- in another process -----------------------------------------------------------------------------------
 
-    def _in_child(self, evaluate: Evaluation | None, steps: bool) -> Verdict:
+    def _in_child(self, evaluate: EvaluationSets | None, steps: bool) -> Verdict:
         warnings: list[str] = []
         self.warn = warnings.append
         extent, modules, keys = self._extent(), self._modules(), self._keys()

@@ -1,0 +1,49 @@
+"""The metrics of a whole evaluation set, which rank 0 alone computes: what the job keeps of them, no other worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+from lockstep.errors import JobError
+from lockstep.job.interface import Job
+from lockstep.training import whole_set
+from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
+
+
+class WholeSetWatch:
+    """Calls a job's whole-set functions, and looks at what they keep where it `compares`."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job, self.seed = job, seed
+        self.compares = False
+        self.values: list[Mapping[str, str]] = []
+        """What the job held after each call that changed something."""
+
+    def compute(
+        self,
+        model: nn.Module,
+        outputs: whole_set.Outputs,
+        others: Callable[[], Iterable[Mapping[str, str]]] = tuple,
+    ) -> whole_set.WholeSet:
+        """The job's whole-set metrics and figures of some outputs. JobError where the job keeps something of them: only rank 0 would have it.
+
+        `others` gives what the job holds after other outputs; it is called before these.
+        """
+        if not self.compares:
+            return whole_set.compute(self.job, outputs, seed=self.seed)
+        before, further = memory_of(self.job, model), [*others()]
+        result = whole_set.compute(self.job, outputs, seed=self.seed)
+        after = memory_of(self.job, model)
+        changed = after.changed_since(before, beside=result.objects)
+        if changed:
+            self.values = [*self.values, after.values, *further]
+        retained = [place for place in changed if before.keeps(place, after.values, *self.values)]
+        if retained:
+            raise JobError(
+                f"evaluation: {named(retained)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
+                "worker has it; keep nothing in them: return what is to be recorded, and compute what training goes by in "
+                "job.after_step(model, step), on every worker"
+            )
+        return result
