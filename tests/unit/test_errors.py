@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pickle
 import re
@@ -88,6 +89,46 @@ def test_codes_are_unique_and_every_problem_is_raised() -> None:
     for name in PROBLEMS:
         entry = name.partition(".")[2]
         assert any(re.search(rf"\b{entry}\b", text) for text in sources.values()), name
+
+
+WITHOUT_PROBLEMS = {
+    "attempts", "calls", "checkpoint", "clusters", "driver", "export", "failure_kinds.py", "files.py", "job",
+    "proof", "record", "sweeps", "training", "views",
+}  # fmt: skip
+"""Rooms with errors that are still written where they are raised."""
+
+PASSED_ON = {"checks/bench.py": 3, "cli/records.py": 1, "spec/messages.py": 1}
+"""Errors whose line comes from elsewhere: from a process that a bench started, or from pydantic."""
+
+
+def lines_in_place() -> dict[str, int]:
+    """How many errors each file makes otherwise than of a problem."""
+    kinds = {error.__name__ for error in tree(LockstepError)}
+    counts = {}
+    for file in PACKAGE.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        if made := sum(isinstance(call.func, ast.Name) and call.func.id in kinds for call in calls):
+            counts[file.relative_to(PACKAGE).as_posix()] = made
+    return counts
+
+
+def test_an_error_is_of_a_problem() -> None:
+    """A line that is written where it is raised has no code, and the page can say something else than it."""
+    counts = lines_in_place()
+    assert {
+        file: n for file, n in counts.items() if file.partition("/")[0] not in WITHOUT_PROBLEMS
+    } == PASSED_ON
+    assert {file.partition("/")[0] for file in counts} >= WITHOUT_PROBLEMS, (
+        "a room that has none left is no exemption"
+    )
+
+
+def test_the_page_has_a_table_for_every_kind_of_a_rooms_problems() -> None:
+    page = (PACKAGE.parents[1] / "docs" / "failures.md").read_text()
+    for name, problem in PROBLEMS.items():
+        kind = problem.error.__name__
+        assert f"platform/lockstep/{name.partition('.')[0]}/problems.py ({kind})" in page, name
+        assert problem.row in page, name
 
 
 def test_a_row_of_the_page_is_the_template_without_its_facts() -> None:

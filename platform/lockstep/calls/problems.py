@@ -433,13 +433,3 @@ BENCH_ON_CLUSTER = Problem(
     cause="a cluster that a run would join",
     advice="`--local`",
 )
-
-PORT_TAKEN = Problem(
-    "status.port_taken",
-    SpecError,
-    "serve: port {got} of loopback cannot be taken: {reason}",
-    "name another one, or --serve 0 for a free one",
-    shown="serve: port … of loopback cannot be taken: …; …",
-    cause="another process listens there, or the port needs more rights",
-    advice="another port, or `--serve 0`",
-)

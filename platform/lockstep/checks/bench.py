@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checks import bench_worker
+from lockstep.checks import bench_worker, problems
 from lockstep.checks.bench_worker import Taken
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import ClusterError, LockstepError, SpecError
@@ -147,16 +147,11 @@ def check_workers(spec: Spec, workers: Sequence[int], steps: int) -> None:
     """SpecError for what cannot be measured."""
     most = spec.batch.micro_batches
     if not workers or min(workers) < 1 or len(set(workers)) < len(workers):
-        raise SpecError(
-            f"workers: got {', '.join(map(str, workers)) or 'none'}, wanted different whole numbers above 0, such as 1,2,4"
-        )
+        raise problems.WORKER_COUNTS(got=", ".join(map(str, workers)) or "none")
     if max(workers) > most:
-        raise SpecError(
-            f"workers: got {max(workers)}, and a step has {most} micro-batches (batch.global / batch.micro); give at most as many "
-            "workers, or lower batch.micro"
-        )
+        raise problems.TOO_MANY_WORKERS(got=max(workers), most=most)
     if steps < 1:
-        raise SpecError(f"steps: got {steps}, wanted 1 or more")
+        raise problems.STEP_COUNT(got=steps)
 
 
 def usable_cores() -> int:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.checks import problems
 from lockstep.checks.processes import LOST
 from lockstep.communication.group import Group, local_device
-from lockstep.errors import LockstepError, SpecError
+from lockstep.errors import LockstepError
 from lockstep.job.loading import load_job, others_out_of_sight
 from lockstep.plan import Position
 from lockstep.printing import complain
@@ -119,9 +120,7 @@ def _bench(wanted: dict[str, Any]) -> None:
 def _device(spec: Spec, ranks: int) -> torch.device:
     there = torch.cuda.device_count()
     if there and spec.workers.gpus_each != 0 and ranks > there:
-        raise SpecError(
-            f"workers: got {ranks}, and this machine has {there} GPUs; bench fewer, or the processors with workers.gpus_each=0"
-        )
+        raise problems.GPUS_MISSING(got=ranks, available=there)
     return local_device(spec)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from lockstep.checks import problems
 from lockstep.communication.group import Group, local_device
-from lockstep.errors import NumericsError, SpecError
+from lockstep.errors import NumericsError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec
@@ -105,9 +106,7 @@ def lr_find(
 ) -> RateRange:
     """Train `steps` steps with a rate that rises from `lowest` to `highest`, in this process. Raises LockstepError."""
     if not 0 < lowest < highest or not math.isfinite(highest / lowest) or steps < 10:
-        raise SpecError(
-            f"lr-find: got rates {lowest:g} … {highest:g} in {steps} steps, wanted 0 < lowest < highest, with a finite ratio, in at least 10"
-        )
+        raise problems.RATES(lowest=f"{lowest:g}", highest=f"{highest:g}", steps=steps)
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     spec = source if isinstance(source, Spec) else load_spec(source, overrides, uri="off")
@@ -131,9 +130,7 @@ def lr_find(
     except NumericsError:
         not_finite = True
     if not curve.rates:
-        raise SpecError(
-            f"lr-find: the loss is not finite at the first step already, with a rate of {lowest:g}; lower the rate, or look at the loss"
-        )
+        raise problems.FIRST_LOSS(rate=f"{lowest:g}")
     end = curve.rates[-1] if curve.diverged or not_finite else None
     rate_range = RateRange(curve.rates, curve.losses, curve.smoothed, end, 0.0)
     return replace(rate_range, suggestion=float(f"{rate_range.rises_from / 10:.2g}"))
@@ -147,9 +144,7 @@ def _rising(
     if first == lowest:
         return None
     if not first > 0:
-        raise SpecError(
-            f"lr-find: the first group of the job's optimizer has a rate of {first:g}, wanted one above 0: the range is a multiple of it"
-        )
+        raise problems.NO_RATE(got=f"{first:g}")
     return lambda update: lowest / first * factor**update
 
 

@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checks import problems
 from lockstep.checks.bench import PARTS, Benched
-from lockstep.errors import SpecError
 from lockstep.record.figures.run_figures import save
 
 if TYPE_CHECKING:
@@ -23,11 +23,9 @@ def destination(given: Path, name: str) -> Path:
     """The file that a figure is written to: in a folder that is there, `<name>.svg`. SpecError for another format, before anything runs."""
     file = given / f"{name}.svg" if given.is_dir() else given
     if file.suffix not in FORMATS:
-        raise SpecError(
-            f"plot: got {str(given)!r}, wanted a folder that is there, or a file that ends with .svg or .png"
-        )
+        raise problems.PLOT_FILE(got=str(given))
     if not file.parent.is_dir():
-        raise SpecError(f"plot: there is no folder {str(file.parent)!r}; make it, or name another")
+        raise problems.NO_PLOT_FOLDER(folder=str(file.parent))
     return file
 
 

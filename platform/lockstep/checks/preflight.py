@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import JobError, JobImportError, SpecError, StorageError
+from lockstep.checks import problems
+from lockstep.errors import JobError, JobImportError
 from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
@@ -38,9 +39,7 @@ def find_initial_weights(spec: Spec) -> Spec:
     of_run = Path(spec.folder, initial_weights, "weights", "final.safetensors")
     path = of_run if re.fullmatch("[0-9a-f]{32}", initial_weights) else Path(initial_weights)
     if not path.is_file():
-        raise SpecError(
-            f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in record.folder"
-        )
+        raise problems.NO_WEIGHTS(path=str(path))
     return spec.model_copy(update={"initial_weights": str(path)})
 
 
@@ -56,17 +55,13 @@ def check_storage(spec: Spec) -> None:
             field = "checkpoint.storage"
         for folder in (Path(name), *Path(name).parents):
             if folder.is_symlink() and not folder.exists():
-                raise StorageError(
-                    f"{field}: {str(folder)!r} is a link to {str(folder.readlink())!r}, which is not there; make that folder, or name another"
-                )
+                raise problems.BROKEN_LINK(field=field, folder=str(folder), target=str(folder.readlink()))
         try:
             with tempfile.NamedTemporaryFile(dir=existing(Path(name)), prefix=".lockstep-"):
                 pass
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise StorageError(
-                f"{field}: cannot write in {name!r}: {reason}; name a writable folder"
-            ) from error
+            raise problems.UNWRITABLE(field=field, folder=name, got=reason) from error
 
 
 def existing(folder: Path) -> Path:

@@ -11,11 +11,11 @@ from torch import nn
 
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checks import problems
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
-from lockstep.errors import DriftError
 from lockstep.job.interface import Updates
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
@@ -257,7 +257,7 @@ def _fitted(fixture: Fixture, spec: Spec, origin: AttemptOrigin) -> tuple[dict[s
     job.eval_data = lambda: None  # type: ignore[method-assign]  # an evaluation of everything would take long
     summary = fit(spec, job, fixture.group, tell, _Named(), origin)
     if summary is None or not rows:
-        raise DriftError("resume: the short run ended before its last step")
+        raise problems.SHORT_RUN_ENDED()
     return summary, rows
 
 

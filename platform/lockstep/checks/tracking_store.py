@@ -11,7 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
-from lockstep.errors import RecordError
+from lockstep.checks import problems
 from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_database, check_uri, database_path
 from lockstep.spec.locations import RECORD_OFF
@@ -53,9 +53,7 @@ def database_opens(path: Path) -> str:
             connection.execute("select count(*) from sqlite_master").fetchone()
         connection.close()
     except sqlite3.Error as error:
-        raise RecordError(
-            f"record.uri: {str(path)!r} is no SQLite database that can be opened ({error}); name another with --uri"
-        ) from error
+        raise problems.NO_DATABASE(path=str(path), got=error) from error
     return f"{path} opens"
 
 
@@ -71,7 +69,7 @@ def _server_answers(uri: str) -> str:
         return f"{shown} answers with status {error.code} when asked for MLflow's version"
     except (URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
-        raise RecordError(f"record.uri: {shown} does not answer ({_words(reason)})") from error
+        raise problems.DATABASE_SILENT(database=shown, got=_words(reason)) from error
     return f"{shown} answers: MLflow {version}"
 
 
@@ -79,7 +77,7 @@ def _accepts(uri: str, host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), ANSWER_S).close()
     except OSError as error:
-        raise RecordError(f"record.uri: {without_password(uri)} does not answer ({_words(error)})") from error
+        raise problems.SERVER_SILENT(uri=without_password(uri), got=_words(error)) from error
     return f"{without_password(uri)} accepts connections"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli import problems
 from lockstep.cli.commands import command
 from lockstep.cli.output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 from lockstep.exit_codes import ExitCode
@@ -100,11 +101,7 @@ def bench(
 
 def _numbers(text: str) -> list[int]:
     """Whole numbers between commas."""
-    from lockstep.errors import SpecError
-
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise SpecError(
-            f"workers: got {text!r}, wanted whole numbers between commas, such as 1,2,4"
-        ) from None
+        raise problems.WORKER_COUNTS(got=text) from None

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from lockstep import printing
+from lockstep.cli import problems
 from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import Address, Json, Overrides, Verbose, answered
 from lockstep.driver.options import declared
-from lockstep.errors import SpecError
 
 cluster = typer.Typer(
     cls=Groups,
@@ -102,9 +102,7 @@ def notices(
         from lockstep.clusters.preemption import Agent, Notice, leave_by_command, sources
 
         if (cloud is None) != (metadata is None):
-            raise SpecError(
-                "notices: --cloud and --metadata belong together; give both, or neither to react to SIGTERM alone"
-            )
+            raise problems.NOTICES()
         notice_sources = [] if cloud is None or metadata is None else sources(cloud, metadata)
 
         def leave_here(notice: Notice, wait: bool) -> None:
@@ -162,7 +160,7 @@ def submit(
         from lockstep.clusters import submission
 
         if (spec is None) == (attach is None):
-            raise SpecError("submit: wanted either a SPEC or --attach JOB")
+            raise problems.SPEC_OR_JOB()
         if spec is not None:
             refuse_held_job(spec, overrides or [], run_name)
         where = submission.find_address(address)

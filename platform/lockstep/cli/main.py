@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lockstep.cli import checks, cluster, exports, first_minutes, proofs, records, sweeps
+from lockstep.cli import checks, cluster, exports, first_minutes, problems, proofs, records, sweeps
 from lockstep.cli.commands import Given, Groups, command
 from lockstep.cli.interruption import fail, hold_signals, take_signals
 from lockstep.cli.output import (
@@ -34,7 +34,7 @@ from lockstep.cli.output import (
     say,
 )
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
-from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.exit_codes import ExitCode
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
@@ -175,9 +175,7 @@ def train(
         from lockstep.calls.named_runs import train_named
 
         if given["retries"] and run_name is None:
-            raise SpecError(
-                "retries: a run that is started again is found by its name; give it one with --run"
-            )
+            raise problems.RETRIES_NAME()
         with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
         answer(result.as_dict(), lambda: _result_text(result), exit_code(result))
@@ -220,13 +218,9 @@ def resume(
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         if given["retries"] and (fork or without is not None):
-            raise SpecError(
-                "retries: a fork that is started again would be another run; leave out --retries, then resume it"
-            )
+            raise problems.RETRIES_FORK()
         if without is not None and (from_step is not None or takeover):
-            raise SpecError(
-                "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
-            )
+            raise problems.WITHOUT_CHECKPOINT()
         with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result: Result | SweepResult
             if without is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli import problems
 from lockstep.cli.commands import Given, command
 from lockstep.cli.output import (
     RUNS,
@@ -101,13 +102,10 @@ def verify(
     began_at = began()
     with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.verify import verify as verify_run
-        from lockstep.errors import SpecError
 
         if statement is not None:
             if from_ is not None or steps is not None or all_:
-                raise SpecError(
-                    "statement: a random share of the run is trained again; leave out --from, --steps and --all"
-                )
+                raise problems.STATEMENT_SHARE()
             from lockstep.calls.attestation import check_statement
 
             sandbox = sandbox is not False
@@ -130,7 +128,7 @@ def verify(
                 raise typer.Exit(ExitCode.FAILED)
             return
         if run is None or key is not None:
-            raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
+            raise problems.NOTHING_TO_VERIFY()
         given = _here(given, sandbox is True and workers is None)
         with running(json_, began_at=began_at, verbose=verbose, **given) as options:
             result = verify_run(
@@ -203,11 +201,10 @@ def guard(
     began_at = began()
     with answered(json_, verbose, unanswered=ExitCode.REFUSED) as answer:
         from lockstep.calls.guarding import guard as guard_bits
-        from lockstep.errors import SpecError
 
         against = base or bisect
         if against is None:
-            raise SpecError("guard: wanted --base REV, the commit to compare with, such as --base HEAD~1")
+            raise problems.GUARD_BASE()
         with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
             result = guard_bits(
                 spec,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.calls import problems
+from lockstep.cli import problems
 from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.errors import NoSuchRunError, SpecError
@@ -71,12 +71,10 @@ def runs(
         from lockstep.spec.locations import RECORD_OFF, tracking_uri
 
         if not 1 <= limit <= 1000:
-            raise SpecError(f"limit: got {limit}, wanted from 1 to 1000")
+            raise problems.LIMIT(got=limit)
         store = tracking_uri(uri)
         if store == RECORD_OFF and storage != RUNS and not storage.is_dir():
-            raise SpecError(
-                f"storage: there is no folder {str(storage)!r}; name the one that contains the run folders"
-            )
+            raise problems.NO_STORAGE(folder=str(storage))
         there = reader(store, storage)
         stored_runs = (
             there.runs(experiment, limit) if where is None else _where(there, where, experiment)[:limit]
@@ -123,7 +121,7 @@ def show(
             answer({"run_id": run, "curves": curves}, lambda: drawn(series, screen))
             return
         if keys:
-            raise SpecError(f"show: got {' '.join(keys)!r} after the run; keys are for --plot")
+            raise problems.SHOW_KEYS(got=" ".join(keys))
         from lockstep.record.mirror.documents import attempts_in
         from lockstep.record.mirror.stores import reader
         from lockstep.spec.locations import tracking_uri
@@ -215,9 +213,7 @@ def compare(
 
         ids = list(dict.fromkeys(runs))
         if not 2 <= len(ids) <= MOST:
-            raise SpecError(
-                f"compare: got {len(ids)} run{'s' * (len(ids) != 1)}, wanted from 2 to {MOST}; `lockstep show RUN --plot` draws one"
-            )
+            raise problems.COMPARED_RUNS(got=len(ids), plural="s" * (len(ids) != 1), most=MOST)
         comparison = compared([_curves(run, uri, storage) for run in ids], keys or [])
         if page is not None:
             write_text(page, as_page(comparison))

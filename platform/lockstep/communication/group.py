@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from lockstep.communication import problems
 from lockstep.communication.connections import (
     Ends,
     Inodes,
@@ -38,7 +39,7 @@ from lockstep.communication.connections import (
 )
 from lockstep.communication.links import DIRECT_BYTES, Links, Messages, linked
 from lockstep.communication.waits import Waits
-from lockstep.errors import ClusterError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
 
@@ -364,10 +365,7 @@ def ensure_descriptors(ranks: int, groups: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ClusterError(
-            f"workers: a process may open {hard} files here, and one of {ranks} workers needs {needed}, a connection to every other "
-            "in each group; raise the hard limit (ulimit -Hn, LimitNOFILE=), or use fewer workers"
-        )
+        raise problems.OPEN_FILES(limit=hard, workers=ranks, wanted=needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
@@ -402,10 +400,7 @@ def between_members(own: Sockets, store: Any, name: str, rank: int, size: int) -
     ]
     connections = shared(own, others)
     if own and len(connections) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
-        raise ClusterError(
-            f"rank {rank} has a connection to {len(connections)} of {size - 1} other ranks: another process has connected in the place of one; "
-            "resume the run, and look at who else uses this machine"
-        )
+        raise problems.FOREIGN_CONNECTION(rank=rank, got=len(connections), wanted=size - 1)
     return connections
 
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from lockstep.data import problems
 from lockstep.errors import DataError
 
 PAUSES_S = (0.1, 0.5, 2.0)
@@ -57,11 +58,11 @@ class Place:
                 self._base = str(PurePosixPath(self._base).parent)
                 return [info]
             if info.type == pafs.FileType.NotFound and self.is_local:
-                raise DataError(f"data: there is no file or folder {self._base!r}")
+                raise problems.NO_FILE_OR_FOLDER(path=self._base)
             selector = pafs.FileSelector(self._base, recursive=True, allow_not_found=True)
             every = self._files.get_file_info(selector)
         except OSError as error:
-            raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
+            raise problems.CANNOT_LIST(path=self.shown, got=one_line(error)) from error
         return [file for file in every if file.type == pafs.FileType.File and self._wanted(file.path)]
 
     def folders(self) -> list[str]:
@@ -71,7 +72,7 @@ class Place:
         try:
             every = self._files.get_file_info(pafs.FileSelector(self._base, allow_not_found=True))
         except OSError as error:
-            raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
+            raise problems.CANNOT_LIST(path=self.shown, got=one_line(error)) from error
         names = sorted(
             PurePosixPath(info.path).name for info in every if info.type == pafs.FileType.Directory
         )
@@ -88,7 +89,7 @@ class Place:
         try:
             every = self._files.get_file_info([f"{self._base}/{name}" for name in names])
         except OSError as error:
-            raise DataError(f"data: cannot look into {self.shown!r}: {one_line(error)}") from error
+            raise problems.CANNOT_LOOK(path=self.shown, got=one_line(error)) from error
         return [
             StoredFile(self, info.path, info.size, info.mtime_ns or 0)
             if info.type == pafs.FileType.File
@@ -129,7 +130,7 @@ class Place:
             files, path = pafs.FileSystem.from_uri(self._given)
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = one_line(error).replace(self._given, self.shown)
-            raise DataError(f"data: cannot open {self.shown!r}: {reason}") from None
+            raise problems.CANNOT_OPEN(path=self.shown, got=reason) from None
         return files, path.rstrip("/")
 
 
@@ -195,10 +196,7 @@ class StoredFile:
         return round(modified.timestamp() * 1e9)
 
     def _changed(self, how: str) -> DataError:
-        return DataError(
-            f"data: {self.shown!r} has changed since it was opened ({how}, where it had {self.size} bytes, written at {_utc(self.changed_ns)}), "
-            "so what is read of it would be of two versions; leave data as they are while a run reads them, put the file back, and resume"
-        )
+        return problems.FILE_CHANGED(path=self.shown, got=how, size=self.size, written=_utc(self.changed_ns))
 
 
 def find(
@@ -214,9 +212,7 @@ def find(
     ]
     if not files:
         shown = ", ".join(place.shown for place in places)
-        raise DataError(
-            f"data: there is no file for {shown!r}; wanted {', '.join(suffixes)}, in a folder or by a glob"
-        )
+        raise problems.NO_FILES(path=shown, wanted=", ".join(suffixes))
     return sorted(files, key=lambda file: file.path)
 
 
@@ -234,18 +230,15 @@ def retried(read: Callable[[], T], what: str) -> T:
         try:
             return read()
         except FileNotFoundError as error:
-            raise DataError(f"data: {what} is not there: {one_line(error)}") from error
+            raise problems.FILE_GONE(what=what, got=one_line(error)) from error
         except OSError as error:
             if pause_s is None:
-                raise DataError(
-                    f"data: cannot read {what}, tried {len(PAUSES_S) + 1} times: {one_line(error)}; "
-                    "the storage is not well, or the file is damaged"
+                raise problems.UNREADABLE_STORAGE(
+                    what=what, tries=len(PAUSES_S) + 1, got=one_line(error)
                 ) from error
             time.sleep(pause_s)
         except (pa.ArrowException, EOFError) as error:
-            raise DataError(
-                f"data: cannot read {what}: {one_line(error)}; the file is damaged, cut short, or of another kind"
-            ) from error
+            raise problems.DAMAGED(what=what, got=one_line(error)) from error
     raise AssertionError("the last try returns or raises")
 
 

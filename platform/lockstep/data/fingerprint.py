@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.data import problems
 from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, leaves, tree_of
 from lockstep.data.dataset import (
@@ -59,9 +60,8 @@ def fingerprint(
         try:
             fields[str(name)] = tree_of(value)
         except UnreadableError as error:
-            raise JobError(
-                f"data: fingerprint() of {type(dataset).__name__} gave for {name!r} a {error.kind}, whose content cannot be read "
-                f"({error.reason}); give text, numbers, arrays or objects that pickle takes"
+            raise problems.FINGERPRINT_CONTENT(
+                dataset=type(dataset).__name__, name=name, kind=error.kind, reason=error.reason
             ) from error
     return fields
 
@@ -82,9 +82,7 @@ def _library_fields(dataset: Any) -> dict[str, str]:
 def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:
     fields = dataset.fingerprint()
     if not isinstance(fields, Mapping):
-        raise JobError(
-            f"data: fingerprint() of {type(dataset).__name__} gave {type(fields).__name__}, wanted a mapping"
-        )
+        raise problems.FINGERPRINT_KIND(dataset=type(dataset).__name__, got=type(fields).__name__)
     return fields
 
 
@@ -100,9 +98,8 @@ def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any]
             for leaf in leaves(sample[0]):
                 hasher.update(repr(leaf).encode())
         except UnreadableError as error:
-            raise JobError(
-                f"data: sample {index} holds a {error.kind}, whose content cannot be read ({error.reason}), so a change of it "
-                f"would go unseen; return tensors, arrays or objects that pickle takes, or give {type(dataset).__name__} a fingerprint()"
+            raise problems.SAMPLE_CONTENT(
+                index=index, kind=error.kind, reason=error.reason, dataset=type(dataset).__name__
             ) from error
     return hasher.hexdigest()[:32]
 
@@ -138,17 +135,10 @@ def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
     try:
         pairs = list(zip(leaves(once, opaque=opaque), leaves(again, opaque=opaque), strict=False))
     except UnreadableError as error:
-        raise JobError(
-            f"data: the first micro-batch holds a {error.kind}, whose content cannot be read ({error.reason}), so nothing shows "
-            "whether it repeats; collate to tensors, arrays or objects that pickle takes, or give the dataset a fingerprint()"
-        ) from error
+        raise problems.BATCH_CONTENT(kind=error.kind, reason=error.reason) from error
     location = _first_difference(pairs)
     if location is not None:
-        raise JobError(
-            f"data: the first micro-batch, fetched twice under one seed, differs{location}; "
-            "the dataset keeps something from one fetch to the next, draws in threads or draws from a generator of its own: "
-            "draw from the default generators or from lockstep.rng(), in the thread that fetches"
-        )
+        raise problems.FETCHES_DIFFER(location=location)
 
 
 def difference(once: Any, again: Any) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.file_locations import StoredFile, find, one_line
 from lockstep.data.fingerprint import FILES, content_digest
-from lockstep.errors import DataError, JobError
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Endings of the files that are read, in small letters or large."""
@@ -55,8 +55,8 @@ class ImageFolder(Dataset[EncodedImage]):
         numbers = {name: i for i, name in enumerate(self.classes)}
         strange = next((i for i, folder in enumerate(folders) if folder not in numbers), None)
         if strange is not None:
-            raise DataError(
-                f"data: {self.files[strange].shown!r} is of class {folders[strange]!r}, wanted {', '.join(self.classes)}"
+            raise problems.OTHER_CLASS(
+                file=self.files[strange].shown, got=folders[strange], wanted=", ".join(self.classes)
             )
         self._check_folders(set(folders), None if classes is None else set(numbers))
         self.labels = [numbers[folder] for folder in folders]
@@ -68,9 +68,10 @@ class ImageFolder(Dataset[EncodedImage]):
                 continue
             endings = ", ".join(sorted(ending or "none" for ending in place.endings(folder)))
             if named is None or endings:
-                raise DataError(
-                    f"data: {f'{place.shown}/{folder}'!r} holds no image ({f'files with the endings {endings}' if endings else 'no files'}); wanted "
-                    f"{', '.join(IMAGES)}; convert them, or give classes, the names of the folders that are classes"
+                raise problems.NO_IMAGE(
+                    folder=f"{place.shown}/{folder}",
+                    got=f"files with the endings {endings}" if endings else "no files",
+                    wanted=", ".join(IMAGES),
                 )
 
     def __len__(self) -> int:
@@ -99,20 +100,16 @@ def opened_image(content: bytes, name: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise JobError(f"data: images need Pillow ({error}); pip install 'lockstep-train[images]'") from error
+        raise problems.PILLOW_MISSING(got=error) from error
     try:
         with Image.open(io.BytesIO(content)) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"data: {name!r} cannot be decoded: {one_line(error)}; the file is damaged, cut short, or no image"
-        ) from error
+        raise problems.NO_DECODABLE_IMAGE(file=name, got=one_line(error)) from error
 
 
 def _class(file: StoredFile) -> str:
     parts = PurePosixPath(file.name).parts
     if len(parts) < 2:
-        raise DataError(
-            f"data: {file.shown!r} is in no class folder; wanted a folder with a folder for each class"
-        )
+        raise problems.NO_CLASS_FOLDER(file=file.shown)
     return parts[0]

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.file_locations import find
 from lockstep.data.fingerprint import FILES, content_digest
-from lockstep.errors import JobError
 
 
 def mosaic_fields(dataset: Any) -> dict[str, str]:
@@ -34,10 +34,7 @@ class LitShards(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         folder = dataset.input_dir.path
         if dataset.input_dir.url or folder is None or not Path(folder, "index.json").is_file():
-            raise JobError(
-                f"data: the litdata.StreamingDataset of {str(dataset.input_dir.url or folder)!r} is not on a disk, where a loader process reads any of "
-                "its samples by index; download it, and give the folder with its index.json"
-            )
+            raise problems.STREAMED(folder=str(dataset.input_dir.url or folder))
         self._folder = Path(folder)
         self._pickled = pickle.dumps(dataset)
         self._chunks = list(dataset.subsampled_files)

@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from lockstep.data import forked_state
+from lockstep.data import forked_state, problems
 from lockstep.data.fingerprint import difference
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import ClusterError, DeterminismError, LockstepError, SpecError
+from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.inputs.variables import open_channel, report_reads
 from lockstep.process import end_with_parent
 from lockstep.threads import one_thread_here
@@ -127,10 +127,8 @@ class Loader:
             "them depend on the seed, the epoch and the sample alone, and do in job.loss what changes with the step"
         )
         if self._processes:
-            raise SpecError(
-                f"data.loader_processes: got {self._processes}, and {where}; {advice}, or set it to 0"
-            )
-        raise DeterminismError(f"data: {where}, for it was fetched ahead of its time; {advice}")
+            raise problems.PROCESSES_DIFFER(got=self._processes, where=where, advice=advice)
+        raise problems.FETCHED_AHEAD(where=where, advice=advice)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -280,10 +278,7 @@ def _data_loader(
         if all(begun.acquire(timeout=START_S) for _ in range(processes)):
             return iterator  # type: ignore[no-any-return]
         _end(iterator)
-    raise ClusterError(
-        f"data: loader processes did not begin within {START_S:g} s, {STARTS} times; "
-        "the machine is overloaded: lower data.loader_processes"
-    )
+    raise problems.PROCESSES_SLOW(limit_s=f"{START_S:g}", tries=STARTS)
 
 
 @contextmanager
@@ -347,10 +342,7 @@ def process_lost(error: BaseException) -> ClusterError | None:
 
 def _lost(error: BaseException) -> ClusterError:
     text = " ".join(str(error).split()) or type(error).__name__
-    return ClusterError(
-        f"data: a loader process was lost: {text}; often the machine is out of memory or shared memory: "
-        "lower data.loader_processes or batch.micro"
-    )
+    return problems.PROCESS_LOST(got=text)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep import files
+from lockstep.data import problems
 from lockstep.data.cache import cache_path
 from lockstep.errors import StorageError
 
@@ -71,9 +72,7 @@ def materialized_by_content(parts: Iterable[pa.Table]) -> Path:
 
 
 def _no_room(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"data: cannot write the rows of a table into {str(folder)!r}: {error.strerror or error}; make room, or set XDG_CACHE_HOME to a larger disk"
-    )
+    return problems.ROWS_UNWRITABLE(folder=str(folder), got=error.strerror or error)
 
 
 def _write(path: Path, parts: Iterable[pa.Table]) -> None:

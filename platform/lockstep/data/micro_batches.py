@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data import forked_state
+from lockstep.data import forked_state, problems
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.failure_kinds import may_pass
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
@@ -76,9 +76,12 @@ class MicroBatches(Dataset[Any]):
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)
                 if isinstance(samples, list | tuple) and len(samples) != len(batch.ids):
-                    raise JobError(
-                        f"data: {type(self.samples).__name__}.__getitems__ returned {len(samples)} samples for {_named(batch.ids)} ({_where(batch)}), "
-                        f"wanted {len(batch.ids)}, one for each id and in their order; leave a sample out with data.without"
+                    raise problems.OTHER_COUNT(
+                        dataset=type(self.samples).__name__,
+                        got=len(samples),
+                        samples=_named(batch.ids),
+                        where=_where(batch),
+                        wanted=len(batch.ids),
                     )
                 if batch.due and reads_ahead(self.samples):
                     self.samples.read_ahead(batch.due)
@@ -122,10 +125,7 @@ class MicroBatches(Dataset[Any]):
             self.fetched(batch._replace(due=()))
         if draws.state() == initial_state:
             return
-        raise JobError(
-            f"data: {type(self.samples).__name__} says draws_nothing = True, and draws random numbers for {_named(batch.ids)}: a thread "
-            "would fetch them without their seed; take draws_nothing out of it, or draw in collate"
-        )
+        raise problems.DRAWS(dataset=type(self.samples).__name__, samples=_named(batch.ids))
 
     def _collated(self, batch: MicroBatch, samples: Any) -> Any:
         try:
@@ -135,10 +135,7 @@ class MicroBatches(Dataset[Any]):
         except (Exception, SystemExit) as error:
             raise _data_error(error, batch, f"the collation of {_named(batch.ids)}") from error
         if collated is None:  # which means a micro-batch without samples
-            raise JobError(
-                f"data: job.collate returned None for {_named(batch.ids)} ({_where(batch)}), wanted a batch: each sample counts once; "
-                "give a broken one no weight in the loss, or leave it out with data.without"
-            )
+            raise problems.NO_BATCH(samples=_named(batch.ids), where=_where(batch))
         return collated
 
 
@@ -173,8 +170,13 @@ def _is_gathered(tensor: Tensor) -> bool:
 def _data_error(error: BaseException, batch: MicroBatch, what: str) -> LockstepError:
     """What the job's code raised, with the samples and the step; its kind is found here, for an error of a loader process arrives without its cause."""
     text, forked = " ".join(str(error).split()) or "no message", forked_state.explanation(error)
-    failed = JobError(
-        f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}{forked}"
+    failed = problems.FETCH_FAILED(
+        what=what,
+        where=_where(batch),
+        location=place_in_job(error),
+        kind=type(error).__name__,
+        got=text,
+        forked=forked,
     )
     failed.__cause__ = error
     return failed if forked else may_pass(failed)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.dataset import checks_order, draws_nothing, is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.order import Bijection, Ids
-from lockstep.errors import JobError, SpecError
 
 Weights = Mapping[str, float]
 
@@ -46,7 +46,7 @@ class Mixture(Dataset[Any]):
         self._first = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.samples = sum(self.sizes) if samples is None else samples
         if self.samples < 1:
-            raise JobError(f"data: Mixture got {self.samples} samples for an epoch, wanted at least 1")
+            raise problems.MIXTURE_SAMPLES(got=self.samples)
         self.weights = _by_epoch(weights, self.sources)
         self._counts = {epoch: apportioned(self.samples, shares) for epoch, shares in self.weights.items()}
 
@@ -99,7 +99,7 @@ class Mixture(Dataset[Any]):
     def check_order(self, shuffle: str, window: int) -> None:
         """Raises SpecError where an order needs blocks, or a source cannot be read in any order."""
         if shuffle == "blocks":
-            raise SpecError("data.shuffle: got blocks, but a Mixture has none; use data.shuffle=hashed")
+            raise problems.MIXTURE_BLOCKS()
         for source in self._datasets:
             if checks_order(source):
                 source.check_order("hashed", window)
@@ -170,15 +170,9 @@ def apportioned(samples: int, shares: Weights) -> list[int]:
 
 def _size(name: str, source: Any) -> int:
     if is_table(source):
-        raise JobError(
-            f"data: Mixture's source {name!r} is a Table, which gives whole micro-batches; wanted a dataset that gives samples, "
-            "such as one that indexes the table's columns"
-        )
+        raise problems.MIXTURE_TABLE(name=name)
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise JobError(
-            f"data: Mixture's source {name!r} is {type(source).__name__}, wanted a map-style dataset (__len__ and __getitem__): a stream "
-            "has no position to resume from"
-        )
+        raise problems.MIXTURE_SOURCE(name=name, got=type(source).__name__)
     return len(source)
 
 
@@ -190,23 +184,17 @@ def _by_epoch(weights: Any, sources: Mapping[str, Any]) -> dict[int, dict[str, f
         else {0: weights}
     )
     if min(table, default=-1) != 0:
-        raise JobError("data: Mixture's weights begin with a later epoch, wanted some from epoch 0 on")
+        raise problems.MIXTURE_FIRST_EPOCH()
     for epoch, shares in table.items():
         if not isinstance(shares, Mapping) or shares.keys() != sources.keys():
             got = sorted(shares) if isinstance(shares, Mapping) else type(shares).__name__
-            raise JobError(
-                f"data: Mixture's weights are for {got}, wanted one for each of the sources {sorted(sources)}"
-            )
+            raise problems.MIXTURE_OTHER_SOURCES(got=got, wanted=sorted(sources))
         if not all(math.isfinite(weight) and weight >= 0 for weight in shares.values()) or not any(
             shares.values()
         ):
-            raise JobError(
-                f"data: Mixture's weights are {dict(shares)}, wanted numbers of at least 0, not all of them 0"
-            )
+            raise problems.MIXTURE_WEIGHTS(got=dict(shares))
         empty = [name for name, source in sources.items() if shares[name] and not len(source)]
         if empty:
-            raise JobError(
-                f"data: Mixture's source {empty[0]!r} holds no sample; give it the weight 0, or leave it out"
-            )
+            raise problems.MIXTURE_EMPTY_SOURCE(name=empty[0])
         table[epoch] = {name: float(shares[name]) for name in sources}
     return table

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from lockstep import files
-from lockstep.errors import StorageError
+from lockstep.data import problems
 
 MEMORY = Path("/dev/shm")
 """Where shared memory lies, if there is room; else the folder for temporary files, whose pages the kernel may write out."""
@@ -59,9 +59,8 @@ class NodeFolder:
                 try:
                     make(aside)
                 except OSError as error:
-                    raise StorageError(
-                        f"data: cannot write shared memory in {str(self.path)!r}: {error.strerror or error}; "
-                        "give the node more (docker: --shm-size), or lower the table's memory_mb"
+                    raise problems.MEMORY_UNWRITABLE(
+                        path=str(self.path), got=error.strerror or error
                     ) from error
                 aside.replace(path)
         return path
@@ -118,10 +117,7 @@ def _root(name: str, size: int) -> Path:
         if shutil.disk_usage(root).free >= ROOM * size:
             return root
     required = f"{ROOM * size / 2**20:.0f} MiB"
-    raise StorageError(
-        f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {required} free for what the processes of a node share; "
-        "make room, or set TMPDIR to a larger folder"
-    )
+    raise problems.NO_ROOM(memory=MEMORY, folder=tempfile.gettempdir(), required=required)
 
 
 def _takes(base: Path) -> bool:
@@ -143,10 +139,7 @@ def _lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = Fal
     try:
         files.lock(descriptor, shared=shared, wait=wait)
     except files.NoLocksError as error:
-        raise StorageError(
-            f"data: no file can be locked on the file system of {str(path.parent)!r} ({error.strerror}); "
-            "set TMPDIR to a folder on a local disk"
-        ) from error
+        raise problems.NO_LOCKS(folder=str(path.parent), got=error.strerror) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep.data import problems
 from lockstep.data.node_folder import mapped_array
-from lockstep.errors import SpecError
 from lockstep.randomness import digest64
 
 Shuffle = Literal["full", "hashed", "blocks", "none"]
@@ -63,9 +63,7 @@ def epoch_order(
         return _HashedOrder(samples, (seed, "order", epoch))
     if shuffle == "blocks":
         if blocks is None:
-            raise SpecError(
-                "data.shuffle: got blocks, but train_data has none (no block_sizes); use a table, or data.shuffle=hashed"
-            )
+            raise problems.NO_BLOCKS()
         return BlockOrder(np.asarray(blocks, np.int64), window, (seed, "order", epoch))
     return _permutation(seed, epoch, samples)
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.data import problems
 from lockstep.data.dataset import OrdersItself, orders_itself
 from lockstep.data.mixture import MixtureOrder
 from lockstep.data.order import Ids, Order, Shuffle
-from lockstep.errors import JobError
 from lockstep.randomness import epoch_order_key, seed_all
 
 Guard = Callable[[str], AbstractContextManager[None]]
@@ -59,10 +59,7 @@ def own_order(
     if isinstance(order, list | tuple | torch.Tensor | np.ndarray):
         return _array(order, samples, ids, f"data: {what}", "epoch")
     if not hasattr(order, "__getitem__"):
-        raise JobError(
-            f"data: {what}: got {type(order).__name__}, wanted an array of the {samples} ids of the epoch, or an object whose slices are the ids "
-            "at these positions"
-        )
+        raise problems.ORDER_KIND(what=what, got=type(order).__name__, samples=samples)
     return _Sliced(order, what, ids, guard)
 
 
@@ -88,11 +85,7 @@ def check_own_order(
         if not (
             _same(probes[epoch], _seen(order, samples)) and _same(probes[epoch], _seen(asked(epoch), samples))
         ):
-            raise JobError(
-                f"data: epoch_order of {type(dataset).__name__} gives other ids when it is asked for epoch {epoch} again, so a resume or another "
-                "worker would visit other samples; let the order follow from seed, epoch and position alone: draw from the default generators "
-                "or from np.random.default_rng((seed, epoch)), and keep nothing from one call to the next"
-            )
+            raise problems.ORDER_CHANGES(dataset=type(dataset).__name__, epoch=epoch)
 
 
 def _seen(order: Order, samples: int) -> list[Ids]:
@@ -134,22 +127,15 @@ def _array(given: Any, count: int, ids: int, what: str, of: str) -> Ids:
     try:
         raw = np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as error:  # lists of unlike lengths; a tensor on a GPU
-        raise JobError(f"{what}: no array of ids ({error}); wanted {count} whole numbers") from error
+        raise problems.ORDER_NO_ARRAY(what=what, got=error, count=count) from error
     if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
-        raise JobError(
-            f"{what}: got an array of {raw.dtype} of shape {raw.shape}, wanted {count} ids, whole numbers in one dimension"
-        )
+        raise problems.ORDER_SHAPE(what=what, dtype=raw.dtype, shape=raw.shape, count=count)
     if len(raw) != count:
-        raise JobError(
-            f"{what}: got {len(raw)} ids, wanted {count}, one for each position of the {of}; __len__ says how many samples an epoch has"
-        )
+        raise problems.ORDER_COUNT(what=what, got=len(raw), count=count, of=of)
     # The dataset may write into its array again, while the ids of this epoch are still used.
     array: Ids = raw.astype(np.int64, copy=raw.flags.writeable and not isinstance(given, list | tuple))
     # As unsigned numbers those below 0 are large: one pass.
     if count and int(np.ascontiguousarray(array).view(np.uint64).max()) >= ids:
         strange = next(islice((int(i) for i in array if not 0 <= i < ids), 1))
-        raise JobError(
-            f"{what}: got id {strange}, wanted ids of 0 … {ids - 1}; where an epoch is drawn from more samples than it has, give their number as "
-            "id_count"
-        )
+        raise problems.ORDER_ID(what=what, got=strange, last=ids - 1)
     return array

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.dataset import draws_nothing
 from lockstep.data.fingerprint import fingerprint
-from lockstep.errors import JobError
 
 
 class Piece(NamedTuple):
@@ -45,16 +45,14 @@ class Packed(Dataset[dict[str, Tensor]]):
         lengths: Sequence[int] | None = None,
     ) -> None:
         if length < 1:
-            raise JobError(f"data: Packed got rows of {length} tokens, wanted at least 1")
+            raise problems.PACKED_LENGTH(got=length)
         self.documents: Any = documents
         self.length, self.end, self.pad = length, end, pad
         count = _count(self.documents)
         if lengths is None:
             lengths = [len(self._read(i)) for i in range(count)]
         elif len(lengths) != count:
-            raise JobError(
-                f"data: Packed got the lengths of {len(lengths)} documents, wanted those of all {count}"
-            )
+            raise problems.PACKED_LENGTHS(got=len(lengths), wanted=count)
         sizes = np.asarray(lengths, np.int64) + (end is not None)
         self._ends = np.cumsum(sizes) if count else np.zeros(0, np.int64)
         self._starts = self._ends - sizes
@@ -106,18 +104,14 @@ class Packed(Dataset[dict[str, Tensor]]):
         read = self._read(document)
         expected = int(self._ends[document] - self._starts[document]) - (self.end is not None)
         if len(read) != expected:
-            raise JobError(
-                f"data: document {document} has {len(read)} tokens, but its given length is {expected}; give the lengths of these documents"
-            )
+            raise problems.DOCUMENT_LENGTH(document=document, got=len(read), wanted=expected)
         return read if self.end is None else torch.cat([read, read.new_tensor([self.end])])
 
     def _read(self, document: int) -> Tensor:
         read = torch.as_tensor(self.documents[document])
         numbers = read.is_floating_point() or read.is_complex()
         if read.dim() != 1 or (numbers and len(read)):  # an empty list makes a float tensor
-            raise JobError(
-                f"data: document {document} is a tensor of {read.dtype} of shape {tuple(read.shape)}, wanted a row of whole numbers"
-            )
+            raise problems.DOCUMENT_KIND(document=document, dtype=read.dtype, shape=tuple(read.shape))
         return read.to(torch.int64)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -132,8 +126,5 @@ class Packed(Dataset[dict[str, Tensor]]):
 
 def _count(documents: Any) -> int:
     if not hasattr(documents, "__len__") or not hasattr(documents, "__getitem__"):
-        raise JobError(
-            f"data: Packed got {type(documents).__name__}, wanted a map-style dataset of documents (__len__ and __getitem__): a stream has "
-            "no position to resume from"
-        )
+        raise problems.PACKED_SOURCE(got=type(documents).__name__)
     return len(documents)

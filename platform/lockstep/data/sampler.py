@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
+from lockstep.data import problems
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.data.own_order import Guard, check_own_order, own_order, says_of_neighbours
-from lockstep.errors import JobError
 from lockstep.plan import Plan, Position, clip
 from lockstep.spec.sample_ids import parse
 
@@ -219,13 +219,9 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
                 return None
             sizes = np.asarray(self.dataset.block_sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (sizes < 0).any():
-            raise JobError(
-                f"data: block_sizes of {name} are no whole numbers of at least 0; wanted the number of samples of each block, in order"
-            )
+            raise problems.BLOCK_SIZES(name=name)
         if (total := int(sizes.sum())) != self.plan.samples:
-            raise JobError(
-                f"data: block_sizes of {name} add up to {total}, but it has {self.plan.samples} samples; wanted the number of samples of each block"
-            )
+            raise problems.BLOCK_TOTAL(name=name, got=total, wanted=self.plan.samples)
         return sizes.astype(np.int64, copy=False)
 
     def _slice(self, position: Position, m: int) -> slice:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from lockstep.data import problems
 from lockstep.data.file_locations import Place, StoredFile, one_line
 from lockstep.data.table_pins import version_of
 from lockstep.errors import DataError, SpecError
@@ -92,22 +93,15 @@ class Snapshot(ABC):
             raise
         except Exception as error:
             if version is None:
-                raise DataError(
-                    f"data: cannot open the {self.format} table {self.shown!r}: {one_line(error)}; give the place of a table that is there"
-                ) from error
+                raise problems.NO_TABLE(format=self.format, path=self.shown, got=one_line(error)) from error
             raise self.gone(version, one_line(error)) from error
 
     def gone(self, version: str, reason: str) -> DataError:
         """What is told of a version that cannot be read."""
-        return DataError(
-            f"data: version {version} of the {self.format} table {self.shown!r} cannot be read: {reason}; a run that goes on reads the version "
-            "that it began with: if it was vacuumed away, restore it, or start a new run, which takes the newest"
-        )
+        return problems.NO_VERSION(version=version, format=self.format, path=self.shown, got=reason)
 
     def _missing(self, error: ImportError) -> SpecError:
-        return SpecError(
-            f"data: {self.format} tables need a library that is not installed ({error}); pip install 'lockstep-train[{self.extra}]'"
-        )
+        return problems.TABLE_LIBRARY(format=self.format, got=error, extra=self.extra)
 
     def stored_files(self, version: str, root: str, paths: Sequence[str]) -> list[StoredFile]:
         """Files at these paths or URIs, most of them below `root`. DataError for one that is not there any more."""

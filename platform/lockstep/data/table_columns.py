@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
+from lockstep.data import problems
 from lockstep.errors import DataError
 
 Array = NDArray[Any]
@@ -72,9 +73,11 @@ class Decoder:
         elif pa.types.is_fixed_size_list(source_types[0]):
             self.shape = (source_types[0].list_size,)
             if declared.length not in (None, source_types[0].list_size):
-                raise DataError(
-                    f"data: column {name!r}: length is {declared.length}, and each list of {declared.sources[0]!r} has {source_types[0].list_size}; leave "
-                    "length out"
+                raise problems.LENGTH_GIVEN(
+                    column=name,
+                    got=declared.length,
+                    source=declared.sources[0],
+                    wanted=source_types[0].list_size,
                 )
             numbers = [self._number(source_types[0].value_type)]
         elif pa.types.is_list(source_types[0]) or pa.types.is_large_list(source_types[0]):
@@ -102,10 +105,7 @@ class Decoder:
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
             stored: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
             return stored
-        raise DataError(
-            f"data: column {' + '.join(self.declared.sources)!r} is {kind}; wanted numbers, true and false, lists of numbers, "
-            "binary or text; convert it when the table is written"
-        )
+        raise problems.COLUMN_KIND(column=" + ".join(self.declared.sources), got=kind)
 
     def _dtype(self, stored: np.dtype[Any]) -> np.dtype[Any]:
         if self.declared.dtype is None:
@@ -113,12 +113,12 @@ class Decoder:
         try:
             dtype = np.dtype(self.declared.dtype)
         except TypeError as error:
-            raise DataError(f"data: column {self.name!r}: {error}; wanted one such as float32") from error
+            raise problems.NO_DTYPE(column=self.name, got=error) from error
         if dtype.name not in _TORCH:
-            raise DataError(f"data: column {self.name!r}: torch has no {dtype}; wanted one such as float32")
+            raise problems.OTHER_DTYPE(column=self.name, got=dtype)
         if self.kind == "bytes" or not np.can_cast(stored, dtype, "same_kind"):
-            raise DataError(
-                f"data: column {self.name!r} is {'bytes' if self.kind == 'bytes' else stored} and does not become {dtype} without loss"
+            raise problems.LOSSY(
+                column=self.name, got="bytes" if self.kind == "bytes" else stored, wanted=dtype
             )
         return dtype
 
@@ -136,9 +136,7 @@ class Decoder:
         except (OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
-            raise DataError(
-                f"data: column {self.name!r}: pad is {pad!r}, which {self.dtype} does not hold; give a pad that it holds, or a dtype that holds the pad"
-            )
+            raise problems.PAD(column=self.name, got=repr(pad), dtype=self.dtype)
 
     @property
     def row_bytes(self) -> int | None:
@@ -175,9 +173,13 @@ class Decoder:
             return Parts(flat, _ends(lengths))
         unlike = np.flatnonzero(lengths != self.shape[0])
         if unlike.size:
-            raise DataError(
-                f"data: column {source!r} has a list of {lengths[unlike[0]]} in row {unlike[0]} of {file!r}, row group {block}, "
-                f"wanted {self.shape[0]} in each; leave length out for a padded tensor"
+            raise problems.LIST_LENGTH(
+                column=source,
+                got=lengths[unlike[0]],
+                row=unlike[0],
+                file=file,
+                block=block,
+                wanted=self.shape[0],
             )
         return Parts(flat.reshape(len(array), *self.shape))
 
@@ -195,9 +197,8 @@ class Decoder:
             numbers = np.ascontiguousarray(values, self.dtype)
         lost = _first_lost(values, numbers)
         if lost is not None:
-            raise DataError(
-                f"data: column {source!r} has {values[lost]} in row {row_of(lost)} of {file!r}, row group {block}, which {self.dtype} does not hold; "
-                "leave dtype out, or give one that does"
+            raise problems.VALUE_LOST(
+                column=source, got=values[lost], row=row_of(lost), file=file, block=block, dtype=self.dtype
             )
         return numbers
 
@@ -320,10 +321,7 @@ def _without_nulls(array: pa.Array, source: str, file: str, block: int) -> pa.Ar
 
 def nulls(column: str, count: int, file: str, block: int) -> DataError:
     """What is told of nulls where a tensor is wanted."""
-    return DataError(
-        f"data: column {column!r} has {count} null{'s' if count > 1 else ''} in {file!r}, row group {block}, and a tensor holds none; "
-        "fill them, or leave these rows out, when the table is written"
-    )
+    return problems.NULLS(column=column, count=count, plural="s" if count > 1 else "", file=file, block=block)
 
 
 def _bytes(array: pa.Array) -> Parts:

@@ -18,10 +18,11 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.data import problems
 from lockstep.data.file_locations import Place, StoredFile, find, one_line, retried
 from lockstep.data.snapshots import Snapshot
 from lockstep.data.table_columns import nulls
-from lockstep.errors import DataError, nearest
+from lockstep.errors import nearest
 
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather", ".ipc")
@@ -71,10 +72,7 @@ class TableFiles:
         kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
         self.is_arrow = kinds <= set(ARROW)
         if not self.is_arrow and not kinds <= set(PARQUET):
-            raise DataError(
-                f"data: {self._stored[0].place.shown!r} holds files of several kinds ({', '.join(sorted(kinds))}); "
-                "wanted Parquet or Arrow alone"
-            )
+            raise problems.SEVERAL_KINDS(path=self._stored[0].place.shown, got=", ".join(sorted(kinds)))
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             self.files = list(pool.map(self._opened, self._stored, self._keys()))
         every = [(f, b) for f, file in enumerate(self.files) for b in range(len(file.rows))]
@@ -94,9 +92,8 @@ class TableFiles:
             for file in self.files:
                 column_type = self._type(file, name)
                 if column_type != types.setdefault(name, column_type):
-                    raise DataError(
-                        f"data: column {name!r} is {column_type} in {file.name!r} and {types[name]} in {first.name!r}; "
-                        "write all files of a table with one schema"
+                    raise problems.OTHER_SCHEMA(
+                        column=name, got=column_type, file=file.name, wanted=types[name], first=first.name
                     )
         return types
 
@@ -206,8 +203,8 @@ class TableFiles:
                 (data_file.keys.get(name) or "").lstrip("-").isdigit() for data_file in self.files
             )
             return pa.int64() if is_integer else pa.string()
-        raise DataError(
-            f"data: {file.name!r} has no column {name!r}{nearest(name, [*file.schema.names, *file.keys])}"
+        raise problems.NO_COLUMN(
+            file=file.name, column=name, hint=nearest(name, [*file.schema.names, *file.keys])
         )
 
     def _opened(self, stored: StoredFile, keys: Mapping[str, str | None]) -> DataFile:
@@ -248,10 +245,7 @@ def _row_group(reader: pq.ParquetFile, group: int, columns: Sequence[str], where
             try:
                 reader.read_row_group(group, columns=[name])
             except pa.ArrowInvalid as error:
-                raise DataError(
-                    f"data: cannot read column {name!r} of {where}: {one_line(error)}; a list of a fixed size is null, "
-                    "or the file is damaged: write the column without nulls"
-                ) from error
+                raise problems.COLUMN_UNREADABLE(column=name, where=where, got=one_line(error)) from error
         raise
 
 

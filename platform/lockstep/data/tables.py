@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.fingerprint import FILES, file_digest, names_in_order
 from lockstep.data.node_folder import NodeFolder, map_file
 from lockstep.data.table_columns import Array, Column, Decoder, Parts, Piece, declared_columns, parts_bytes
 from lockstep.data.table_files import Source, TableFiles
-from lockstep.errors import DataError, SpecError
+from lockstep.errors import DataError
 
 Decoded = dict[str, Parts]
 
@@ -83,10 +84,7 @@ class Table(Dataset[dict[str, Any]]):
         names = {decoder.name for decoder in self.decoders}
         for decoder in self.decoders:
             if decoder.kind == "ragged" and (taken := f"{decoder.name}_lengths") in names:
-                raise DataError(
-                    f"data: {taken!r} is a column, and the lengths of the lists in {decoder.name!r} have this name in a batch; give one of the "
-                    "two another name in the table's columns"
-                )
+                raise problems.NAME_TWICE(column=taken, source=decoder.name)
 
     def __len__(self) -> int:
         return self._rows
@@ -121,20 +119,14 @@ class Table(Dataset[dict[str, Any]]):
             return
         table = f"a table of {self._bytes() // MIB} MiB, above its bound of {self.bound // MIB} MiB"
         if shuffle in {"full", "hashed"}:
-            raise SpecError(
-                f"data.shuffle: got {shuffle}, but train_data is {table}: each micro-batch would read blocks from all over it; "
-                "set data.shuffle=blocks, or give the table a larger memory_mb"
-            )
+            raise problems.TABLE_SHUFFLE(got=shuffle, table=table)
         needed = (
             2
             * (window if shuffle == "blocks" else 1)
             * max(map(self._block_bytes, range(len(self.block_sizes))))
         )
         if needed > self.bound:
-            raise SpecError(
-                f"data.window: {window} blocks and the {window} after them take {-(-needed // MIB)} MiB of {table}; "
-                "lower data.window, write smaller row groups, or give the table a larger memory_mb"
-            )
+            raise problems.WINDOW(window=window, needed=-(-needed // MIB), table=table)
 
     def fingerprint(self) -> dict[str, str]:
         """The columns, and for each file its rows and the hash of its content; see `lockstep.data.fingerprint`."""

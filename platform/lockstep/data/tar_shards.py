@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from lockstep.data import problems
 from lockstep.data.cache import cached
 from lockstep.data.file_locations import StoredFile, find, one_line, retried
 from lockstep.data.fingerprint import FILES, content_digest, names_in_order
@@ -121,8 +122,12 @@ class TarShards(Dataset[dict[str, Any]]):
                 sample[member.extension] = content if decode is None else decode(content)
             except Exception as error:  # the job's own code, or a library's
                 shown = key.encode(errors="backslashreplace").decode()
-                raise DataError(
-                    f"data: {shown}.{member.extension} in {shard.file.shown!r} cannot be decoded: {type(error).__name__}: {one_line(error)}"
+                raise problems.MEMBER_UNDECODABLE(
+                    sample=shown,
+                    extension=member.extension,
+                    file=shard.file.shown,
+                    kind=type(error).__name__,
+                    got=one_line(error),
                 ) from error
         return sample
 
@@ -180,9 +185,7 @@ def _index(file: StoredFile) -> list[tuple[str, list[Member]]]:
             samples.append((key, []))
         members = samples[-1][1]
         if any(extension == member.extension for member in members):
-            raise DataError(
-                f"data: {file.shown!r} has {name!r} twice; the members of a sample have one name and different extensions"
-            )
+            raise problems.MEMBER_TWICE(file=file.shown, name=name)
         members.append(Member(extension, offset, size))
     return samples
 
@@ -197,9 +200,7 @@ def _members(file: StoredFile) -> Iterator[tuple[str, int, int]]:
             for member in tar:
                 if member.isfile() and not _ignored(member.name):
                     if member.issparse():
-                        raise DataError(
-                            f"data: {member.name!r} in {file.shown!r} is a sparse file; write it as a plain one"
-                        )
+                        raise problems.SPARSE_MEMBER(name=member.name, file=file.shown)
                     yield member.name, member.offset_data, member.size
             ended = tar.offset + BLOCK <= file.size and not any(stored.read_at(BLOCK, tar.offset))
     except (tarfile.TarError, EOFError) as error:
@@ -209,9 +210,7 @@ def _members(file: StoredFile) -> Iterator[tuple[str, int, int]]:
 
 
 def _no_tar(file: StoredFile, reason: str) -> DataError:
-    return DataError(
-        f"data: {file.shown!r} is not a complete tar file ({reason}); it is cut short, damaged or compressed: write it again, without compression"
-    )
+    return problems.NO_TAR(file=file.shown, got=reason)
 
 
 class _Source(io.RawIOBase):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.data.packing import Packed
-from lockstep.errors import SpecError, first_line
+from lockstep.errors import first_line
+from lockstep.hf import problems
 from lockstep.hf.pretrained import Pretrained, PretrainedParams
 from lockstep.hf.tokens import Documents
 from lockstep.job.interface import Loss
@@ -119,10 +120,7 @@ class CausalLM(Pretrained):
         model.eval()  # it is put into training mode before it trains
         with torch.no_grad():
             if _sees(plain(zeros, zeros), plain(zeros, ones), slice(0, size)):
-                raise SpecError(
-                    f"job.params: in {type(model).__name__} tokens attend to later tokens, which they should predict; wanted a causal "
-                    "model (of some kinds, with is_decoder: true in its config)"
-                )
+                raise problems.NOT_CAUSAL(model=type(model).__name__)
             if self.params.across_documents:
                 return
             try:
@@ -133,20 +131,12 @@ class CausalLM(Pretrained):
                         self._logits(model, single_document),
                     )
             except (TypeError, ValueError, RuntimeError, LookupError) as error:
-                raise SpecError(
-                    f"job.params.across_documents: {type(model).__name__} takes no document masks ({first_line(error)}); set it to true"
-                ) from error
+                raise problems.NO_MASKS(model=type(model).__name__, got=first_line(error)) from error
         if leaks:
-            raise SpecError(
-                f"job.params.across_documents: {type(model).__name__} does not look at document masks, so tokens would see other "
-                "documents; set it to true"
-            )
+            raise problems.MASKS_UNUSED(model=type(model).__name__)
         difference = float((masked_logits - plain_logits).abs().max())
         if not difference <= ROUNDING * float(plain_logits.abs().max()):
-            raise SpecError(
-                f"job.params.across_documents: {type(model).__name__} computes something else with a document mask than by itself: the logits "
-                f"of one document differ by {difference:.3g}, as with a window or positions of another kind; set it to true"
-            )
+            raise problems.MASKS_DIFFER(model=type(model).__name__, got=f"{difference:.3g}")
 
 
 def _sees(before: Tensor, after: Tensor, where: slice) -> bool:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lockstep.errors import DataError, SpecError
-from lockstep.hf import text_files
+from lockstep.hf import problems, text_files
 from lockstep.hf.pretrained import Pretrained, PretrainedParams
 from lockstep.hf.tokens import Documents, Tokenizer
 from lockstep.job.interface import Loss, Mean
@@ -65,9 +64,7 @@ class SequenceClassifier(Pretrained):
         p, own_classes = self.params, self._own_classes
         if p.classes is not None:
             if own_classes and p.classes != own_classes and set(p.classes) == set(own_classes):
-                raise SpecError(
-                    f"job.params.classes: got {', '.join(p.classes)}, but the outputs of the model in path are {', '.join(own_classes)}; leave classes out"
-                )
+                raise problems.OTHER_CLASSES(got=", ".join(p.classes), wanted=", ".join(own_classes))
             return p.classes
         rows = text_files.read(text_files.find(p.train), p.text, p.label)
         labels = {str(row.label) for row in rows}
@@ -88,10 +85,7 @@ class SequenceClassifier(Pretrained):
     def _pad(self) -> int:
         pad = self.tokenizer.own.pad_token_id
         if pad is None:
-            raise SpecError(
-                "job.params.tokenizer: it has no padding token, and the texts of a micro-batch are padded to one length; "
-                "set pad_token in its tokenizer_config.json"
-            )
+            raise problems.NO_PADDING()
         return int(pad)
 
     def _of_task(self) -> dict[str, Any]:
@@ -125,9 +119,7 @@ class Labelled(Dataset[tuple[Tensor, int]]):
         numbers = {name: i for i, name in enumerate(classes)}
         strange = sorted(set(self._documents.labels) - set(numbers))
         if strange:
-            raise DataError(
-                f"data: {source!r} has texts of class {strange[0]!r}, wanted {', '.join(classes)}"
-            )
+            raise problems.TEXT_CLASS(source=source, got=strange[0], wanted=", ".join(classes))
         self._labels = [numbers[label] for label in self._documents.labels]
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lockstep.errors import SpecError
+from lockstep.hf import problems
 
 DECIDING = ("transformers", "tokenizers", "peft")
 """The libraries whose versions decide about a run's bits."""
@@ -46,4 +47,4 @@ def versions() -> dict[str, str]:
 
 
 def _missing(name: str, error: ImportError) -> SpecError:
-    return SpecError(f"job.use: jobs of lockstep.hf need {name} ({error}); pip install 'lockstep-train[hf]'")
+    return problems.LIBRARY_MISSING(name=name, got=error)

@@ -19,7 +19,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.errors import SpecError, first_line, nearest
+from lockstep.errors import first_line, nearest
+from lockstep.hf import problems
 from lockstep.hf.libraries import peft, transformers, versions
 from lockstep.hf.tokens import Tokenizer
 from lockstep.job.interface import Job, Params, Placement
@@ -111,9 +112,8 @@ class Pretrained(Job):
                 )
                 self._check_weights(base_model, loading_info, own_class)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
-            raise SpecError(
-                f"job.params.{'config' if p.path is None else 'path'}: transformers makes no {self.AUTO_MODEL} of it: "
-                f"{first_line(error)}"
+            raise problems.NO_AUTO_MODEL(
+                param="config" if p.path is None else "path", kind=self.AUTO_MODEL, got=first_line(error)
             ) from error
         self._check_sizes(base_model)
         model: nn.Module = base_model if p.lora is None else self._with_adapters(base_model, p.lora)
@@ -187,16 +187,13 @@ class Pretrained(Job):
                 if p.path is None
                 else "; wanted a folder as of save_pretrained: nothing is fetched from a hub"
             )
-            raise SpecError(f"job.params.{param}: {first_line(error)}{hint}") from error
+            raise problems.PARAM_REFUSED(param=param, got=first_line(error), hint=hint) from error
 
     def _read_config(self, **changed: Any) -> Any:
         """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""
         folder = Path(str(self.params.path)).expanduser()
         if (folder / "adapter_config.json").is_file():
-            raise SpecError(
-                f"job.params.path: {self.params.path!r} has adapters (adapter_config.json), wanted a model alone; load them in peft, "
-                "call merge_and_unload, and save_pretrained what it gives into another folder"
-            )
+            raise problems.ADAPTERS(path=self.params.path)
         return transformers().AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **changed
         )
@@ -240,9 +237,8 @@ class Pretrained(Job):
         ]
         if wrong:
             more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            raise SpecError(
-                f"job.params.path: the weights in {self.params.path!r} are not those of a {type(model).__name__}: {wrong[0]}{more}; wanted "
-                "a folder as save_pretrained writes it, whole, with the architecture in its config.json"
+            raise problems.OTHER_WEIGHTS(
+                path=self.params.path, model=type(model).__name__, got=wrong[0], more=more
             )
         self._begun = missing
         self._told = tuple(
@@ -254,14 +250,10 @@ class Pretrained(Job):
         """SpecError where a token or a position has no embedding."""
         tokens, vocab_size = len(self.tokenizer), model.get_input_embeddings().weight.shape[0]
         if tokens > vocab_size:
-            raise SpecError(
-                f"job.params: the tokenizer has {tokens} tokens, and the model's vocab_size is {vocab_size}; wanted at least as many"
-            )
+            raise problems.VOCABULARY(tokens=tokens, got=vocab_size)
         most = getattr(model.config, "max_position_embeddings", None)
         if isinstance(most, int) and self.params.length > most:
-            raise SpecError(
-                f"job.params.length: got {self.params.length}, and the model has {most} positions; wanted at most {most}"
-            )
+            raise problems.POSITIONS(got=self.params.length, wanted=most)
 
     def _with_adapters(self, model: Any, lora: Lora) -> Any:
         library = peft()
@@ -281,13 +273,11 @@ class Pretrained(Job):
             ):  # libraries about each other
                 adapted = library.get_peft_model(model, config)
         except ValueError as error:
-            raise SpecError(f"job.params.lora.targets: {first_line(error)}") from error
+            raise problems.LORA_TARGETS(got=first_line(error)) from error
         for target in lora.targets or ():
             if not any(f".{name}".endswith(f".{target}") for name in adapted.targeted_module_names):
                 kinds = {name.rpartition(".")[2] for name in adapted.targeted_module_names} | modules
-                raise SpecError(
-                    f"job.params.lora.targets: the model has no module {target!r} for an adapter{nearest(target, kinds)}"
-                )
+                raise problems.NO_MODULE(target=target, hint=nearest(target, kinds))
         return adapted
 
 
@@ -329,6 +319,6 @@ def _check_fields(config: Any, given: Mapping[str, Any], place: str) -> None:
             and not hasattr(kind, name)
             and not _is_read(kind, name)
         ):
-            raise SpecError(
-                f"job.params.config: a {kind.__name__} has no field {place + name!r}{nearest(name, declared)}"
+            raise problems.NO_CONFIG_FIELD(
+                config=kind.__name__, name=place + name, hint=nearest(name, declared)
             )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lockstep.data.fingerprint import FILES, local_digest, names_in_order
 from lockstep.errors import DataError, nearest
+from lockstep.hf import problems
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
@@ -62,7 +63,7 @@ def find(source: str) -> list[TextFile]:
             if entry.is_file()
         ]
     if not files:
-        raise DataError(f"data: there is no file of texts at {source!r}; wanted a file, a folder or a glob")
+        raise problems.NO_TEXTS(path=source)
     return files
 
 
@@ -81,9 +82,7 @@ def read(files: Sequence[TextFile], text: str, label: str | None = None) -> Iter
     for file in files:
         if file.kind not in ROWS:
             if label is not None:
-                raise DataError(
-                    f"data: {file.name!r} has no rows with labels; wanted {', '.join(ROWS)} with {text!r} and {label!r}"
-                )
+                raise problems.NO_LABELS(file=file.name, wanted=", ".join(ROWS), text=text, label=label)
             yield Text(_whole(file), None)
             continue
         for number, row in enumerate(_rows(file, [text] if label is None else [text, label]), 1):
@@ -107,9 +106,7 @@ def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]
             available = pq.read_schema(file.path).names
             for column in columns:
                 if column not in available:
-                    raise DataError(
-                        f"data: {file.name!r} has no column {column!r}{nearest(column, available)}"
-                    )
+                    raise problems.NO_COLUMN(file=file.name, column=column, hint=nearest(column, available))
             yield from pq.read_table(file.path, columns=list(columns)).to_pylist()
             return
         with file.path.open(encoding="utf-8", newline="" if file.kind == ".csv" else None) as lines:
@@ -125,8 +122,8 @@ def _of_csv(file: TextFile, rows: csv.DictReader[str]) -> Iterator[Mapping[str, 
     for number, row in enumerate(rows, 1):
         if None in row:  # more than there are columns
             columns = len(rows.fieldnames or ())
-            raise DataError(
-                f"data: row {number} of {file.name!r} has {columns + len(row[None])} fields, wanted {columns}; put a text with a comma into quotes"
+            raise problems.FIELD_COUNT(
+                row=number, file=file.name, got=columns + len(row[None]), wanted=columns
             )
         yield row
 
@@ -135,9 +132,9 @@ def _field(row: Any, name: str, file: TextFile, number: int) -> str:
     value = row.get(name) if isinstance(row, Mapping) else None
     if not isinstance(value, str | int):  # a label may be a number
         got = "nothing" if value is None else type(value).__name__
-        raise DataError(f"data: row {number} of {file.name!r} has {got} as {name!r}, wanted text")
+        raise problems.NO_TEXT(row=number, file=file.name, got=got, column=name)
     return str(value)
 
 
 def _unreadable(file: TextFile, error: BaseException) -> DataError:
-    return DataError(f"data: cannot read {str(file.path)!r}: {' '.join(str(error).split())}")
+    return problems.TEXTS_UNREADABLE(file=str(file.path), got=" ".join(str(error).split()))

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 
 from lockstep.data.cache import cache_path
 from lockstep.data.fingerprint import local_digest
-from lockstep.errors import SpecError, first_line
+from lockstep.errors import first_line
 from lockstep.files import replacing
-from lockstep.hf import text_files
+from lockstep.hf import problems, text_files
 from lockstep.hf.libraries import transformers, versions
 from lockstep.hf.text_files import Text
 
@@ -47,10 +47,7 @@ class Tokenizer:
         path = Path(source).expanduser()
         files = _files(path)
         if not files:
-            raise SpecError(
-                f"job.params.tokenizer: got {source!r}, wanted a local folder with a tokenizer, or a tokenizer.json; nothing is "
-                "fetched from a hub"
-            )
+            raise problems.NO_TOKENIZER(got=source)
         named = {file.name: local_digest(file) for file in files}
         if path.is_file():
             named = {"tokenizer.json": named[path.name]}
@@ -64,9 +61,7 @@ class Tokenizer:
                     path, local_files_only=True, trust_remote_code=False
                 )
         except Exception as error:  # a library that reads a file of another's making
-            raise SpecError(
-                f"job.params.tokenizer: {source!r} cannot be read by transformers: {first_line(error)}"
-            ) from error
+            raise problems.TOKENIZER_UNREADABLE(path=source, got=first_line(error)) from error
 
     def __len__(self) -> int:
         return len(self.own)
@@ -75,7 +70,7 @@ class Tokenizer:
         """The id of one token. SpecError where the tokenizer does not know it."""
         token_id = self.own.convert_tokens_to_ids(text)
         if token_id is None or self.own.convert_ids_to_tokens(token_id) != text:
-            raise SpecError(f"job.params.end: got {text!r}, which is no token of the tokenizer")
+            raise problems.NO_TOKEN(got=text)
         return int(token_id)
 
     def tokens(self, texts: Iterable[str], longest: int | None = None) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic
 
-from lockstep.errors import SpecError
+from lockstep.spec import problems
 from lockstep.spec.fields import Spec
 from lockstep.spec.file import override, read_document
 from lockstep.spec.locations import absolute, absolute_weights, storage_location, tracking_uri
@@ -63,9 +63,7 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
     record, storage = spec.record, storage_location(spec.checkpoint.storage)
     if record.folder is not None and "://" in record.folder:
-        raise SpecError(
-            f"record.folder: got {shown(record.folder)}, wanted a folder of the file system; an object store is for checkpoint.storage"
-        )
+        raise problems.RECORD_FOLDER(got=shown(record.folder))
     folder = record.folder or ("runs" if "://" in storage else storage)
     return spec.model_copy(
         update={

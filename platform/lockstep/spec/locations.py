@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from lockstep.errors import SpecError
+from lockstep.spec import problems
 from lockstep.spec.messages import shown
 
 RECORD_OFF = "off"
@@ -23,9 +23,7 @@ def _from_root(path: str) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:  # `~name` of a user who does not exist
-        raise SpecError(
-            f"path: got {shown(path)}, and this machine knows no home folder of that user; wanted a path from the root on, or ./~…"
-        ) from error
+        raise problems.NO_HOME(got=shown(path)) from error
 
 
 def storage_location(given: str) -> str:
@@ -34,21 +32,18 @@ def storage_location(given: str) -> str:
     SpecError for what would lead to another place than it says.
     """
     if not given.removeprefix("file://").strip():
-        raise SpecError(f"checkpoint.storage: got {given!r}, wanted a path or a URI")
+        raise problems.STORAGE_EMPTY(got=given)
     if slip := re.fullmatch("(file|s3|gs):/([^/].*)", given):
         wanted = f"a path such as /{slip[2]}" if slip[1] == "file" else f"two, {slip[1]}://{slip[2]}"
-        raise SpecError(f"checkpoint.storage: got {given!r}, with one slash after the colon; wanted {wanted}")
+        raise problems.STORAGE_SLASH(got=given, wanted=wanted)
     try:
         uri = urlsplit(given)
     except ValueError as error:
-        raise SpecError(f"checkpoint.storage: got {shown(given)}, which is no URI: {error}") from error
+        raise problems.STORAGE_NO_URI(got=shown(given), reason=error) from error
     if uri.scheme != "file" or "://" not in given:
         return absolute(given)
     if uri.netloc not in {"", "localhost"}:
-        raise SpecError(
-            f"checkpoint.storage: got {given!r}, a URI of another machine; wanted a path such as {uri.netloc}{uri.path}, or file:///… with a path "
-            "from the root on"
-        )
+        raise problems.STORAGE_HOST(got=given, host=uri.netloc, path=uri.path)
     return absolute(given if uri.query else unquote(uri.path))
 
 

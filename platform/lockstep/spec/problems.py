@@ -83,3 +83,76 @@ NO_FIELDS = Problem(
     cause="an override below a field that is not a section",
     advice="set the field itself",
 )
+
+# --- places --------------------------------------------------------------------------------------------------
+
+RECORD_FOLDER = Problem(
+    "spec.record_folder",
+    SpecError,
+    "record.folder: got {got}, wanted a folder of the file system",
+    "an object store is for checkpoint.storage",
+    cause="a URI, such as that of an object store",
+    advice="a path; `checkpoint.storage` may be an object store",
+)
+
+NO_HOME = Problem(
+    "spec.no_home",
+    SpecError,
+    "path: got {got}, and this machine knows no home folder of that user",
+    "wanted a path from the root on, or ./~…",
+    cause="`~name` of a user whom this machine does not know",
+    advice="a path from the root on",
+)
+
+STORAGE_EMPTY = Problem(
+    "spec.storage_empty",
+    SpecError,
+    "checkpoint.storage: got {got!r}, wanted a path or a URI",
+    cause="`file://runs`, `s3:/bucket`, or a variable that is not set: checkpoints would lie elsewhere than it says",
+    advice="follow the message",
+)
+
+STORAGE_SLASH = Problem(
+    "spec.storage_slash",
+    SpecError,
+    "checkpoint.storage: got {got!r}, with one slash after the colon",
+    "wanted {wanted}",
+    cause="`file://runs`, `s3:/bucket`, or a variable that is not set: checkpoints would lie elsewhere than it says",
+    advice="follow the message",
+)
+
+STORAGE_NO_URI = Problem(
+    "spec.storage_no_uri",
+    SpecError,
+    "checkpoint.storage: got {got}, which is no URI: {reason}",
+    cause="a URI that cannot be taken apart",
+    advice="follow the message",
+)
+
+STORAGE_HOST = Problem(
+    "spec.storage_host",
+    SpecError,
+    "checkpoint.storage: got {got!r}, a URI of another machine",
+    "wanted a path such as {host}{path}, or file:///… with a path from the root on",
+    cause="`file://runs`, `s3:/bucket`, or a variable that is not set: checkpoints would lie elsewhere than it says",
+    advice="follow the message",
+)
+
+# --- schedules and sweeps ------------------------------------------------------------------------------------
+
+DECAY_STEPS = Problem(
+    "spec.decay_steps",
+    SpecError,
+    "schedule.decay_steps: got {got} after {warmup} of warm-up, wanted at most the {total} steps of the run together",
+    "lower one of the two, or train longer",
+    cause="the run is shorter than warm-up and decay together",
+    advice="lower one of them, or train longer",
+)
+
+SPACE = Problem(
+    "spec.space",
+    SpecError,
+    "space: {got}: {reason}",
+    cause="a combination of the space gives no sound spec",
+    advice="what the message says of the field",
+)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lockstep.errors import SpecError
+from lockstep.spec import problems
 from lockstep.spec.section import Section, named
 
 
@@ -112,10 +112,7 @@ class WarmupStableDecay(ScheduleRule):
 
     def check_length(self, total: int) -> None:
         if self.warmup_steps + self.decay_steps > total:
-            raise SpecError(
-                f"schedule.decay_steps: got {self.decay_steps} after {self.warmup_steps} of warm-up, wanted at most the {total} steps of "
-                "the run together; lower one of the two, or train longer"
-            )
+            raise problems.DECAY_STEPS(got=self.decay_steps, warmup=self.warmup_steps, total=total)
 
 
 class OneCycle(ScheduleRule):

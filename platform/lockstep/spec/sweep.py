@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError, nearest
+from lockstep.spec import problems
 from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
@@ -348,8 +349,8 @@ class SweepSpec(Section):
             put(document, chosen.items())
             return load_spec(document)
         except SpecError as error:
-            raise SpecError(
-                f"space: {', '.join(f'{field}={shown(value)}' for field, value in chosen.items())}: {error}"
+            raise problems.SPACE(
+                got=", ".join((f"{field}={shown(value)}" for field, value in chosen.items())), reason=error
             ) from error
 
     def document(self) -> dict[str, Any]:
