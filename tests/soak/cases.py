@@ -13,8 +13,8 @@ Case = dict[str, Any]
 """`spec`: the run's, without where it is saved. `attempts`: one after another, each on so many workers, until it is killed or stopped.
 `changes`: the same run on one group that loses and gains workers."""
 
-OUTLIVED = ("none",)
-"""The values of `sharding` with which a run goes on in memory when it loses a worker."""
+OUTLIVED = ("none", "optimizer")
+"""The values of `sharding` with which a run goes on in memory when it loses a worker: the second one with mirrors."""
 
 FALLS = (
     "forward", "send whole", "send buffers", "send to one", "gather", "gather outputs", "update", "note", "write", "receipt", "commit",
@@ -115,11 +115,12 @@ def _changes(chance: random.Random, steps: int, most: int) -> Case | None:
         for n in chance.sample(range(workers), chance.randrange(0, workers))
     ]
     joining = chance.randrange(0, most - workers + 1) if most > workers else 0
+    sharding = chance.choice(OUTLIVED)
     return {
         "workers": workers,
-        "falls": falls,
+        "falls": falls if sharding == "none" else falls[:1],  # a worker may be lost with its mirror
         "joining": [chance.randrange(1, steps), joining] if joining and steps > 1 else None,
-        "sharding": chance.choice(OUTLIVED),
+        "sharding": sharding,
     }
 
 

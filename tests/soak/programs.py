@@ -181,7 +181,7 @@ class Whole(Drawn):
         return {"z": F.normalize(self.logits(model, batch).float(), dim=1), "y": batch[1]}
 
     def batch_loss(self, model: nn.Module, rows: Any) -> Loss:
-        alike = rows["z"] @ rows["z"].T / 0.5
+        alike = (rows["z"] @ rows["z"].T / 0.5).float()
         itself = torch.eye(len(alike), dtype=torch.bool)
         same = (rows["y"][:, None] == rows["y"]) & ~itself
         return Loss(-(alike.masked_fill(itself, -1e9).log_softmax(1) * same).sum(), len(alike))
@@ -198,9 +198,6 @@ class Phased(Drawn):
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         logits: Tensor = model["net"](batch[0])
         return logits
-
-    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
-        return []
 
     def phases(self) -> Sequence[Phase]:
         return [

@@ -118,7 +118,12 @@ def on_one_group(changes: Case, spec: Case, alone: Trained, refused: list[str]) 
     falls = [Fall(*fall) for fall in changes["falls"]]
     coming = [Change(changes["joining"][0], joining=changes["joining"][1])] if changes["joining"] else []
     try:
-        outlived = outlive({**spec, "sharding": changes["sharding"]}, changes["workers"], falls, coming)
+        document = {
+            **spec,
+            "sharding": changes["sharding"],
+            "faults": {"mirror": changes["sharding"] == "optimizer"},
+        }
+        outlived = outlive(document, changes["workers"], falls, coming)
     except SpecError as error:
         if changes["sharding"] == "none":
             raise
