@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.events.union import Document, Finished
+from lockstep.record.mirror.lanes import Lane
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
@@ -190,6 +191,50 @@ def test_a_call_whose_answer_is_lost_leaves_no_double(
     check(server.uri, folder, 20)
     assert run_of(server.uri, folder.name).info.status == "FINISHED"
     assert json.loads((folder / "summary.json").read_text()) == {"step": 20}
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["", "a backlog is one silent call"])
+def test_a_backlog_is_sent_though_every_fifth_answer_is_lost(
+    server: Server, proxy: Proxy, spec: Specs, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Replies to log-batch were lost after the server had acted (mlflow#24577): the pauses grew over the whole backlog, and its end was not waited for.
+
+    The negative control does not hear of the batches that the store took: FINISHED is not told then.
+    """
+    monkeypatch.setattr("lockstep.record.mirror.metric_cursor.POINTS_PER_CALL", 10)
+    if not counted:
+        monkeypatch.setattr(Lane, "answered", lambda lane: None)
+    calls = [0]
+    held = threading.Event()
+
+    def fifth(method: str, path: str, number: int) -> str:
+        if method == "GET" or "log-batch" not in path:
+            return ""
+        if not held.is_set():
+            return "503"
+        calls[0] += 1
+        return "" if calls[0] % 5 else "lost"
+
+    proxy.judge = fifth
+    recorder = Recorder(spec(proxy.uri), patience_s=1.0)
+    recorder.start()
+    recorder.tell(*[step_row(i) for i in range(1, 61)], Finished({"step": 60}))
+    held.set()
+    if counted:
+        recorder.close(timeout_s=40.0)  # pauses that grow from answer to answer would take longer
+        assert calls[0] > 60
+        assert run_of(server.uri, recorder.run_id()).info.status == "FINISHED"
+        check(server.uri, recorder.run_folder(), 60)
+        return
+    with pytest.raises(RecordError, match="calls not made"):
+        recorder.close(timeout_s=1.0)
+    found = run_of(server.uri, recorder.run_id())
+    assert len(recorded(server.uri, recorder.run_id())["train/loss"]) < 60
+    assert found.info.status == "RUNNING"
+    proxy.reset()
+    assert sync(recorder.run_folder()).sent
+    check(server.uri, recorder.run_folder(), 60)
+    assert run_of(server.uri, recorder.run_id()).info.status == "FINISHED"
 
 
 def test_a_creation_whose_answer_is_lost_is_found_again(server: Server, proxy: Proxy, spec: Specs) -> None:

@@ -71,7 +71,7 @@ class Lane:
         self.delivered = 0
         """The number of successful calls."""
         self.moved_at = 0.0
-        """When a call last began or succeeded, in monotonic seconds."""
+        """When a call last began, moved on or succeeded, in monotonic seconds."""
 
     def wake(self) -> None:
         """Look for what is due; the first time, start the thread."""
@@ -183,8 +183,16 @@ class Lane:
         self._succeeded()
         return True
 
-    def _succeeded(self) -> None:
+    def answered(self) -> None:
+        """The store took a part of the call that is being made: an outage is over, and the call is not silent.
+
+        A backlog of points is one call of hundreds of requests. Without this, each failure among them would lengthen the next pause though the
+        store answers the others, and the end of a run would take a slow store for a silent one.
+        """
         self.outage, self.moved_at = None, time.monotonic()
+
+    def _succeeded(self) -> None:
+        self.answered()
         self.delivered += 1
 
     def _pause_s(self) -> float:

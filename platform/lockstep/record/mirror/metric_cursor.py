@@ -73,6 +73,7 @@ class MetricCursor(Part):
             for points, cursor in self._batches():
                 if points:
                     send_acceptable(points, self._store.log_metrics, self._refuse_points)
+                    self._lane.answered()
                 self._cursor = cursor
         except OSError as error:  # from the journal's disk
             raise UnavailableError(f"record: cannot read the journal: {error}") from error

@@ -265,11 +265,12 @@ class Reconciler:
         copied = self._copies.close(max(closing_at, away_since) + patience_s)
         self.working = False
         self._give_up((self._points, self._uploads), advice)
-        if self._final_status.wanted or self._is_informed(settle):
+        end = self._projection.end
+        # A reader takes FINISHED for a whole history: it waits for `record sync` where points were neither sent nor refused.
+        lacks_points = end is not None and end.status == "FINISHED" and not self._points.idle
+        if self._final_status.wanted or (self._is_informed(settle) and not lacks_points):
             self._allow_end()
-        elif (
-            self._projection.end and self._projection.end.status
-        ):  # with it, readers would believe the record complete
+        elif end and end.status:  # with it, readers would believe the record complete
             self.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
         settle(self._facts, self._status)
         self._give_up(self._lanes, advice)

@@ -68,21 +68,26 @@ def run_once(spec: Spec, steps: int = 30) -> str:
 pytestmark = pytest.mark.usefixtures("drawn_figures")
 
 
-@pytest.mark.exact  # eight processes; test_mlflow_store opens a fresh database from several
-def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
-    """Each whole: no run lost to a migration that another one was making."""
+def eight_at_once(uri: str, folder: Path) -> None:
+    """Eight runs in processes of their own, each whole: no point, retry or migration of one costs another anything."""
     text = (
         "from lockstep.spec.loading import load_spec\n"
         "from tests.unit.record.mirror.test_stores import run_once\n"
         "document = {'name': 'eight', 'job': {'use': 'jobs.digits.job:Digits'},\n"
-        f"            'record': {{'uri': 'sqlite:///{tmp_path}/mlflow.db'}}, 'checkpoint': {{'storage': '{tmp_path}/runs'}}}}\n"
+        f"            'record': {{'uri': '{uri}'}}, 'checkpoint': {{'storage': '{folder}/runs'}}}}\n"
         "run_once(load_spec(document))\n"
     )
     processes = [script(text) for _ in range(8)]
     ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for _, _, code in ended] == [0] * 8, ended
-    runs = reader(f"sqlite:///{tmp_path}/mlflow.db", Path()).runs("eight", 100)
+    runs = reader(uri, Path()).runs("eight", 100)
     assert [(run.status, run.step) for run in runs] == [("FINISHED", 30)] * 8
+
+
+@pytest.mark.exact  # eight processes; test_mlflow_store opens a fresh database from several
+def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
+    """Each whole: no run lost to a migration that another one was making."""
+    eight_at_once(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
 
 
 def test_a_server(tmp_path: Path, spec: Specs) -> None:
@@ -121,6 +126,12 @@ def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pyte
 def postgresql() -> Iterator[str]:
     with running_postgresql() as uri:
         yield uri
+
+
+@pytest.mark.scenario
+def test_eight_runs_at_once_into_postgresql(postgresql: str, tmp_path: Path) -> None:
+    """Batches of points that several trials logged at once deadlocked in the database (mlflow#24923)."""
+    eight_at_once(postgresql, tmp_path)
 
 
 @pytest.mark.scenario  # test_a_server has one on SQLite

@@ -2,7 +2,8 @@
 
 * The client is given the run id in every call: no active run, no autologging, nothing global.
 * Nothing is written to standard output, and MLflow's and Alembic's loggers are held at WARNING.
-* A fresh SQLite database is opened by one process at a time: its first migration does not survive two.
+* A fresh database is opened by one process at a time: its first migration does not survive two. Of SQLite a file is locked for the whole
+  creation of a run, of PostgreSQL its advisory lock while MLflow makes its tables.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,6 +54,8 @@ _FOR_GOOD = re.compile(
 """What a database says that neither time nor another try changes."""
 _DENIED_IN_S3 = re.compile(r"\((AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|40[13])\)")
 _REJECTED_IN_S3 = re.compile(r"\((EntityTooLarge|KeyTooLongError|413)\)")
+_MIGRATION_LOCK = 0x6C6F636B73746570  # "lockstep"
+"""The number of the advisory lock under which a PostgreSQL database is migrated."""
 _OF_STORES = ("boto3.", "botocore.", "s3transfer.", "google.", "azure.")
 """Modules of the clients of object stores, whose errors are of no common class."""
 
@@ -63,11 +66,11 @@ def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
     check_uri(uri)
     import_mlflow()
     with database_lock(uri) as database, translated(uri):
-        if is_database(uri):
-            _probe(uri)
         from mlflow import MlflowClient
 
-        yield MlflowClient(tracking_uri=uri), database
+        with _only_migration(uri) if is_database(uri) else nullcontext():
+            client = MlflowClient(tracking_uri=uri)
+        yield client, database
 
 
 def identified(uri: str, found_id: str) -> str:
@@ -145,13 +148,22 @@ def is_database(uri: str) -> bool:
     return urlsplit(uri).scheme.partition("+")[0] in {"sqlite", "postgresql", "mysql", "mssql"}
 
 
-def _probe(uri: str) -> None:
-    """Connect once: MLflow itself would try for a hundred seconds before it says that it cannot."""
+@contextmanager
+def _only_migration(uri: str) -> Iterator[None]:
+    """Connect once, as MLflow itself would try for a hundred seconds before it says that it cannot; and let no other process migrate the database meanwhile."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(uri)
     try:
-        sqlalchemy.inspect(engine).get_table_names()
+        with engine.connect() as connection:
+            sqlalchemy.inspect(connection).get_table_names()
+            if (
+                engine.dialect.name == "postgresql"
+            ):  # of the transaction, so that a pooler before it lets go of it too
+                connection.execute(sqlalchemy.text(f"select pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+            else:
+                connection.rollback()
+            yield
     finally:
         engine.dispose()
 
