@@ -72,19 +72,18 @@ def find_start(
     spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
 ) -> Start | None:
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
+    load = partial(_load, group=group, warn=warn, is_sharded=spec.sharding == "full" and group.size > 1)
     if origin is not None and origin.replay is not None and origin.replay.step:
         replay = origin.replay
-        replayed = _load(spec, replay.storage, replay.run_id, replay.step, group, warn)
+        replayed = load(replay.storage, replay.run_id, replay.step)
         return Start(replayed, fork=False) if replayed is not None else None
     if origin is not None and origin.run_id is not None:
-        resumed = _load(spec, spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
+        resumed = load(spec.checkpoint.storage, origin.run_id, origin.step)
         if resumed is not None:
             return Start(resumed, fork=False)
     if spec.fork is None:
         return None
-    loaded = _load(
-        spec, spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn
-    )
+    loaded = load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step)
     if loaded is None:
         raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
     return Start(loaded, fork=True, exact=spec.fork.exact)
@@ -98,14 +97,19 @@ def versions_of(start: Start | None, origin: AttemptOrigin | None) -> Mapping[st
 
 
 def _load(
-    spec: Spec, storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
+    storage: str,
+    run_id: str,
+    step: int | None,
+    group: Group,
+    warn: Callable[[str], None],
+    *,
+    is_sharded: bool = False,
 ) -> Loaded | None:
     """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives.
 
-    Where the parameters are sharded, the tensors that are stay in their files: each rank reads its rows of them when it restores the state.
+    Where the parameters are sharded (`is_sharded`), their tensors stay in their files: each rank reads its rows of them when it restores the state.
     """
     store = open_storage(storage)
-    is_sharded = spec.sharding == "full" and group.size > 1
     by_rows = ByRows(_SHARDED, store, partial(_verified, group, store)) if is_sharded else None
     with read_once(store, group) as relayed:
         folder = RunFolder.open(relayed, run_id)

@@ -95,13 +95,11 @@ class LossModule(nn.Module):
         if batch is None:
             return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
         returned = self._of_batch(self.model, batch)
-        if self.settle is not None:
-            return self.settle(returned)
-        if self.phase.embed is None:
+        if self.settle is None and self.phase.embed is None:
             return returned  # type: ignore[return-value]
         self.of_whole_batch = True
         try:
-            return self.phase.loss(self.model, returned)
+            return self.phase.loss(self.model, returned) if self.settle is None else self.settle(returned)
         finally:
             self.of_whole_batch = False
 
