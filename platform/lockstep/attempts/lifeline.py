@@ -31,9 +31,8 @@ def start_lifeline() -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=strategy)(Lifeline).remote()
 
 
-def end_with(lifeline: Any) -> Any:
-    """Have this process end with the lifeline, even while a thread of it hangs. Returns a reference that fails for others once this process has ended."""
-    held = lifeline.hold.remote()
+def end_with(held: Any) -> None:
+    """Have this process end with the lifeline on which it made the call `hold`, even while a thread of it hangs."""
 
     def wait() -> None:
         with suppress(ray.exceptions.RayError):
@@ -41,7 +40,6 @@ def end_with(lifeline: Any) -> Any:
         os._exit(1)
 
     threading.Thread(target=wait, name="lockstep-lifeline", daemon=True).start()
-    return held
 
 
 def is_over(lifeline: Any) -> bool:

@@ -146,9 +146,10 @@ class Mailbox:
         self._call: Callable[[], object] = lambda: None
         """Has the recorder look at once."""
         self._went_on: WentOn | None = None
-        self._taken, self._left = set[int](), set[int]()
-        """Numbers that were given to workers of Ray's public trainer, and those of workers that have ended by themselves."""
         self._held: dict[int, list[Any]] = {}
+        """By the number that it was given, what each worker of Ray's public trainer hangs on."""
+        self._left: set[int] = set()
+        """The numbers of those that have ended by themselves."""
         self._address: tuple[str, int] | None = None
         self._early: list[Callable[[], object]] = []
         """Calls of workers that came before the driver's call which begins the first attempt."""
@@ -190,26 +191,23 @@ class Mailbox:
 
     # --- for workers that Ray's public trainer starts: see replica_worker --------------------------------------
 
-    def take_slot(self, attempt: int, rank: int) -> TrainerSlot | None:
-        """What a worker of this rank in Ray's view is to be; None before the driver has begun the attempt."""
+    def take_slot(self, attempt: int, rank: int, reference: list[Any]) -> TrainerSlot | None:
+        """What a worker of this rank in Ray's view is to be; None before the driver has begun the attempt.
+
+        It lives as long as the `reference`, in a list, does not fail.
+        """
         if attempt > self._first:
             return None
         if attempt < self._first:
             return TrainerSlot(None)
-        if rank not in self._taken:
-            self._taken.add(rank)
+        if rank not in self._held:
+            self._held[rank] = reference
             return TrainerSlot(rank)
-        if not self._calls.able or len(self._taken) > MOST_REPLACED:
+        if not self._calls.able or len(self._held) > MOST_REPLACED:
             return TrainerSlot(None)
-        number = 1 + max(self._taken)
-        number = max(number, *(1 + worker for worker in self._numbers))
-        self._taken.add(number)
+        number = 1 + max([*self._held, *self._numbers])
+        self._held[number] = reference
         return TrainerSlot(number, self._view.table_versions)
-
-    def hold_slot(self, attempt: int, number: int, reference: list[Any]) -> None:
-        """The worker with this number lives as long as the reference does not fail."""
-        if attempt == self._first:
-            self._held[number] = reference
 
     def leave_slot(self, attempt: int, number: int) -> None:
         """The worker with this number has ended by itself."""
@@ -289,7 +287,7 @@ class Mailbox:
         self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
         self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
-        self._taken, self._left, self._held, self._address = set(), set(), {}, None
+        self._left, self._held, self._address = set(), {}, None
         early, self._early = self._early, []
         for call in early:
             call()

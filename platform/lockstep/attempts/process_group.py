@@ -75,6 +75,26 @@ _met_at: list[Any] = []
 """The store at which this process has met the others: torch keeps only its C++ half."""
 
 
+def form_group(backend: str, store: Any, rank: int, size: int) -> None:
+    """Make the default process group of those that meet at a store, which is kept as long as this process."""
+    _met_at[:] = [store]
+    form_default_group(backend, store, rank, size)
+
+
+def set_torchrun_variables(
+    rank: int, size: int, local_rank: int, local_size: int, node_rank: int, device: str
+) -> None:
+    """Set the variables that torchrun sets: libraries read them."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_size),
+        NODE_RANK=str(node_rank),
+        ACCELERATE_TORCH_DEVICE=device,
+    )
+
+
 def allow_descriptors(size: int) -> None:
     """Let this process open as many files as the connections to so many workers need, as far as the system allows.
 
@@ -96,14 +116,9 @@ def _join(backend: str, rank: int, size: int, address: tuple[str, int], secret: 
     """In each worker, make the default process group."""
     allow_descriptors(size)
     context = ray.train.get_context()
-    os.environ.update(  # as torchrun sets them: libraries read them
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(context.get_local_rank()),
-        LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
-        NODE_RANK=str(context.get_node_rank()),
-        ACCELERATE_TORCH_DEVICE=str(ray.train.torch.get_device()),
-    )
-    if rank > 0:
-        _met_at[:] = [met(*address, secret, COLLECTIVE_TIMEOUT, gpus=backend == "nccl")]
-    form_default_group(backend, _met_at[0], rank, size)
+    local_rank, local_size = context.get_local_rank(), context.get_local_world_size()
+    device = str(ray.train.torch.get_device())
+    set_torchrun_variables(rank, size, local_rank, local_size, context.get_node_rank(), device)
+    gpus = backend == "nccl"
+    store = met(*address, secret, COLLECTIVE_TIMEOUT, gpus=gpus) if rank > 0 else _met_at[0]
+    form_group(backend, store, rank, size)

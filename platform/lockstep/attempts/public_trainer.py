@@ -38,7 +38,7 @@ def hanging_worker_main(config: dict[str, Any]) -> None:
     """`worker_main` in a process that ends with the lifeline."""
     from lockstep.attempts.worker_main import worker_main
 
-    end_with(config["lifeline"])
+    end_with(config["lifeline"].hold.remote())
     worker_main(config)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,11 @@ import torch.distributed as dist
 
 from lockstep.attempts.lifeline import end_with, is_over
 from lockstep.attempts.mailbox import ANSWER_S, TrainerSlot
+from lockstep.attempts.process_group import form_group, set_torchrun_variables
 from lockstep.attempts.worker_main import joining_worker_main, train_as
 from lockstep.clusters.bounded_calls import answer_of
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, form_default_group
+from lockstep.communication.group import COLLECTIVE_TIMEOUT
 from lockstep.communication.rendezvous import met, serving
-
-_met_at: list[Any] = []
-"""The store at which this process has met the others: torch keeps only its C++ half."""
 
 ASK_S = 0.05
 """Seconds between two questions for what another process has yet to say."""
@@ -39,12 +36,12 @@ def replica_main(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     if is_over(lifeline):
         return
-    slot: TrainerSlot = _until_known(mailbox.take_slot, attempt, rank)
+    held = lifeline.hold.remote()
+    # In one call: between two this process could be lost, and nobody would know that it had taken a slot.
+    slot: TrainerSlot = _until_known(mailbox.take_slot, attempt, rank, [held])
     if slot.number is None:
         return
-    answer_of(
-        mailbox.hold_slot.remote(attempt, slot.number, [end_with(lifeline)]), "the run's mailbox", ANSWER_S
-    )
+    end_with(held)
     try:
         if slot.number == rank:
             train_as(config, rank, lambda: _first_group(config, rank))
@@ -66,26 +63,13 @@ def _first_group(config: dict[str, Any], rank: int) -> str | None:
     else:
         host, port = _until_known(mailbox.meeting_place, attempt)
         store = met(host, port, secret, COLLECTIVE_TIMEOUT)
-    _met_at[:] = [store]
-    form_default_group("gloo", store, rank, size)
+    form_group("gloo", store, rank, size)
     nodes: list[str] = [""] * size
     dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
     local_rank = nodes[:rank].count(nodes[rank])
     node_rank = list(dict.fromkeys(nodes)).index(nodes[rank])
-    os.environ.update(_as_torchrun(rank, nodes, local_rank, node_rank))
+    set_torchrun_variables(rank, size, local_rank, nodes.count(nodes[rank]), node_rank, "cpu")
     return f"node-{node_rank}" if local_rank == 0 else None
-
-
-def _as_torchrun(rank: int, nodes: Sequence[str], local_rank: int, node_rank: int) -> dict[str, str]:
-    """The variables that torchrun sets: libraries read them."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(nodes)),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
-        "NODE_RANK": str(node_rank),
-        "ACCELERATE_TORCH_DEVICE": "cpu",
-    }
 
 
 def _until_known(method: Any, *arguments: Any) -> Any:

@@ -159,6 +159,11 @@ class TrainState:
         return self.counters.step // plan.steps_per_epoch
 
     @property
+    def mirrored(self) -> MirroredOptimizer | None:
+        """The optimizer, where each worker keeps another one's part of its state too."""
+        return self.optimizer if isinstance(self.optimizer, MirroredOptimizer) else None
+
+    @property
     def has_average(self) -> bool:
         """Whether other weights are evaluated than those that are trained."""
         return (
@@ -244,13 +249,13 @@ class TrainState:
 
     def sections_on_all_ranks(self) -> dict[str, Any]:
         """`sections` without what ranks have parts of: of a mirrored optimizer, the parameter groups alone. No rank waits for another."""
-        if not isinstance(self.optimizer, MirroredOptimizer):
+        if self.mirrored is None:
             return self.sections()
-        return self._sections({"param_groups": self.optimizer.groups_as_saved()})
+        return self._sections({"param_groups": self.mirrored.groups_as_saved()})
 
     def restore_on_all_ranks(self, sections: Mapping[str, Any]) -> None:
         """Load what `sections_on_all_ranks` gave, in place. Errors as in `restore`."""
-        self.restore(sections, optimizer_state=not isinstance(self.optimizer, MirroredOptimizer))
+        self.restore(sections, optimizer_state=self.mirrored is None)
 
     def _resized(self) -> dict[str, list[int]]:
         """The shapes of the buffers that a forward has given another one than `job.model()` did, as that of an observer."""
@@ -328,8 +333,8 @@ class TrainState:
             if optimizer_state:
                 restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             else:
-                assert isinstance(self.optimizer, MirroredOptimizer)
-                self.optimizer.load_groups(sections["optimizer"]["param_groups"])
+                assert self.mirrored is not None
+                self.mirrored.load_groups(sections["optimizer"]["param_groups"])
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
                 average = sections["ema"] if not fork else sections.get("ema", {})

@@ -184,28 +184,26 @@ def test_a_joining_worker_is_seen_once_it_is_let_in() -> None:
 def test_a_worker_that_rays_trainer_starts_is_the_first_of_its_rank_or_joins_or_is_not_needed() -> None:
     """Ray's controller starts another worker for each process that ends, whatever the attempt came to."""
     mailbox = Mailbox()
-    assert mailbox.take_slot(1, 0) is None  # the driver has not begun the attempt
+    assert mailbox.take_slot(1, 0, ["of 0"]) is None  # the driver has not begun the attempt
     mailbox.begin(1, workers=2)
-    assert [mailbox.take_slot(1, rank) for rank in (0, 1)] == [TrainerSlot(0), TrainerSlot(1)]
-    assert mailbox.take_slot(1, 1) == TrainerSlot(None)  # not all train yet: nobody goes on
+    slots = [mailbox.take_slot(1, rank, [f"of {rank}"]) for rank in (0, 1)]
+    assert slots == [TrainerSlot(0), TrainerSlot(1)]
+    assert mailbox.slots(1).held == {0: ["of 0"], 1: ["of 1"]}  # a loss is noticed from here on
+    assert mailbox.take_slot(1, 1, ["of none"]) == TrainerSlot(None)  # not all train yet: nobody goes on
     for worker in (0, 1):
         mailbox.tell(1, [joined(worker)])
         mailbox.ready(1, worker)
-        mailbox.hold_slot(1, worker, [f"of {worker}"])
     assert mailbox.lose(1)
-    assert mailbox.take_slot(1, 1) == TrainerSlot(2)
-    mailbox.hold_slot(1, 2, ["of 2"])
+    assert mailbox.take_slot(1, 1, ["of 2"]) == TrainerSlot(2)
     mailbox.leave_slot(1, 0)
     assert mailbox.slots(1) == TrainerSlots({0: ["of 0"], 1: ["of 1"], 2: ["of 2"]}, frozenset({0}))
     mailbox.tell(1, [Finished({"stopped": False})])
-    assert mailbox.take_slot(1, 1) == TrainerSlot(None)
+    assert mailbox.take_slot(1, 1, ["of none"]) == TrainerSlot(None)
     mailbox.begin(2, workers=2)
-    assert mailbox.take_slot(1, 0) == TrainerSlot(None)
-    assert mailbox.take_slot(2, 0) == TrainerSlot(0)
-    assert (mailbox.slots(1), mailbox.slots(2)) == (
-        TrainerSlots({}, frozenset()),
-        TrainerSlots({}, frozenset()),
-    )
+    assert mailbox.take_slot(1, 0, ["of none"]) == TrainerSlot(None)
+    assert mailbox.take_slot(2, 0, ["of 0"]) == TrainerSlot(0)
+    assert mailbox.slots(1) == TrainerSlots({}, frozenset())
+    assert mailbox.slots(2) == TrainerSlots({0: ["of 0"]}, frozenset())
 
 
 def test_the_first_workers_of_an_attempt_meet_where_its_rank_0_serves() -> None:

@@ -41,7 +41,6 @@ from lockstep.training.requests import Requests
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
-from lockstep.training.step.mirrored import MirroredOptimizer
 
 
 class Seat(NamedTuple):
@@ -173,8 +172,8 @@ def return_to(run: Run, step: int) -> None:
 
     If it took the optimizer's state back alone, and the rest from another rank, a loss between the two would leave it with halves of two states.
     """
-    if isinstance(run.state.optimizer, MirroredOptimizer):
-        run.state.optimizer.take_back(step)
+    if run.state.mirrored is not None:
+        run.state.mirrored.take_back(step)
         if run.state.counters.step > step:
             run.step.take_back()
             counters = run.state.counters
@@ -195,8 +194,8 @@ def agree_on_state(
     source = min(holding, key=lambda rank: (holding[rank], rank))
     if holds:
         take_back(holding[source].step)
-    if isinstance(state.optimizer, MirroredOptimizer):
-        state.optimizer.regroup(group, holds=holds)
+    if state.mirrored is not None:
+        state.mirrored.regroup(group, holds=holds)
     # A job's own state may have changed in the step that was left.
     if any(report != (every[source][0], False) for report in every):
         hand_over(group, state, source)

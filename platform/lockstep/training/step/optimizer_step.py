@@ -176,10 +176,10 @@ class Stepper:
         count = len(self._turns(position))
         taken: dict[str, PhaseResult] = {}
         self._first = phases[0]
+        mirrored = self.state.mirrored is not None
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
-            mirrored = isinstance(phase.optimizer, MirroredOptimizer)
             if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls or mirrored):
                 self._start.keep(self.state)
             taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
@@ -713,8 +713,8 @@ class Stepper:
             closure = Closure(
                 optimizer, phase.closure_calls, loss, again, phase.parameters, self.group.device
             )
-        if isinstance(optimizer, MirroredOptimizer) and self.keeps_start:
-            optimizer.keep(state.counters.step)
+        if state.mirrored is not None and self.keeps_start:
+            state.mirrored.keep(state.counters.step)
         with job_at(f"the update of step {position.number}"):
             skipped = not state.precision.update(optimizer, closure)
         parts = {
