@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import JobError
 from lockstep.record.events.union import Document as Text
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
 from lockstep.record.ledger.tables import read_parquet, write_parquet
 from lockstep.training.step import compiled
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
@@ -31,7 +31,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_resume import RUN, taken_up
 from tests.distributed.test_same_bits import document
-from tests.distributed.training import Document, Kept, Trained, train, train_attempt
+from tests.distributed.training import Document, Kept, Trained, train, train_and_die, train_attempt
 from tests.forked import Forked
 from tests.in_process import here
 
@@ -158,7 +158,7 @@ def test_a_compiled_run_outlives_a_kill(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", programs)
     run = document("digits", 6, compile=True, checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})
     whole = train(document("digits", 6, compile=True))
-    killed = Forked(train_and_die, run, 4)
+    killed = Forked(train_and_die, run, RUN, 4)
     assert killed.wait(300) == -signal.SIGKILL, killed.communicate()
     for rank, ended in enumerate(
         pool.run(workers, go_on_in_folder, run, taken_up(str(tmp_path), None), programs)
@@ -167,19 +167,6 @@ def test_a_compiled_run_outlives_a_kill(
         assert ended.digests == whole.digests[-len(ended.digests) :]
         assert (ended.weights_digest, ended.identity) == (whole.weights_digest, whole.identity)
         assert rank or ended.rows == whole.rows
-
-
-def train_and_die(run: Document, step: int) -> None:
-    """Its process is killed when the run tells of `step`."""
-
-    class Dying(Kept):
-        def tell(self, event: Event) -> None:
-            if isinstance(event, StepRow) and event.step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            super().tell(event)
-
-    with mock.patch.object(training, "Kept", Dying):
-        train_attempt(run, RUN, AttemptOrigin())
 
 
 @pytest.mark.exact

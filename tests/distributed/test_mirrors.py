@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.reader import checkpoints, verify
-from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
-from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.training.step.mirrored import mirrors
 from tests.distributed.survivors import Change, Fall, outlive
-from tests.distributed.test_survivors import CENTRED, DIGITS, check, repeated
-from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.distributed.test_survivors import CENTRED, DIGITS, check, check_saves, repeated
+from tests.distributed.training import Document, Trained, train
 
 MIRRORED: Document = {"sharding": "optimizer", "faults": {"mirror": True}}
 ADAMW: Document = {"optimizer": {"name": "adamw", "lr": 0.01}}
@@ -101,13 +98,7 @@ def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, work
     document = SMALL | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
     outlived = outlive(document, 3, [Fall(worker, 2, "write")], run_id="run")
     check(outlived, plain(), [n for n in range(3) if n != worker])
-    folder = RunFolder.open(open_storage(str(tmp_path)), "run")
-    found = {one.step: one for one in checkpoints(folder)}
-    assert {4} <= found.keys() <= {2, 4}
-    for checkpoint in found.values():
-        verify(checkpoint)
-    taken_up = train_attempt(document, "run", AttemptOrigin("run", folder.claim().number, min(found)))
-    assert (taken_up.weights_digest, taken_up.rows) == (plain().weights_digest, plain().rows)
+    check_saves(document, str(tmp_path), plain())
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,11 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.local import RankRequests
 from lockstep.driver.signals import StopSignal
-from lockstep.record.events.union import Event, StepRow
 from tests.distributed import training
 from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.test_resume import flip_a_bit
-from tests.distributed.training import Document, Kept, Trained, train, train_attempt
+from tests.distributed.training import Document, Kept, Trained, train, train_and_die, train_attempt
 from tests.forked import Forked
 
 ROWS = 100
@@ -70,24 +69,11 @@ def of_ids(folder: Path, epochs: int, **data: Any) -> Document:
     }
 
 
-def train_and_die(run: Document, step: int) -> None:
-    """Its process is killed when the run tells of `step`."""
-
-    class Dying(Kept):
-        def tell(self, event: Event) -> None:
-            if isinstance(event, StepRow) and event.step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            super().tell(event)
-
-    with mock.patch.object(training, "Kept", Dying):
-        train_attempt(run, RUN, AttemptOrigin())
-
-
 def test_epochs_after_a_kill_have_orders_of_their_own(tmp_path: Path) -> None:
     """After a resume, loader processes repeated the order of epoch 0 (PL#21938)."""
     whole = ids_of(train(of_ids(tmp_path / "whole", 4)))
     run = of_ids(tmp_path / "killed", 4, loader_processes=2)
-    killed = Forked(train_and_die, run, 8)  # in the second epoch
+    killed = Forked(train_and_die, run, RUN, 8)  # in the second epoch
     assert killed.wait(120) == -signal.SIGKILL, killed.communicate()
     rest = train_attempt(run, RUN, taken_up(run))
     assert 0 < len(rest.digests) < 20

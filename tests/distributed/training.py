@@ -6,6 +6,8 @@ The functions here are called by name in the processes of a pool, or directly in
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +90,9 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 class Kept(NoRequests):
     """What a run tells, in memory, with a digest of the model after each step; it asks to stop after `stop_in` steps."""
 
-    def __init__(self, model: list[nn.Module], stop_in: int | None, run_id: str = "") -> None:
+    def __init__(
+        self, model: list[nn.Module], stop_in: int | None, run_id: str = "", dies_at: int | None = None
+    ) -> None:
         self.warnings: list[str] = []
         self.checkpoints: list[CheckpointRow] = []
         self._run_id = run_id
@@ -100,13 +104,15 @@ class Kept(NoRequests):
         self.digests: list[str] = []
         self.buckets: list[int] = []
         self._model = model
-        self._stop_in = stop_in
+        self._stop_in, self._dies_at = stop_in, dies_at
 
     def tell(self, event: Event) -> None:
         match event:
             case Restored():
                 self.steps, self.evaluations = list(event.steps), list(event.evaluations)
             case StepRow():
+                if event.step == self._dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 self.steps.append(event)
                 self.digests.append(weights_digest(whole_state(self._model[0])))
             case EvaluationRow():
@@ -178,6 +184,14 @@ def train_attempt(
     )
 
 
+def train_and_die(document: Document, run_id: str, step: int) -> None:
+    """The run's first attempt, in whose process SIGKILL comes when it tells of `step`."""
+    spec = load_spec(document)
+    train_job(
+        document, load_job(spec.job.use, spec.job.params), run_id=run_id, origin=AttemptOrigin(), dies_at=step
+    )
+
+
 def train_job(
     document: Document,
     job: Job,
@@ -185,10 +199,11 @@ def train_job(
     run_id: str = "",
     origin: AttemptOrigin | None = None,
     device: str = "cpu",
+    dies_at: int | None = None,
 ) -> Trained:
-    """`fit` on `job`; the spec's own job is not looked at but for its source."""
+    """`fit` on `job`; the spec's own job is not looked at but for its source. At step `dies_at` the process is killed."""
     made: list[nn.Module] = []
-    record = Kept(made, stop_in, run_id)
+    record = Kept(made, stop_in, run_id, dies_at)
     if dist.is_initialized():
         gc.collect()  # a process here may train a hundred runs, and the open group of one wakes up a hundred times a second
     with (

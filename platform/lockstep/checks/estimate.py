@@ -23,6 +23,7 @@ from lockstep.plan import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.initial_model import asks_for_shards
 from lockstep.training.observe.worker_memory import (
     UNIT_COPIES,
     average_bytes,
@@ -358,7 +359,7 @@ def _spans(found: Measured, workers: int) -> list[Span]:
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
 
-    A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless the rehearsal is off.
+    A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
     """
     optimizer = optimizer_bytes(spec, found, workers)
     parameters, average = held(spec, found.parameters, workers), held(spec, found.average, workers)
@@ -374,7 +375,7 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     computing = found.computing - found.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    begins_whole = is_fully_sharded(spec, workers) and spec.rehearsal != "off"
+    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec)
     return max(step, start if begins_whole else 0)
 
 

@@ -26,10 +26,11 @@ from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
 from lockstep.training.evaluate import evaluation_loss, has_evaluation_loss, stretch_of
 from lockstep.training.failure import job_at
+from lockstep.training.initial_model import make_model
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.modes import evaluating
-from lockstep.training.setup import make_model, make_plan, make_state
+from lockstep.training.setup import make_plan, make_state
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.phase_step import LossModule, missing_gradient

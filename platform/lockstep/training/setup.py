@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
@@ -29,24 +27,22 @@ from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
-from lockstep.job.interface import Job, Updates, overrides
+from lockstep.job.interface import Job, Updates
 from lockstep.plan import Plan, Position
-from lockstep.randomness import model_key, seed_all
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.checkpoints import Checkpoints, LastSave
-from lockstep.training.deferred_model import DeferredModel, NotDeferredError
+from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import check_kept
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.initial_model import make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
 from lockstep.training.integrity.digests import digest_on_first
-from lockstep.training.integrity.rehearsal.child_process import can_fork
-from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, check_model
+from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.promise import StepRehearsal
 from lockstep.training.integrity.resume_check.due import Due
@@ -60,12 +56,11 @@ from lockstep.training.job_data import (
     open_agreed,
     warnings_of,
 )
-from lockstep.training.modes import enter_training, learning_in_evaluation_mode
+from lockstep.training.modes import learning_in_evaluation_mode
 from lockstep.training.requests import Requests
 from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState, tensors
-from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding, check_torch
@@ -73,7 +68,7 @@ from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
-from lockstep.training.step.parameters import check_scaled, short_parameters
+from lockstep.training.step.parameters import short_parameters
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import (
     PhaseOptimizers,
@@ -86,7 +81,6 @@ from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
-from lockstep.training.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,18 +211,21 @@ def prepare(
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     if has_eval_weights(job):
         state.job_weights = job_weights_of(spec, job, plan, state, batches, group)
+    steps = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
+
+    def evaluation() -> EvaluationSets | None:
+        sets = data.held_out
+        return EvaluationSets(spec, job, plan, sets, group, state.precision) if sets else None
+
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
     with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
-        if deferred is not None:
-            rehearsal, evaluate = rehearse_sharded(
-                spec, job, plan, state, batches, data.held_out, group, warn, deferred
-            )
-        else:
-            rehearsal, evaluate = group.together(
-                partial(rehearse, spec, job, plan, state, batches, data.held_out, group, warn)
-            )
+        rehearsal, evaluate = (
+            rehearse_sharded(steps, deferred, group, evaluation)
+            if deferred is not None
+            else group.together(partial(rehearse, steps, evaluation))
+        )
     check_kept(spec.determinism, spec.threads)
     settings.put_back()
     facts = make_facts(
@@ -265,53 +262,38 @@ def prepare(
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
 
 
+MakesEvaluation = Callable[[], EvaluationSets | None]
+
+
 def rehearse_sharded(
-    spec: Spec,
-    job: Job,
-    plan: Plan,
-    state: TrainState,
-    batches: MicroBatches,
-    held_out: Mapping[str, Any],
-    group: Group,
-    warn: Callable[[str], None],
-    deferred: DeferredModel,
+    rehearsal: StepRehearsal, deferred: DeferredModel, group: Group, evaluation: MakesEvaluation
 ) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
-    rehearsal = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
+    state = rehearsal.state
     units = group.together(partial(rehearsal.units, deferred))
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
-    shard(job, state, group, calls, deferred.fill)
+    shard(rehearsal.job, state, group, calls, deferred.fill)
     assert state.sharding is not None
-    shown = rehearsal.first_sharded(state.sharding)
-    if not held_out:
+    shown, evaluate = rehearsal.first_sharded(state.sharding), evaluation()
+    if evaluate is None:
         check_followed(state.schedule, ())
-        return shown, None
-    evaluate = EvaluationSets(spec, job, plan, held_out, group, state.precision)
-    evaluate.prepare(compares=False)
+    else:
+        evaluate.prepare(compares=False)
     return shown, evaluate
 
 
 def rehearse(
-    spec: Spec,
-    job: Job,
-    plan: Plan,
-    state: TrainState,
-    batches: MicroBatches,
-    held_out: Mapping[str, Any],
-    group: Group,
-    warn: Callable[[str], None],
+    rehearsal: StepRehearsal, evaluation: MakesEvaluation
 ) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Compute the first micro-batch here, and try the rest of the promise in other processes. Returns what it showed, and the evaluation.
 
     Each rank does so by itself.
     """
-    first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
-    rehearsals = first_step.first()
-    evaluate = None
-    if held_out:
-        evaluate = EvaluationSets(spec, job, plan, held_out, group, state.precision)
+    spec, state = rehearsal.spec, rehearsal.state
+    rehearsals, evaluate = rehearsal.first(), evaluation()
+    if evaluate is not None:
         evaluate.prepare(compares=spec.determinism == "strict" and spec.rehearsal != "off")
-    shown = first_step.elsewhere(evaluate).evaluation
+    shown = rehearsal.elsewhere(evaluate).evaluation
     if evaluate is None:
         check_followed(state.schedule, ())
     elif shown is not None:
@@ -564,64 +546,3 @@ def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
         raise SpecError(
             f"{name}: got id {ids.last}, wanted samples of train_data, which has {count}, counted from 0"
         )
-
-
-def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None = None) -> nn.Module:
-    """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
-
-    All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
-    """
-    seed_all(model_key(spec.seed), device)
-    try:
-        with imports_of_job(job):
-            model = job.model()
-    except (Exception, SystemExit) as error:  # a job may call sys.exit()
-        raise as_lockstep_error(error, "while its model was made") from error
-    if not isinstance(model, nn.Module):
-        raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
-    _check(spec, model)
-    if spec.initial_weights is not None:
-        load_weights(model, Path(spec.initial_weights), group)
-    if spec.activation_checkpointing:
-        checkpoint_activations(job, model)
-    model.to(device)
-    enter_training(model)
-    return model
-
-
-def _check(spec: Spec, model: nn.Module) -> None:
-    check_model(model)
-    if spec.precision == "fp16":
-        check_scaled(model)
-
-
-def make_deferred(spec: Spec, job: Job, group: Group, warn: Callable[[str], None]) -> DeferredModel | None:
-    """The job's model without memory for its parameters, from the same generators; None where the model has to begin whole. All ranks call it.
-
-    That needs a start without a rehearsal in other processes, which have the whole model: `rehearsal: off`.
-    """
-    if spec.rehearsal != "off":
-        return None
-    deferred, why = None, ""
-    if spec.initial_weights is not None:
-        why = "initial_weights are loaded into a whole model"
-    elif overrides(job, "batch_loss"):
-        why = "a loss over the whole batch is tried with several micro-batches"
-    elif not can_fork(group.device):
-        why = "no other process can find out the units on this device"
-    else:
-        seed_all(model_key(spec.seed), group.device)
-        try:
-            with imports_of_job(job):
-                deferred = DeferredModel(job.model)
-            _check(spec, deferred.model)
-            if spec.activation_checkpointing:
-                checkpoint_activations(job, deferred.model)
-            enter_training(deferred.model)
-        except NotDeferredError as reason:
-            deferred, why = None, str(reason)
-    reasons = [reason for reason in group.gather(why) if reason]
-    if reasons:
-        warn(f"sharding: every worker begins with the whole model: {reasons[0]}")
-        return None
-    return deferred
