@@ -156,12 +156,12 @@ def _data_sets(
 
 def leaked_rows(data: JobData, seed: int, warn: Callable[[str], None]) -> int | None:
     """The number of held-out samples that are training samples too, with a warning for each set that has any; None where none is compared."""
-    found: list[int] = []
+    rows: list[int] = []
     for label, held_out in data.held_out.items():
         leakage = find_leakage(data.train, held_out, seed)
         if leakage is None:
             continue
-        found.append(leakage.rows)
+        rows.append(leakage.rows)
         if leakage.rows:
             drawn = (
                 "" if is_table(data.train) else " (both are opened under one seed: what both draw is equal)"
@@ -170,7 +170,7 @@ def leaked_rows(data: JobData, seed: int, warn: Callable[[str], None]) -> int | 
             warn(
                 f"data: {leakage.described(len(held_out))}{which}; they flatter every metric: leave them out of one of the two{drawn}"  # type: ignore[arg-type]
             )
-    return sum(found) if found else None
+    return sum(rows) if rows else None
 
 
 def _plan_facts(plan: Plan, evaluate: EvaluationSets | None) -> dict[str, int]:

@@ -77,16 +77,16 @@ def open_data(job: Job, seed: int, group: Group | None = None) -> JobData:
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def _labelled(kind: str, given: Any) -> Iterator[tuple[str, Any]]:
+def _labelled(kind: str, returned: Any) -> Iterator[tuple[str, Any]]:
     """The sets that a method returns, by their labels."""
-    if given is None:
+    if returned is None:
         return
-    if not isinstance(given, Mapping):
-        yield kind, given
+    if not isinstance(returned, Mapping):
+        yield kind, returned
         return
-    if not given:
+    if not returned:
         raise problems.NO_SET(field=f"job.{kind}_data")
-    for name, data in given.items():
+    for name, data in returned.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise problems.SET_NAME(field=f"job.{kind}_data", got=name)
         yield f"{kind}/{name}", data

@@ -47,10 +47,10 @@ def mirrors(nodes: Sequence[str]) -> tuple[int, ...]:
     """
     ranks = len(nodes)
 
-    def apart(shift: int) -> int:
+    def crossing(shift: int) -> int:
         return sum(nodes[rank] != nodes[(rank + shift) % ranks] for rank in range(ranks))
 
-    shift = max(range(1, ranks), key=lambda one: (apart(one), -one), default=0)
+    shift = max(range(1, ranks), key=lambda shift: (crossing(shift), -shift), default=0)
     return tuple((rank + shift) % ranks for rank in range(ranks))
 
 
@@ -191,16 +191,19 @@ class MirroredOptimizer(ShardedOptimizer):
         self._build()
         current = [(self._layout, self._shares)] if self._is_whole else []
         mine = [*current, *self._previous] if holds else []
-        told = [
-            (layout, {owner: self._told(share) for owner, share in shares.items()}) for layout, shares in mine
+        reported = [
+            (layout, {owner: self._reported(share) for owner, share in shares.items()})
+            for layout, shares in mine
         ]
-        reports: list[_Report] = group.gather(_Report(node_name(), told))
+        reports: list[_Report] = group.gather(_Report(node_name(), reported))
         layout, sources = _chosen(reports)
-        shares = next((shares for held, shares in mine if held == layout), {})
+        shares = next((shares for kept_layout, shares in mine if kept_layout == layout), {})
         old_spans = self._spans(layout.ranks)
         state = {owner: dict(reports[source].layouts)[layout][owner] for owner, source in sources.items()}
 
-        number = 1 + max(held.number for report in reports for held, _ in report.layouts)
+        number = 1 + max(
+            reported_layout.number for report in reports for reported_layout, _ in report.layouts
+        )
         self.group, self._built, self._is_whole = group, False, False
         self._layout = Layout(number, group.size, mirrors([report.node for report in reports]))
         self._build()
@@ -208,7 +211,7 @@ class MirroredOptimizer(ShardedOptimizer):
         self._exchange(old_spans, sources, shares, state)
         self._is_whole = True
 
-    def _told(self, share: Share) -> dict[int, dict[str, Any]]:
+    def _reported(self, share: Share) -> dict[int, dict[str, Any]]:
         return {
             i: {name: as_told(name, value) for name, value in share.optimizer.state[part.value].items()}
             for i, part in share.parts.items()
@@ -224,7 +227,7 @@ class MirroredOptimizer(ShardedOptimizer):
     ) -> None:
         """Fill the state of this rank's new spans from the `old_spans`, whose `sources` have their state."""
         rank = self.group.rank
-        keepers = {owner: sorted({owner, mirror}) for owner, mirror in enumerate(self._layout.mirrors)}
+        replicas = {owner: sorted({owner, mirror}) for owner, mirror in enumerate(self._layout.mirrors)}
         groups = [every for every in self.param_groups for _ in every["params"]]
         olds: dict[int, list[Span]] = {}
         for span in old_spans:
@@ -233,7 +236,7 @@ class MirroredOptimizer(ShardedOptimizer):
             outgoing: list[tuple[int, Tensor]] = []
             incoming: list[tuple[int, Tensor]] = []
             made: list[tuple[int, dict[str, Any]]] = []
-            for keeper in keepers[new.owner]:
+            for replica in replicas[new.owner]:
                 filled: dict[str, Any] = {}
                 for old in olds[new.parameter]:
                     begin, end = max(new.start, old.start), min(new.stop, old.stop)
@@ -243,17 +246,17 @@ class MirroredOptimizer(ShardedOptimizer):
                     source = sources[old.owner]
                     for name, value in names.items():
                         if not isinstance(value, torch.dtype):
-                            if keeper == rank:
+                            if replica == rank:
                                 filled.setdefault(name, self._number(new, groups, name, value))
                             continue
                         sent = None
                         if source == rank:
                             share = shares[old.owner]
-                            held = share.optimizer.state[share.parts[new.parameter].value][name]
-                            sent = held.contiguous().view(-1)[begin - old.start : end - old.start]
-                        if keeper != rank:
+                            values = share.optimizer.state[share.parts[new.parameter].value][name]
+                            sent = values.contiguous().view(-1)[begin - old.start : end - old.start]
+                        if replica != rank:
                             if sent is not None:
-                                outgoing.append((keeper, sent))
+                                outgoing.append((replica, sent))
                             continue
                         if name not in filled:
                             filled[name] = torch.empty(
@@ -264,7 +267,7 @@ class MirroredOptimizer(ShardedOptimizer):
                             target.copy_(sent)
                         else:
                             incoming.append((source, target))
-                if keeper == rank and filled:
+                if replica == rank and filled:
                     made.append((new.owner, filled))
             if outgoing or incoming:
                 self.group.pass_on(outgoing, incoming)()
@@ -287,12 +290,12 @@ class MirroredOptimizer(ShardedOptimizer):
 
 def _chosen(reports: Sequence[_Report]) -> tuple[Layout, dict[int, int]]:
     """The newest layout of which some rank has each span, and by owner the rank that has its spans. ClusterError where there is none."""
-    layouts = sorted({held for report in reports for held, _ in report.layouts}, reverse=True)
+    layouts = sorted({layout for report in reports for layout, _ in report.layouts}, reverse=True)
     for layout in layouts:
         sources: dict[int, int] = {}
         for rank, report in enumerate(reports):
-            for held, shares in report.layouts:
-                if held == layout:
+            for reported_layout, shares in report.layouts:
+                if reported_layout == layout:
                     for owner in shares:
                         sources.setdefault(owner, rank)
         if len(sources) == layout.ranks:

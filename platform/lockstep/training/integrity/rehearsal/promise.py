@@ -393,9 +393,9 @@ class StepRehearsal:
         sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
         keys = list(islice(sampler, len(assigned)))
         model, compiled = self.state.model, self.state.compiled
-        own = [module for module in modules if module.phase.embed is None]
+        within = [module for module in modules if module.phase.embed is None]
         with evaluating(model), nullcontext() if compiled is None else compiled.off():
-            for module in own:
+            for module in within:
 
                 def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
                     return float(self._forward(module, self._fetch(key), seed).total)
