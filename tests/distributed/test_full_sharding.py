@@ -647,7 +647,14 @@ def check_whole_batch(pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], wor
 
 
 def test_a_step_that_takes_something_from_the_whole_batch(pool: Pool) -> None:
-    check_whole_batch(pool, [batch_kinds.Detection, batch_kinds.QueueOfTheBatch, HeadOfTheBatch], 2)
+    kinds = [
+        batch_kinds.Detection,
+        batch_kinds.Moco,
+        batch_kinds.Dino,
+        batch_kinds.QueueOfTheBatch,
+        HeadOfTheBatch,
+    ]
+    check_whole_batch(pool, kinds, 2)
 
 
 @pytest.mark.exact

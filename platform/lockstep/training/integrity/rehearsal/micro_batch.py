@@ -175,7 +175,8 @@ def compute(
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
-    seed_all(rehearsal_key(seed, *([m] if m else [])), device)
+    seeded = partial(seed_all, rehearsal_key(seed, *([m] if m else [])), device)
+    seeded()
     buffers, parameters = KeptBuffers(model), ParameterWatch(model)
     values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
     try:
@@ -192,21 +193,10 @@ def compute(
                 raise written_parameter(name, where)
         gradients = _gradients(module, where)
         written, results = buffers.written(), _results(loss, gradients, buffers)
-        statistics = own_statistics(loss.statistics, module.phase.loss_label)
-        if statistics and not takes_statistics(module.job):
-            raise JobError(
-                f"{module.phase.loss_label}: gives the statistic {next(iter(statistics))!r}, which nothing takes; write after_step(model, step, statistics)"
-            )
-        if overrides(module.job, "step_statistics"):
-            buffers.restore()
-            seed_all(rehearsal_key(seed, *([m] if m else [])), device)
-            with job_at(where), torch.no_grad(), precision.autocast():
-                given = module.job.step_statistics(model, batch)
-            statistics |= own_statistics(given, "job.step_statistics")
-            parameters.check(where)
-        for name, value in statistics.items():
-            tensors = (value.total, value.weight) if isinstance(value, Mean) else (value,)
-            results[f"the statistic {name!r}"] = " ".join(map(tensor_digest, tensors))  # type: ignore[arg-type]
+        with torch.no_grad(), precision.autocast():
+            of_step = partial(_statistics_of, module, batch, buffers, seeded, where)
+            statistics = _statistics(module, loss, results, of_step)
+        parameters.check(where)
         return Computed(loss, results, gradients, written, statistics)
     finally:
         buffers.restore()
@@ -227,7 +217,8 @@ def compute_sharded(
     The results are the same; the gradients are not kept.
     """
     model, where = module.model, "first micro-batch, before training"
-    seed_all(rehearsal_key(seed), device)
+    seeded = partial(seed_all, rehearsal_key(seed), device)
+    seeded()
     buffers, digests = KeptBuffers(model), dict[str, str]()
 
     def observe(gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
@@ -243,14 +234,43 @@ def compute_sharded(
             check_loss(loss, precision, first=True, label=module.phase.loss_label)
             module.backward(loss.total)
         sharding.end_pass(f" ({where})")
-        results = _results(loss, {}, buffers)
+        written, results = buffers.written(), _results(loss, {}, buffers)
         results |= {f"the gradient of {name!r}": digest for name, digest in digests.items()}
-        statistics = own_statistics(loss.statistics, module.phase.loss_label)
-        return Computed(loss, results, {}, buffers.written(), statistics)
+        with torch.no_grad(), precision.autocast():
+            of_step = partial(_statistics_of, module, batch, buffers, seeded, where)
+            statistics = _statistics(module, loss, results, partial(sharding.computed, of_step))
+        return Computed(loss, results, {}, written, statistics)
     finally:
         buffers.restore()
         sharding.reshard()
         sharding.forget_gradients()
+
+
+def _statistics_of(
+    module: LossModule, batch: Any, buffers: KeptBuffers, seeded: Callable[[], None], where: str
+) -> Any:
+    """What the job's `step_statistics` gives of a micro-batch, from the buffers and with the seeds of its loss."""
+    buffers.restore()
+    seeded()
+    with job_at(where):
+        return module.job.step_statistics(module.model, batch)
+
+
+def _statistics(
+    module: LossModule, loss: Loss, results: dict[str, str], of_step: Callable[[], Any]
+) -> dict[str, Mean | Tensor]:
+    """The statistics of a micro-batch, with its loss and from `of_step`, where the job has such a method; added to its `results`. JobError where nothing takes them."""
+    statistics = own_statistics(loss.statistics, module.phase.loss_label)
+    if statistics and not takes_statistics(module.job):
+        raise JobError(
+            f"{module.phase.loss_label}: gives the statistic {next(iter(statistics))!r}, which nothing takes; write after_step(model, step, statistics)"
+        )
+    if overrides(module.job, "step_statistics"):
+        statistics |= own_statistics(of_step(), "job.step_statistics")
+    for name, value in statistics.items():
+        tensors = (value.total, value.weight) if isinstance(value, Mean) else (value,)
+        results[f"the statistic {name!r}"] = " ".join(map(tensor_digest, tensors))  # type: ignore[arg-type]
+    return statistics
 
 
 def _check_untouched(model: nn.Module, before: Container[str], where: str) -> None:
