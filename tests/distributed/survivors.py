@@ -1,4 +1,4 @@
-"""Runs that lose workers: processes of their own, a roll call in the test's, and a worker that kills itself at a chosen place.
+"""Runs that lose workers: processes of their own, a rendezvous in the test's, and a worker that kills itself at a chosen place.
 
 A place is a name and how often it was passed. The names are the calls in which a rank waits for others, or leaves something that
 others wait for; where they lie in a step is for the tests to say.
@@ -39,9 +39,9 @@ from lockstep.record.events.union import EvaluationRow, Event, Restored, StepRow
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
-from lockstep.training.elastic.membership import RollCalls
+from lockstep.training.elastic.membership import RendezvousRounds
 from lockstep.training.elastic.recovery import Seat, next_attempt
-from lockstep.training.elastic.rendezvous import Meeting
+from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.loop import fit, join
 from lockstep.training.requests import NoRequests
@@ -155,7 +155,7 @@ def outlive(
     All import the job from `path`, if any, and read tables in `table_versions`, but for what `joining_worker` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
     """
     context = forking()
-    calls, told = RollCalls(1, workers), Told()
+    calls, told = RendezvousRounds(1, workers), Told()
     joining_workers = sum(change.joining for change in changes)
     with tempfile.TemporaryDirectory(prefix="lockstep-survivors-") as folder:
         pipes, processes = [], []
@@ -174,7 +174,7 @@ def outlive(
             pipes.append(here)
             processes.append(process)
         try:
-            answers = _served(_DriverRestarter(calls, told, workers, list(changes)), processes, pipes)
+            answers = _served(_Coordinator(calls, told, workers, list(changes)), processes, pipes)
         finally:
             for process in processes:
                 process.kill()
@@ -193,10 +193,10 @@ def outlive(
     )
 
 
-class _DriverRestarter:
-    """What outlives the workers: the roll calls, the record, and who is to join and to leave."""
+class _Coordinator:
+    """What outlives the workers: the rendezvous, the record, and who is to join and to leave."""
 
-    def __init__(self, calls: RollCalls, told: Told, workers: int, changes: list[Change]) -> None:
+    def __init__(self, calls: RendezvousRounds, told: Told, workers: int, changes: list[Change]) -> None:
         self.calls, self.told, self._changes = calls, told, changes
         self.let_in = workers
         """Workers below this number may enter: the others stay away until it is their turn."""
@@ -243,13 +243,13 @@ class _DriverRestarter:
 
 
 def _served(
-    driver_restarter: _DriverRestarter, processes: Sequence[Any], pipes: Sequence[Any]
+    coordinator: _Coordinator, processes: Sequence[Any], pipes: Sequence[Any]
 ) -> dict[int, tuple[Any, list[int], list[tuple[int, str]]]]:
-    """Keep the roll calls and the record until every worker has answered or fallen."""
-    calls = driver_restarter.calls
+    """Keep the rendezvous and the record until every worker has answered or fallen."""
+    calls = coordinator.calls
     answers: dict[int, Any] = {}
     spoken, living = dict(enumerate(pipes)), dict(enumerate(processes))
-    while min(living, default=driver_restarter.let_in) < driver_restarter.let_in:
+    while min(living, default=coordinator.let_in) < coordinator.let_in:
         ready = wait([*spoken.values(), *(process.sentinel for process in living.values())], timeout=ANSWER_S)
         assert ready, f"workers {sorted(living)} did nothing for {ANSWER_S} s"
         for worker, pipe in list(spoken.items()):
@@ -268,7 +268,7 @@ def _served(
                 del spoken[worker], living[worker]
                 calls.lose(worker)
             try:
-                pipe.send(driver_restarter.answer(worker, what, *rest))
+                pipe.send(coordinator.answer(worker, what, *rest))
             except BrokenPipeError:
                 spoken.pop(worker)
         for worker, process in list(living.items()):
@@ -359,19 +359,19 @@ def _live(
     worker = _Worker(pipe, run_id)
     try:
         spec = load_spec(document)
-        meeting = Meeting(1, number, "127.0.0.1", Secret(bytes(32)), worker, worker.seated)
+        rendezvous = RendezvousHandler(1, number, "127.0.0.1", Secret(bytes(32)), worker, worker.seated)
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
-        with several, watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
+        with several, watched(falls, places, begun, worker.fall_silent), _without(broken), rendezvous:
             job = load_job(spec.job.use, spec.job.params)
             cpu = torch.device("cpu")
             origin = AttemptOrigin(table_versions=other.table_versions) if run_id else None
             if number >= workers:
-                answer: Any = join(spec, job, cpu, meeting, origin)
+                answer: Any = join(spec, job, cpu, rendezvous, origin)
             else:
                 store = dist.FileStore(f"{folder}/store", workers)
                 dist.init_process_group("gloo", store=store, rank=number, world_size=workers)
                 seat = worker.seated(Group.join(cpu), 1, Seat(None, tell_nobody, worker, origin))  # type: ignore[arg-type]
-                answer = fit(spec, job, *seat, meeting)
+                answer = fit(spec, job, *seat, rendezvous)
     except Exception as error:  # noqa: BLE001 - carried to the test
         answer = error
     pipe.send(("answer", answer, begun, places))
@@ -492,7 +492,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),
         "start of the step": (Stepper, "abandon", without_start),
-        "listening": (Meeting, "_listen", lambda self: None),
+        "listening": (RendezvousHandler, "_listen", lambda self: None),
         "byte": (lockstep.training.elastic.recovery, "unpack", changed),
         "section": (TrainState, "restore", without_optimizer),
     }

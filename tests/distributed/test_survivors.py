@@ -116,14 +116,14 @@ def test_an_evaluation_that_is_left_is_judged_once() -> None:
 
 
 def test_loader_processes_do_not_keep_the_connections_of_a_worker_that_is_lost() -> None:
-    """They live on for some seconds; the others are not told of the roll call, and find out by their connections alone."""
+    """They live on for some seconds; the others are not told of the rendezvous, and find out by their connections alone."""
     document = CENTRED | {"data": {"loader_processes": 1}}
     outlived = outlive(document, 3, [Fall(1, 3, "send whole")], broken="listening")
     check(outlived, train(CENTRED), [0, 2])
 
 
 def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
-    """No connection ends: those that wait for it are told of a roll call, and break their group off by themselves."""
+    """No connection ends: those that wait for it are told of a rendezvous, and break their group off by themselves."""
     outlived = outlive(CENTRED, 3, [Fall(1, 3, "send whole", silent=True)])
     check(outlived, train(CENTRED), [0, 2])
     assert repeated(outlived) == [3]

@@ -45,7 +45,7 @@ def live(pipe: Any, rank: int, folder: str, case: str) -> None:
     work = (dist.isend if sends else dist.irecv)(large, 1, group.channel)
     assert work is not None
     pipe.send("under way")
-    group.waits.on_cut = group.break_off  # as a meeting does, once it is known that a member is lost
+    group.waits.on_cut = group.break_off  # as a rendezvous does, once it is known that a member is lost
     began = time.monotonic()
     try:
         if case.endswith("gloo"):

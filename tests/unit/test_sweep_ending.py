@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.calls.record_check import check_record
-from lockstep.checkpoint.runs.lease import holding
+from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.record.events.union import Failed
 from lockstep.record.mirror.stores import reader
@@ -100,7 +100,7 @@ def test_trials_of_others_are_left_alone(left: tuple[SweepSpec, str, str, str]) 
 def test_a_sweep_that_another_command_holds_is_left_to_it(left: tuple[SweepSpec, str, str, str]) -> None:
     """Its own driver may hold it still, where its cluster has died."""
     sweep, sweep_id, trial_id, process = left
-    with holding(LocalStorage(sweep.base.folder), sweep_id, f"sweep {sweep_id}"):
+    with leased(LocalStorage(sweep.base.folder), sweep_id, f"sweep {sweep_id}"):
         assert record_sweep_end(sweep, sweep_id, WHY, [], [process]) is None
         assert statuses(sweep) == {sweep_id: "RUNNING", trial_id: "FAILED"}
         assert record_sweep_end(sweep, sweep_id, WHY, [], [process], driver=os.getpid()) == sweep_id

@@ -12,7 +12,7 @@ from lockstep.errors import SpecError
 from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import driver
-from lockstep.sweeps.sweep_resume import held_sweep, resume_sweep
+from lockstep.sweeps.sweep_resume import leased_sweep, resume_sweep
 
 
 def test_a_second_resume_of_a_sweep_learns_who_holds_it(
@@ -27,10 +27,10 @@ def test_a_second_resume_of_a_sweep_learns_who_holds_it(
     (tmp_path / "sweep-a").mkdir()
     (tmp_path / "sweep-a" / SWEEP_FILE).write_text(yaml.safe_dump(document))
     began: list[str] = []
-    monkeypatch.setattr(driver, "run_sweep", lambda options, spec, sweep_id, hold: began.append(sweep_id))
+    monkeypatch.setattr(driver, "run_sweep", lambda options, spec, sweep_id, lease: began.append(sweep_id))
     spec = load_sweep(document, [f"spec.{word}" for word in words])
     with (
-        held_sweep(spec, "sweep-a"),
+        leased_sweep(spec, "sweep-a"),
         pytest.raises(SpecError, match=r"sweep sweep-a is held by process \d+ on host .* --takeover"),
     ):
         resume_sweep(RunOptions(), "sweep-a", words, uri="off")

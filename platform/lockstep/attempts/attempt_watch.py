@@ -115,7 +115,7 @@ class AttemptWatch:
             if len(self._workers.lost) == len(self._outlived):
                 lost_at = time.monotonic()
             elif time.monotonic() - lost_at > faults.longest_silence_s:
-                self._workers.give_up()  # a worker has not come to the roll call, and nothing tells why
+                self._workers.give_up()  # a worker has not come to the rendezvous, and nothing tells why
             self._leave(self._blame.judge(status.view, self._account.current), status.view)
             if self.moving is None and not self._stopping and self._account.current.last_step:
                 self._tend(status)

@@ -31,7 +31,7 @@ from lockstep.record.events.union import (
     TakenOver,
 )
 from lockstep.record.recorder_state import RecorderState
-from lockstep.training.elastic.membership import Answer, Arrival, RollCalls
+from lockstep.training.elastic.membership import Answer, Arrival, RendezvousRounds
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
@@ -87,7 +87,7 @@ class RunStatus(NamedTuple):
     went_on: WentOn | None = None
     """Of the attempt at hand, where it began so."""
     numbers: tuple[int, ...] = ()
-    """The workers of the attempt at hand by rank, each by the number that it has at roll calls."""
+    """The workers of the attempt at hand by rank, each by the number."""
     waiting: tuple[int, ...] = ()
     """The joining workers that are ready, and wait to be let in."""
     able: bool = False
@@ -136,11 +136,11 @@ class Mailbox:
         self._recorder = RecorderState()
         self._closed = False
         self._named = False
-        self._calls = RollCalls(0, 0)
+        self._calls = RendezvousRounds(0, 0)
         self._first = 0
         """The attempt that the driver began last; from it the workers may have gone on to others."""
         self._by_number: dict[int, Joined] = {}
-        """Its workers and joining workers, by the numbers that they have at roll calls."""
+        """Its workers and joining workers, by the numbers."""
         self._numbers: tuple[int, ...] = ()
         self._fetches = 0
         self._call: Callable[[], object] = lambda: None
@@ -219,14 +219,14 @@ class Mailbox:
         if attempt == self._first:
             self._address = address
 
-    def meeting_place(self, attempt: int) -> tuple[str, int] | None:
+    def rendezvous_address(self, attempt: int) -> tuple[str, int] | None:
         """Where the first workers meet, once it is known."""
         return self._address if attempt == self._first else None
 
-    # --- roll calls: see training.roll_call -------------------------------------------------------------------
+    # --- rendezvous: see training.rendezvous -------------------------------------------------------------------
 
     def ready(self, attempt: int, worker: int) -> None:
-        """A worker of the attempt that has this number in the driver trains, and would come to a roll call."""
+        """A worker of the attempt that has this number in the driver trains, and would come to a rendezvous."""
         if not self._first:
             self._early.append(partial(self.ready, attempt, worker))
         elif attempt == self._first:
@@ -248,7 +248,7 @@ class Mailbox:
         return self._calls.ask(attempt, worker)
 
     def called(self) -> int | None:
-        """The attempt whose workers are to come to a roll call, where there is one."""
+        """The attempt whose workers are to come to a rendezvous, where there is one."""
         return self._calls.called
 
     def lose(self, worker: int) -> bool:
@@ -266,7 +266,7 @@ class Mailbox:
         return self._calls.workers.index(worker) if worker in self._calls.workers else worker
 
     def _follow(self) -> None:
-        """See the attempt that the roll call has begun, where it has."""
+        """See the attempt that the rendezvous has begun, where it has."""
         formation = self._calls.newest
         if formation is not None and formation.attempt > self._view.attempt:
             self._view.members = self._by_number
@@ -284,7 +284,7 @@ class Mailbox:
     def begin(self, attempt: int, workers: int = 1, fewest: int = 1) -> None:
         """Another attempt begins, with so many workers; where not even the `fewest` are left, they do not go on."""
         self._view, self._asked = self._view.next(attempt), Asked()
-        self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
+        self._calls, self._first = RendezvousRounds(attempt, workers, fewest), attempt
         self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
         self._left, self._held, self._address = set(), {}, None
@@ -372,8 +372,8 @@ class Mailbox:
             self._call()
 
 
-class MailboxRollCalls:
-    """One worker's way to the roll calls of the mailbox (`training.elastic.rendezvous.RollCallClient`)."""
+class MailboxRendezvousClient:
+    """One worker's way to the rendezvous of the mailbox (`training.elastic.rendezvous.RendezvousClient`)."""
 
     def __init__(self, mailbox: Any, attempt: int, worker: int, joining_worker: Joined | None = None) -> None:
         self._mailbox, self._first, self._worker = mailbox, attempt, worker

@@ -22,7 +22,7 @@ READY_S = 300.0
 
 
 class Members(NamedTuple):
-    """Who joins and who leaves, by their numbers at roll calls."""
+    """Who joins and who leaves, by their numbers at rendezvous."""
 
     joining: tuple[int, ...]
     leaving: tuple[int, ...]

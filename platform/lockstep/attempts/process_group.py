@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig
 
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, ensure_descriptors, form_default_group
-from lockstep.communication.rendezvous import met, serving
+from lockstep.communication.store import connect_store, serve_store
 from lockstep.errors import ClusterError
 
 _RaysBackend: Any = TorchConfig().backend_cls
@@ -71,13 +71,13 @@ class ReplicaTorch(TorchConfig):  # type: ignore[misc]  # untyped base
         return ReplicaBackend
 
 
-_met_at: list[Any] = []
+_store: list[Any] = []
 """The store at which this process has met the others: torch keeps only its C++ half."""
 
 
 def form_group(backend: str, store: Any, rank: int, size: int) -> None:
     """Make the default process group of those that meet at a store, which is kept as long as this process."""
-    _met_at[:] = [store]
+    _store[:] = [store]
     form_default_group(backend, store, rank, size)
 
 
@@ -107,8 +107,10 @@ def allow_descriptors(size: int) -> None:
 def _serve(backend: str, secret: Secret, size: int) -> tuple[str, int]:
     """In the worker of rank 0, serve the store at which all meet. Returns its address."""
     allow_descriptors(size)
-    store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=backend == "nccl")
-    _met_at[:] = [store]
+    store = serve_store(
+        ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=backend == "nccl"
+    )
+    _store[:] = [store]
     return store.host, store.port
 
 
@@ -120,5 +122,5 @@ def _join(backend: str, rank: int, size: int, address: tuple[str, int], secret: 
     device = str(ray.train.torch.get_device())
     set_torchrun_variables(rank, size, local_rank, local_size, context.get_node_rank(), device)
     gpus = backend == "nccl"
-    store = met(*address, secret, COLLECTIVE_TIMEOUT, gpus=gpus) if rank > 0 else _met_at[0]
+    store = connect_store(*address, secret, COLLECTIVE_TIMEOUT, gpus=gpus) if rank > 0 else _store[0]
     form_group(backend, store, rank, size)

@@ -21,7 +21,7 @@ from lockstep.attempts.process_group import form_group, set_torchrun_variables
 from lockstep.attempts.worker_main import joining_worker_main, train_as
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.group import COLLECTIVE_TIMEOUT
-from lockstep.communication.rendezvous import met, serving
+from lockstep.communication.store import connect_store, serve_store
 
 ASK_S = 0.05
 """Seconds between two questions for what another process has yet to say."""
@@ -58,11 +58,11 @@ def _first_group(config: dict[str, Any], rank: int) -> str | None:
     mailbox, secret, attempt = config["mailbox"], config["secret"], config["origin"].attempt
     size = ray.train.get_context().get_world_size()
     if rank == 0:
-        store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT)
+        store = serve_store(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT)
         answer_of(mailbox.meet_at.remote(attempt, (store.host, store.port)), "the run's mailbox", ANSWER_S)
     else:
-        host, port = _until_known(mailbox.meeting_place, attempt)
-        store = met(host, port, secret, COLLECTIVE_TIMEOUT)
+        host, port = _until_known(mailbox.rendezvous_address, attempt)
+        store = connect_store(host, port, secret, COLLECTIVE_TIMEOUT)
     form_group("gloo", store, rank, size)
     nodes: list[str] = [""] * size
     dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())

@@ -50,7 +50,7 @@ class WorkerGroup:
         self.error: LockstepError | None = None
         self.stage_ends = StageEnds()
         self.lost: dict[int, str] = {}
-        """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a joining worker's number."""
+        """Why lost workers are gone although the others go on, by their numbers at rendezvous: a worker's first rank, or a joining worker's number."""
         self.can_regroup = True
         """Whether Ray Train's group allows its workers to go on in another group."""
         self.replaced_by_ray = False
@@ -139,7 +139,7 @@ class WorkerGroup:
         return self._trainer.bundles() if self._trainer is not None else (None, {})
 
     def dismiss(self, numbers: Sequence[int]) -> None:
-        """Kill these joining workers. The mailbox hears of it: one that had come to a roll call is not to be waited for."""
+        """Kill these joining workers. The mailbox hears of it: one that had come to a rendezvous is not to be waited for."""
         self.joining_workers.end(numbers)
         for number in numbers:
             self._joining_worker_lost(number, "it was no longer needed")

@@ -13,7 +13,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
+from lockstep.attempts.mailbox import MailboxRendezvousClient, wait_for_run_id, wait_until_named
 from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.worker_output import keep_private, output_sent
@@ -27,7 +27,7 @@ from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.training.elastic.recovery import Seat, next_attempt
-from lockstep.training.elastic.rendezvous import Meeting
+from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit, join
 from lockstep.training.requests import NoRequests
@@ -73,16 +73,16 @@ class WorkerPlace:
         self._mailbox, self._joining_worker, self._secret = mailbox, joining_worker, config["secret"]
         self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
 
-    def meeting(self) -> Meeting:
-        """The meeting at which this worker forms another group with the others."""
+    def rendezvous(self) -> RendezvousHandler:
+        """The rendezvous at which this worker forms another group with the others."""
 
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
         joined = listening(self._number) if self._joining_worker else None
-        client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
+        client = MailboxRendezvousClient(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
-        return Meeting(self._first, self._number, host, self._secret, client, seated)
+        return RendezvousHandler(self._first, self._number, host, self._secret, client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
         """The seat in a group: rank 0 reports the run's events, and receives what is asked of the run."""
@@ -125,8 +125,8 @@ def train_as(config: dict[str, Any], rank: int, ready: Callable[[], str | None])
         node = ready()
         group = Group.join(ray.train.torch.get_device())
         seat = place.seated(group, place.attempt, config["origin"])
-        with _worker_setup(config, place, rank, node) as (spec, job, meeting):
-            fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
+        with _worker_setup(config, place, rank, node) as (spec, job, rendezvous):
+            fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, rendezvous)
 
 
 def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -> None:
@@ -137,9 +137,9 @@ def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -
     place = WorkerPlace(config, number, joining_worker=True)
     with (
         _errors_reported(place.sender, f"worker {number}", number),
-        _worker_setup(config, place, number, node) as (spec, job, meeting),
+        _worker_setup(config, place, number, node) as (spec, job, rendezvous),
     ):
-        join(spec, job, torch.device("cpu"), meeting, config["origin"])
+        join(spec, job, torch.device("cpu"), rendezvous, config["origin"])
 
 
 @contextmanager
@@ -158,8 +158,8 @@ def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
 @contextmanager
 def _worker_setup(
     config: dict[str, Any], place: WorkerPlace, number: int, node: str | None
-) -> Iterator[tuple[Spec, Job, Meeting]]:
-    """Set up a worker's surroundings: its output is recorded and its node sampled. Yields the spec, the job, and the meeting with the others."""
+) -> Iterator[tuple[Spec, Job, RendezvousHandler]]:
+    """Set up a worker's surroundings: its output is recorded and its node sampled. Yields the spec, the job, and the rendezvous with the others."""
     folder, tell = config["folder"], place.sender.tell
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -173,5 +173,5 @@ def _worker_setup(
         keep_private()
     source = replay.source if replay is not None else config["source"]
     recorded = imported_from(source) if source else nullcontext()
-    with system_recorded(tell, node), output_sent(print_on), recorded, place.meeting() as meeting:
-        yield spec, load_job(spec.job.use, spec.job.params), meeting
+    with system_recorded(tell, node), output_sent(print_on), recorded, place.rendezvous() as rendezvous:
+        yield spec, load_job(spec.job.use, spec.job.params), rendezvous

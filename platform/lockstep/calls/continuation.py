@@ -13,7 +13,7 @@ from lockstep.calls import problems
 from lockstep.calls.leased_run import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
 from lockstep.calls.runs import run_attempt
-from lockstep.checkpoint.runs.lease import Hold
+from lockstep.checkpoint.runs.lease import Lease
 from lockstep.checkpoint.runs.run_checkpoints import (
     adopt,
     aside,
@@ -46,7 +46,7 @@ from lockstep.spec.loading import load_spec
 def continue_run(
     run_id: str,
     spec: Spec,
-    hold: Hold | None,
+    lease: Lease | None,
     options: RunOptions,
     *,
     step: int | None = None,
@@ -76,7 +76,7 @@ def continue_run(
         versions = pins_of(recorded_fields(store, run_id, spec.folder / run_id))
         origin = replace(origin, table_versions=versions)
     options.progress.say(f"run {run_id} goes on from {start}")
-    return run_attempt(spec, origin, options, hold=hold)
+    return run_attempt(spec, origin, options, lease=lease)
 
 
 def finished(found: StoredRun, spec: Spec, step: int | None, options: RunOptions) -> Result:

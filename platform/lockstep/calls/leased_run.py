@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.runs.lease import Hold, holding, refuse_held
+from lockstep.checkpoint.runs.lease import Lease, leased, refuse_leased
 from lockstep.checkpoint.runs.names import run_of_name
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.interface import Storage
@@ -35,9 +35,9 @@ def leads() -> bool:
 
 
 @contextmanager
-def held_run(
+def leased_run(
     spec: Spec, run_id: str, progress: Progress, *, takeover: bool = False, recorded: str | None = None
-) -> Iterator[Hold | None]:
+) -> Iterator[Lease | None]:
     """Hold a run that exists. SpecError where another command does, unless it is taken over.
 
     Where its checkpoints were moved, it is held in the storage that is `recorded` too, as long as it can be read and has the run: that
@@ -47,20 +47,20 @@ def held_run(
         yield None
         return
     storage = open_storage(spec.checkpoint.storage)
-    hold = partial(holding, folder=run_id, what=f"run {run_id}", takeover=takeover, say=progress.say)
+    take = partial(leased, folder=run_id, what=f"run {run_id}", takeover=takeover, say=progress.say)
     with ExitStack() as stack:
         recorded_storage = None if recorded is None else open_storage(recorded)
-        recorded_hold = None
+        recorded_lease = None
         if (
             recorded_storage is not None
             and _has(recorded_storage, run_id)
             and not _same(recorded_storage, storage, run_id)
         ):
-            recorded_hold = stack.enter_context(hold(recorded_storage))
-        run_hold = stack.enter_context(hold(storage))
-        if recorded_hold is not None:
-            run_hold.go_with(recorded_hold)
-        yield run_hold
+            recorded_lease = stack.enter_context(take(recorded_storage))
+        run_lease = stack.enter_context(take(storage))
+        if recorded_lease is not None:
+            run_lease.go_with(recorded_lease)
+        yield run_lease
 
 
 def _has(storage: Storage, run_id: str) -> bool:
@@ -87,7 +87,7 @@ def refuse_held_run(run_id: str, overrides: Sequence[str]) -> None:
     where = lies_where(overrides)
     kind = "sweep" if is_there(where.folder / run_id / SWEEP_FILE) else "run"
     for storage in _storages(where, run_id):
-        refuse_held(storage, run_id, f"{kind} {run_id}")
+        refuse_leased(storage, run_id, f"{kind} {run_id}")
 
 
 def refuse_held_job(what: str, overrides: Sequence[str], name: str | None) -> None:
@@ -104,7 +104,7 @@ def refuse_held_job(what: str, overrides: Sequence[str], name: str | None) -> No
             if not isinstance(storage := open_storage(uri), LocalStorage):
                 run_id = run_of_name(storage, name)
                 if run_id is not None:
-                    refuse_held(storage, run_id, f"run {run_id}")
+                    refuse_leased(storage, run_id, f"run {run_id}")
 
 
 def lies_where(overrides: Sequence[str]) -> Spec:
@@ -131,7 +131,7 @@ class HeldProgress:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self.hold: Hold | None = None
+        self.lease: Lease | None = None
         self.step = 0
         """The last step that is done."""
 
@@ -140,8 +140,8 @@ class HeldProgress:
 
     def show(self, line: ProgressLine) -> None:
         self.step = line.step
-        if self.hold is not None:
-            self.hold.reached(line.step, line.attempt)
+        if self.lease is not None:
+            self.lease.reached(line.step, line.attempt)
         self._progress.show(line)
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import held_run, leads
-from lockstep.checkpoint.runs.lease import holding
+from lockstep.calls.leased_run import leads, leased_run
+from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import folder_of, give_name, run_of_name
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.storage.opening import open_storage
@@ -54,7 +54,7 @@ def train_named(
         with ExitStack() as stack:
             if leads():
                 stack.enter_context(
-                    holding(storage, folder_of(name), f"the start of run {name!r}", takeover=takeover)
+                    leased(storage, folder_of(name), f"the start of run {name!r}", takeover=takeover)
                 )
             run_id = run_of_name(storage, name)  # again: another command may have begun it meanwhile
             if run_id is None:
@@ -73,9 +73,9 @@ def train_named(
         # Before the one that works on it is asked to end.
         recorded = find_run(spec.record.uri or "", run_id, spec.folder)
         refuse_changes(run_id, load_spec(recorded.spec), spec)
-    with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
+    with leased_run(spec, run_id, options.progress, takeover=takeover) as lease:
         from lockstep.calls.continuation import continue_run
 
         if on_run_id is not None:
             on_run_id(run_id)
-        return continue_run(run_id, spec, hold, options)
+        return continue_run(run_id, spec, lease, options)

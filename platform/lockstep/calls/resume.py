@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import held_run, leads, lies_where, refuse_held_run
+from lockstep.calls.leased_run import leads, leased_run, lies_where, refuse_held_run
 from lockstep.calls.lost_storage import refuse_lost
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.run_checkpoints import check_step, steps_of
@@ -89,10 +89,10 @@ def resume_with(
         refuse_lost(spec, run_id)  # before anything is made where the storage should be
     hidden = "checkpoint.storage" in redacted_fields(stored_run.spec)
     recorded = None if hidden else recorded_spec.checkpoint.storage
-    with held_run(spec, run_id, options.progress, takeover=takeover, recorded=recorded) as hold:
+    with leased_run(spec, run_id, options.progress, takeover=takeover, recorded=recorded) as lease:
         from lockstep.calls.continuation import continue_run
 
-        return continue_run(run_id, spec, hold, options, step=step)
+        return continue_run(run_id, spec, lease, options, step=step)
 
 
 def recorded_and_asked(

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import HeldProgress, held_run, leads
+from lockstep.calls.leased_run import HeldProgress, leads, leased_run
 from lockstep.calls.named_runs import train_named
 from lockstep.calls.subprocess_call import apart, unfit
-from lockstep.checkpoint.runs.lease import Hold
+from lockstep.checkpoint.runs.lease import Lease
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.connection import importing_ahead
@@ -74,14 +74,14 @@ def run_attempt(
     options: RunOptions,
     *,
     on_run_id: Callable[[str], None] | None = None,
-    hold: Hold | None = None,
+    lease: Lease | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
     parent = spec.fork.run if spec.fork is not None else None
     source = options.source or recorded_main(spec, origin.run_id or parent)
     ahead = nullcontext() if options.local else importing_ahead(options.address)
     with ahead, imported_from(source) if source else nullcontext():
-        return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
+        return _run_attempt(spec, origin, replace(options, source=source), on_run_id, lease)
 
 
 def _run_attempt(
@@ -89,7 +89,7 @@ def _run_attempt(
     origin: AttemptOrigin,
     options: RunOptions,
     on_run_id: Callable[[str], None] | None,
-    hold: Hold | None,
+    lease: Lease | None,
 ) -> Result:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -110,19 +110,19 @@ def _run_attempt(
     notifications = Notifications(command, spec.folder, shown.say, origin.run_id)
     with ExitStack() as stack, StopSignal() as stop:
 
-        def keep(held: Hold | None) -> None:
-            shown.hold = held
+        def keep(held: Lease | None) -> None:
+            shown.lease = held
             if held is not None:
                 held.when_taken(stop.ask)
 
         def begun(run_id: str) -> None:
-            if hold is None:
-                keep(stack.enter_context(held_run(spec, run_id, shown)))
+            if lease is None:
+                keep(stack.enter_context(leased_run(spec, run_id, shown)))
             if on_run_id is not None:
                 on_run_id(run_id)
             notifications.began(run_id, shown.step)
 
-        keep(hold)
+        keep(lease)
         try:
             if options.local:
                 from lockstep.driver.local import train_here
@@ -132,8 +132,8 @@ def _run_attempt(
                 from lockstep.attempts.on_ray import train_on_ray
 
                 result = train_on_ray(spec, options, stop, origin, warnings, begun)
-            if result is not None and result.status == "KILLED" and shown.hold is not None:
-                shown.hold.ensure()
+            if result is not None and result.status == "KILLED" and shown.lease is not None:
+                shown.lease.ensure()
         except BaseException as error:
             notifications.failed(error, shown.step)
             raise

@@ -111,7 +111,7 @@ def main(request: str) -> int:
 def _bench(wanted: dict[str, Any]) -> None:
     spec, out = validate(wanted["spec"]), Path(wanted["out"])
     device = _device(spec, wanted["ranks"])
-    with _meeting(out, device, wanted["rank"], wanted["ranks"]):
+    with _process_group(out, device, wanted["rank"], wanted["ranks"]):
         result = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
     if wanted["rank"] == 0:
         (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
@@ -125,7 +125,7 @@ def _device(spec: Spec, ranks: int) -> torch.device:
 
 
 @contextmanager
-def _meeting(out: Path, device: torch.device, rank: int, ranks: int) -> Iterator[None]:
+def _process_group(out: Path, device: torch.device, rank: int, ranks: int) -> Iterator[None]:
     """The workers as one process group, which meets by a file; none for a worker alone."""
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def _meeting(out: Path, device: torch.device, rank: int, ranks: int) -> Iterator
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{out}/meeting", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
     try:
         yield
     finally:

@@ -88,7 +88,7 @@ class DriverRestarter:
         context = ray.get_runtime_context()
         self._address, self._self = context.gcs_address, context.current_actor
         self._client = self._connected()
-        threading.Thread(target=self._keep, name="lockstep-driver_restarter", daemon=True).start()
+        threading.Thread(target=self._keep, name="lockstep-driver-restarter", daemon=True).start()
 
     def ready(self) -> bool:
         """True once the actor has started and the job API has answered."""
@@ -212,7 +212,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     ready = _start_driver_restarter(first_job(), retries).ready.remote()
-    in_background(_watch_start, ready, say, name="lockstep-driver_restarter")
+    in_background(_watch_start, ready, say, name="lockstep-driver-restarter")
     try:
         yield
     except LockstepError as error:

@@ -72,7 +72,7 @@ class Group:
     device: torch.device
     channel: Any = None
     store: Any = None
-    """Where the members of a `formed` group met: a `RendezvousStore`, which ends with the group."""
+    """Where the members of a `formed` group met: a `AuthenticatedStore`, which ends with the group."""
     sockets: Sockets = field(default_factory=dict, compare=False)
     """The channel's connections, one to every other rank; empty where they are not known."""
     inodes: Inodes = field(default_factory=dict, compare=False)

@@ -77,7 +77,7 @@ class Table(Dataset[dict[str, Any]]):
         self._first = np.cumsum([0, *self.block_sizes])
         self._rows = int(self._first[-1])
         self.bound = round(memory_mb * MIB) if memory_mb is not None else _share_of_memory()
-        self._driver_restarter = self._kept()
+        self._cache = self._kept()
 
     def _check_names(self) -> None:
         """DataError where an entry of the batch has the name of a ragged one's lengths, of which one would take the other's place."""
@@ -98,7 +98,7 @@ class Table(Dataset[dict[str, Any]]):
         rows = np.asarray(ids, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self._rows):
             raise IndexError(f"an id of {rows.min()} … {rows.max()} in a table of {self._rows} rows")
-        pieces = self._driver_restarter.pieces(rows)
+        pieces = self._cache.pieces(rows)
         batch: dict[str, Any] = {}
         for decoder in self.decoders:
             batch |= decoder.batch(pieces, len(rows))
@@ -106,12 +106,12 @@ class Table(Dataset[dict[str, Any]]):
 
     def read_ahead(self, blocks: Sequence[int]) -> None:
         """Read these blocks, which will be wanted soon, where the table is read by block."""
-        self._driver_restarter.read_ahead(blocks)
+        self._cache.read_ahead(blocks)
 
     @property
     def residence(self) -> Literal["memory", "mapped", "blocks"]:
         """Where the rows are: decoded in memory, in mapped files, or read by block."""
-        return self._driver_restarter.residence
+        return self._cache.residence
 
     def check_order(self, shuffle: str, window: int) -> None:
         """Refuse an order that would read every block anew for every micro-batch. Raises SpecError."""

@@ -72,7 +72,7 @@ def _grouped(out: Path, rank: int, ranks: int) -> Iterator[None]:
     """The processes of this side as one group, which meet by a file."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-from lockstep.checkpoint.runs.lease import Hold
+from lockstep.checkpoint.runs.lease import Lease
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.guardian import Guardian, ending_line
@@ -34,7 +34,7 @@ from lockstep.record.mirror.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_end
-from lockstep.sweeps.sweep_resume import held_sweep
+from lockstep.sweeps.sweep_resume import leased_sweep
 from lockstep.sweeps.trial_counts import best_of, tally
 
 if TYPE_CHECKING:
@@ -126,14 +126,16 @@ def sweep(
 
 
 def run_sweep(
-    options: RunOptions, spec: SweepSpec, sweep_id: str | None = None, hold: Hold | None = None
+    options: RunOptions, spec: SweepSpec, sweep_id: str | None = None, lease: Lease | None = None
 ) -> SweepResult:
     """As `sweep`, with the options of the call as one value; with `sweep_id` the sweep of that id goes on, which `hold` holds."""
     with imported_from(options.source) if options.source else nullcontext():
-        return _run_sweep(options, spec, sweep_id, hold)
+        return _run_sweep(options, spec, sweep_id, lease)
 
 
-def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold: Hold | None) -> SweepResult:
+def _run_sweep(
+    options: RunOptions, spec: SweepSpec, sweep_id: str | None, lease: Lease | None
+) -> SweepResult:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     base = find_initial_weights(spec.base)
@@ -160,7 +162,7 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
             notify=options.notify,
         ) as guardian,
     ):
-        driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications, guardian)
+        driver = _Driver(spec, sweep_id, options, stop, warnings, lease, notifications, guardian)
         try:
             with (
                 importing_ahead(options.address),
@@ -189,7 +191,7 @@ class _OpenSweep(NamedTuple):
     sweep_id: str
     url: str
     folder: Path
-    hold: Hold
+    lease: Lease
 
     @property
     def tune_folder(self) -> Path:
@@ -207,7 +209,7 @@ class _Driver:
         options: RunOptions,
         stop: StopSignal,
         warnings: list[str],
-        hold: Hold | None,
+        lease: Lease | None,
         notifications: Notifications,
         guardian: Guardian,
     ) -> None:
@@ -215,7 +217,7 @@ class _Driver:
         self.progress = options.progress
         self.steps = 0
         """Those of all trials, known when the search has ended."""
-        self._sweep_id, self._hold, self._notifications = sweep_id, hold, notifications
+        self._sweep_id, self._lease, self._notifications = sweep_id, lease, notifications
         self._guardian = guardian
         self._ended = False
         """Whether the recorders have recorded the end."""
@@ -281,10 +283,10 @@ class _Driver:
         opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
         sweep_id, url, folder = answer_of_recorders(opened, ANSWER_S, AGAIN)
         self._guardian.tell(run_id=sweep_id)
-        hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
-        hold.when_taken(self.stop.ask)
+        lease = self._lease or stack.enter_context(leased_sweep(self.spec, sweep_id))
+        lease.when_taken(self.stop.ask)
         self._notifications.began(sweep_id, 0)
-        return _OpenSweep(sweep_id, url, Path(folder), hold)
+        return _OpenSweep(sweep_id, url, Path(folder), lease)
 
     def _search(
         self,
@@ -345,7 +347,7 @@ class _Driver:
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
         if status == "KILLED":
-            opened.hold.ensure()
+            opened.lease.ensure()
         return SweepResult(
             sweep_id=opened.sweep_id,
             status=status,

@@ -19,13 +19,13 @@ from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, form_default_group
-from lockstep.communication.rendezvous import met
+from lockstep.communication.store import connect_store
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
-from lockstep.sweeps.trial_roll_calls import TrialRollCallClient, trial_meeting
+from lockstep.sweeps.trial_rendezvous import TrialRendezvousClient, trial_rendezvous
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit
@@ -62,14 +62,14 @@ class Peer:
             keep_private()
         recorders.tell.remote(key, origin.attempt, [listening(rank)])
         try:
-            store = met(*address, secret, COLLECTIVE_TIMEOUT, gpus=device().type == "cuda")
-            client = TrialRollCallClient(recorders, key, origin.attempt, rank)
+            store = connect_store(*address, secret, COLLECTIVE_TIMEOUT, gpus=device().type == "cuda")
+            client = TrialRendezvousClient(recorders, key, origin.attempt, rank)
             with (
                 joined(store, rank, size),
-                trial_meeting(client, origin.attempt, rank, secret, _silent) as meeting,
+                trial_rendezvous(client, origin.attempt, rank, secret, _silent) as rendezvous,
             ):
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
-                fit(spec, job, group, tell_nobody, NoRequests(), origin, meeting)
+                fit(spec, job, group, tell_nobody, NoRequests(), origin, rendezvous)
         except Exception as error:
             lockstep_error = as_lockstep_error(error, f"rank {rank}")
             raise lockstep_error.with_message(str(lockstep_error)) from error

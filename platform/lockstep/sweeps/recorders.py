@@ -38,7 +38,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord
-from lockstep.sweeps.trial_roll_calls import TrialRollCalls
+from lockstep.sweeps.trial_rendezvous import TrialRendezvous
 from lockstep.training.elastic.membership import Formation, Refused
 
 ANSWER_S = 900.0
@@ -62,7 +62,7 @@ class TrialRecorder:
     def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
         self.view, self.asked = RunView(attempt=0), Asked()
-        self.roll_calls, self._first = TrialRollCalls(0, 0, self._gone_on), 0
+        self.rendezvous, self._first = TrialRendezvous(0, 0, self._gone_on), 0
         self.found: StoredRun | None = None
         self.closed = False
         self._recorder: Recorder | None = Recorder(
@@ -110,18 +110,18 @@ class TrialRecorder:
     def begin(self, attempt: int, workers: int) -> None:
         """Another attempt begins, with so many workers."""
         self.view, self.asked = self.view.next(attempt), Asked()
-        self._first, self.roll_calls = attempt, TrialRollCalls(attempt, workers, self._gone_on)
+        self._first, self.rendezvous = attempt, TrialRendezvous(attempt, workers, self._gone_on)
 
     def _gone_on(self, formation: Formation) -> None:
         """The workers go on in memory, as another attempt."""
-        self.view.members = self.roll_calls.members
+        self.view.members = self.rendezvous.members
         self.view = self.view.gone_on(formation.attempt, formation.workers)
 
-    def roll_call(self, attempt: int, name: str, arguments: Sequence[Any]) -> Any:
-        """What `TrialRollCalls` answers to workers that began with this attempt; those of an earlier one are not waited for."""
+    def ask_rendezvous(self, attempt: int, name: str, arguments: Sequence[Any]) -> Any:
+        """What `TrialRendezvous` answers to workers that began with this attempt; those of an earlier one are not waited for."""
         if attempt != self._first:
             return Refused("another attempt of the trial has begun") if name == "ask" else None
-        return getattr(self.roll_calls, name)(*arguments)
+        return getattr(self.rendezvous, name)(*arguments)
 
     def stop(self, signal_number: int | None) -> None:
         """Ask the workers to end the trial after their next step."""
@@ -131,7 +131,7 @@ class TrialRecorder:
         """Take events of an attempt."""
         for event in events:
             if isinstance(event, Joined) and attempt == self._first:
-                self.roll_calls.members[event.rank] = event
+                self.rendezvous.members[event.rank] = event
             if attempt == self.view.attempt:
                 self.view.take(event)
             if isinstance(event, Started):
@@ -319,9 +319,9 @@ class RecordersActor:
         self._close(self._recorders[key])
 
     @ray.method(concurrency_group="news")
-    def roll_call(self, key: str, attempt: int, name: str, *arguments: Any) -> Any:
-        """A call of `TrialRollCalls` from a worker of a trial that began with this attempt."""
-        return self._recorders[key].roll_call(attempt, name, arguments)
+    def ask_rendezvous(self, key: str, attempt: int, name: str, *arguments: Any) -> Any:
+        """A call of `TrialRendezvous` from a worker of a trial that began with this attempt."""
+        return self._recorders[key].ask_rendezvous(attempt, name, arguments)
 
     @ray.method(concurrency_group="news")
     def views(self) -> dict[int, RunView]:

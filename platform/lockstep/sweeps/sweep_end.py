@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.runs.lease import refuse_held
+from lockstep.checkpoint.runs.lease import refuse_leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events.union import Document, Failed
@@ -52,7 +52,7 @@ def record_sweep_end(
     if sweep_id is None:
         return None
     try:
-        refuse_held(LocalStorage(sweep.base.folder), sweep_id, f"sweep {sweep_id}", but=driver)
+        refuse_leased(LocalStorage(sweep.base.folder), sweep_id, f"sweep {sweep_id}", but=driver)
     except SpecError:  # another command goes on with it
         return None
     ended = end_abandoned(sweep, sweep_id, failed)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.runs.lease import Hold, holding
+from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
@@ -58,7 +58,7 @@ def resume_sweep(
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
     recorded_spec = load_spec(document["spec"])
     spec = load_sweep(document, [f"spec.{override}" for override in override_list])
-    with held_sweep(spec, sweep_id, takeover=takeover) as hold:
+    with leased_sweep(spec, sweep_id, takeover=takeover) as lease:
         from lockstep.proof.recorded_run import recorded_main
 
         source = recorded_main(spec.base, sweep_id)
@@ -66,7 +66,7 @@ def resume_sweep(
             _refuse_changes(sweep_id, recorded_spec, spec.base)
         from lockstep.sweeps.driver import run_sweep
 
-        return run_sweep(replace(options, source=source), spec, sweep_id, hold)
+        return run_sweep(replace(options, source=source), spec, sweep_id, lease)
 
 
 def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
@@ -83,6 +83,6 @@ def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
             )
 
 
-def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:
+def leased_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Lease]:
     """Hold a sweep where its decisions lie: in the folder of the record."""
-    return holding(LocalStorage(spec.base.folder), sweep_id, f"sweep {sweep_id}", takeover=takeover)
+    return leased(LocalStorage(spec.base.folder), sweep_id, f"sweep {sweep_id}", takeover=takeover)

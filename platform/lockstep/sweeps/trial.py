@@ -31,7 +31,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
-from lockstep.communication.rendezvous import serving
+from lockstep.communication.store import serve_store
 from lockstep.driver.finished_run import doubt
 from lockstep.errors import (
     ClusterError,
@@ -52,7 +52,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
-from lockstep.sweeps.trial_roll_calls import TrialRollCallClient, trial_meeting
+from lockstep.sweeps.trial_rendezvous import TrialRendezvousClient, trial_rendezvous
 from lockstep.sweeps.trial_run import RECORDER, TrialRun
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
@@ -302,7 +302,7 @@ class Training:
         if size == 1:
             return fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
         secret, gpus = Secret(), device().type == "cuda"
-        store = serving(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=gpus)
+        store = serve_store(ray.util.get_node_ip_address(), secret, size, COLLECTIVE_TIMEOUT, gpus=gpus)
         key = str(self.number)
         self._others = {
             rank: peer.train.remote(
@@ -310,16 +310,16 @@ class Training:
             )
             for rank, peer in enumerate(self._peers, start=1)
         }
-        client = TrialRollCallClient(self._recorders, key, origin.attempt, 0)
+        client = TrialRendezvousClient(self._recorders, key, origin.attempt, 0)
         over = threading.Event()
         threading.Thread(target=self._watch, args=(client, over), name="lockstep-peers", daemon=True).start()
         try:
             with (
                 joined(store, 0, size),
-                trial_meeting(client, origin.attempt, 0, secret, self._seat) as meeting,
+                trial_rendezvous(client, origin.attempt, 0, secret, self._seat) as rendezvous,
             ):
                 group, rank_zero = Group.join(device()), self._rank_zero
-                summary = fit(spec, job, group, rank_zero.tell, rank_zero, origin, meeting)
+                summary = fit(spec, job, group, rank_zero.tell, rank_zero, origin, rendezvous)
         except Exception as error:
             raise first_cause([*self._others.values()], error) from error
         finally:
@@ -337,7 +337,7 @@ class Training:
         self._rank_zero.goes_on(origin.attempt)
         return Seat(group, self._rank_zero.tell, self._rank_zero, origin)
 
-    def _watch(self, client: TrialRollCallClient, over: threading.Event) -> None:
+    def _watch(self, client: TrialRendezvousClient, over: threading.Event) -> None:
         """Until `fit` is over: have the others outlive a rank that is lost; where they cannot, or one has ended by itself, end the attempt if rank 0 waits for it."""
         waiting = {work: rank for rank, work in self._others.items()}
         while waiting and not over.is_set():
@@ -354,7 +354,7 @@ class Training:
                         self._broke(first_cause([*self._others.values()], lost))
                     return
 
-    def _outlives(self, client: TrialRollCallClient, rank: int, error: ray.exceptions.RayError) -> bool:
+    def _outlives(self, client: TrialRendezvousClient, rank: int, error: ray.exceptions.RayError) -> bool:
         """Whether the others go on without a rank whose work has failed: not where it has ended with an error of its own."""
         if not isinstance(error, ray.exceptions.RayActorError):
             return False

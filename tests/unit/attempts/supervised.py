@@ -214,7 +214,7 @@ class Workers:
         self.error: Any = ClusterError(why)
 
     def outlive(self, rank: int, why: str, step: int) -> None:
-        """One worker is lost and the others come to the roll call after this step: they go on as another attempt."""
+        """One worker is lost and the others come to the rendezvous after this step: they go on as another attempt."""
         self.lost[rank] = why
         assert self.mailbox.lose(rank)
         for other in self.mailbox.status().numbers:

@@ -209,13 +209,13 @@ def test_a_worker_that_rays_trainer_starts_is_the_first_of_its_rank_or_joins_or_
 def test_the_first_workers_of_an_attempt_meet_where_its_rank_0_serves() -> None:
     mailbox = Mailbox()
     mailbox.begin(1, workers=2)
-    assert mailbox.meeting_place(1) is None
+    assert mailbox.rendezvous_address(1) is None
     mailbox.meet_at(1, ("host", 7))
-    assert mailbox.meeting_place(1) == ("host", 7)
+    assert mailbox.rendezvous_address(1) == ("host", 7)
     mailbox.begin(2, workers=2)
-    assert mailbox.meeting_place(2) is mailbox.meeting_place(1) is None
+    assert mailbox.rendezvous_address(2) is mailbox.rendezvous_address(1) is None
     mailbox.meet_at(1, ("host", 8))  # late
-    assert mailbox.meeting_place(2) is None
+    assert mailbox.rendezvous_address(2) is None
 
 
 def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:

@@ -14,7 +14,7 @@ from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.run_view import RunView
 from lockstep.record.recorder_state import RecorderState
-from lockstep.training.elastic.membership import Arrival, Formation, Progress, RollCalls
+from lockstep.training.elastic.membership import Arrival, Formation, Progress, RendezvousRounds
 
 
 def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()) -> RunStatus:
@@ -52,7 +52,7 @@ def test_the_workers_are_asked_once_all_joining_workers_are_ready() -> None:
 
 
 def test_a_loss_meanwhile_has_them_asked_again() -> None:
-    """It was another attempt's: the joining workers were let in by the loss's roll call, and who is to leave has not left."""
+    """It was another attempt's: the joining workers were let in by the loss's rendezvous, and who is to leave has not left."""
     around = Around()
     change = around.change((2,), leaving=(0,))
     change.look(status(1, (0, 1), waiting=(2,)))
@@ -81,8 +81,8 @@ def test_workers_that_cannot_regroup_end_the_change() -> None:
 
 
 def test_a_joining_worker_that_is_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had come to a roll call; a loss just then would have it in the group of those that go on."""
-    calls = RollCalls(1, 2)
+    """It had come to a rendezvous; a loss just then would have it in the group of those that go on."""
+    calls = RendezvousRounds(1, 2)
     for worker in (0, 1):
         calls.ready(worker)
     calls.enter(2, Arrival(Progress(0, 0), "host", 1))

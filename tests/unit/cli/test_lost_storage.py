@@ -17,8 +17,8 @@ import pytest
 
 import lockstep
 from lockstep.calls.continuation import fetch_copy
-from lockstep.calls.leased_run import held_run
-from lockstep.checkpoint.runs.lease import Hold, holding
+from lockstep.calls.leased_run import leased_run
+from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.runs.run_checkpoints import aside
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
@@ -149,15 +149,15 @@ def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp
     """Who comes second is told before anything is made in the other storage."""
     old, new, link = (str(tmp_path / name) for name in ("old", "new", "link"))
 
-    def held(storage: str) -> AbstractContextManager[Hold | None]:
+    def held(storage: str) -> AbstractContextManager[Lease | None]:
         spec = load_spec({"job": {"use": "any:Job"}, "checkpoint": {"storage": storage}})
-        return held_run(spec, "run-a", default_progress(), recorded=old)
+        return leased_run(spec, "run-a", default_progress(), recorded=old)
 
     with held(new):
         assert not Path(old).exists()  # it was moved, and is not made again
     shutil.rmtree(new)
     RunFolder.create(open_storage(old), "run-a")
-    with holding(open_storage(old), "run-a", "run run-a"):
+    with leased(open_storage(old), "run-a", "run run-a"):
         with pytest.raises(SpecError, match="run run-a is held by process"), held(new):
             pass
         assert not Path(new).exists()

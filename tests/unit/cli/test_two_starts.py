@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from lockstep.checkpoint.runs.lease import WATCH_S, holding
+from lockstep.checkpoint.runs.lease import WATCH_S, leased
 from lockstep.checkpoint.runs.names import give_name, run_of_name
 from lockstep.checkpoint.runs.run_checkpoints import steps_of
 from lockstep.checkpoint.storage.local import LocalStorage
@@ -294,7 +294,7 @@ def test_who_is_refused_has_imported_nothing_that_takes_long(
     ]
     if "://" in here.storage:
         commands.append((RUN_ID, ["submit", SPEC, *JOB[1:], "--run", "night", *here.words]))
-    with holding(storage, RUN_ID, "the run"), holding(LocalStorage(spec.folder), sweep_id, "the sweep"):
+    with leased(storage, RUN_ID, "the run"), leased(LocalStorage(spec.folder), sweep_id, "the sweep"):
         done = subprocess.run(
             [sys.executable, "-c", IMPORTS, json.dumps([words for _, words in commands])],
             cwd=ROOT,

@@ -188,13 +188,13 @@ def test_blocks_are_row_groups_and_record_batches(tmp_path: Path) -> None:
 def test_the_bound_on_memory_is_held(tmp_path: Path) -> None:
     """What is held of blocks stays under the bound, while all of the table passes through it."""
     table = Table(parquet(tmp_path), {"x": "x", "y": "y"}, memory_mb=0.02)
-    driver_restarter: Any = table._driver_restarter
+    table_cache: Any = table._cache
     most, seen = 0, set()
     for start in range(0, ROWS, 20):
         table.__getitems__(np.arange(start, start + 20))
-        most = max(most, sum(size for _, size in driver_restarter._held.values()))
-        seen |= set(driver_restarter._held)
-        on_disk = sum(f.stat().st_size for f in driver_restarter._folder.path.rglob("*.values"))
+        most = max(most, sum(size for _, size in table_cache._held.values()))
+        seen |= set(table_cache._held)
+        on_disk = sum(f.stat().st_size for f in table_cache._folder.path.rglob("*.values"))
         assert on_disk <= table.bound
     assert len(seen) == len(table.block_sizes)
     assert table.bound / 2 < most <= table.bound
@@ -220,14 +220,14 @@ def test_a_window_is_read_before_it_begins(
         return read(self, block, columns)
 
     monkeypatch.setattr(TableFiles, "read", watched)
-    driver_restarter: Any = table._driver_restarter
+    table_cache: Any = table._cache
     for batch in ids:
         fetching = True
         table.__getitems__(batch.ids)
         fetching = False
         if ahead:
             whole.fetched(batch)  # of what it holds already, then what is due
-        assert sum(size for _, size in driver_restarter._held.values()) <= table.bound
+        assert sum(size for _, size in table_cache._held.values()) <= table.bound
     first_window = set(epoch_blocks(table, window)[:window])
     if ahead:
         assert set(waited) == first_window

@@ -83,7 +83,7 @@ class Holder:
         return bool(self.place) and self.place == place() and not self.gone
 
 
-class Hold:
+class Lease:
     """Keeps the file of the process that holds a run up to date, in a thread of its own; `what` names the run to a person."""
 
     def __init__(self, storage: Storage, folder: str, what: str, holder: Holder) -> None:
@@ -95,19 +95,19 @@ class Hold:
         self._missing = 0
         """At how many beats in succession the holder's own file was not there."""
         self._when_taken: Callable[[], None] = lambda: None
-        self._beside: list[Hold] = []
+        self._beside: list[Lease] = []
         """The holds of the same run in other places."""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="lockstep-hold", daemon=True)
+        self._thread = threading.Thread(target=self._beat_on, name="lockstep-lease", daemon=True)
         self._thread.start()
 
     def reached(self, step: int, attempt: int) -> None:
         """Report how far the run is."""
         self.holder = replace(self.holder, step=step, attempt=attempt)
-        for hold in self._beside:
-            hold.reached(step, attempt)
+        for lease in self._beside:
+            lease.reached(step, attempt)
 
-    def go_with(self, other: Hold) -> None:
+    def go_with(self, other: Lease) -> None:
         """Count as taken over where `other` is, which holds the same run in another place; and report there how far it is."""
 
         def taken() -> None:
@@ -177,43 +177,43 @@ class Hold:
         self.storage.put(_path(self.folder, holder.number), canonical_json(asdict(holder)))
 
 
-_held: dict[tuple[str, str], Hold] = {}
+_held: dict[tuple[str, str], Lease] = {}
 """The holds of this process, by storage and folder."""
 _tokens: set[str] = set()
 """The tokens of this process's holds, added before their files exist."""
 
 
 @contextmanager
-def holding(
+def leased(
     storage: Storage,
     folder: str,
     what: str,
     *,
     takeover: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> Iterator[Hold]:
+) -> Iterator[Lease]:
     """Hold `folder`, a run's or a sweep's in `storage`, while the block runs.
 
     SpecError where another process holds it, found out within WATCH_S. With `takeover` that process is asked to end, and
     waited for no longer than GRACE_S. StaleAttemptError, with who did it, where the run in the block was fenced off.
     """
-    hold = _take(storage, folder, what, takeover=takeover, say=say)
+    lease = _take(storage, folder, what, takeover=takeover, say=say)
     key = storage.shown, folder
-    _held[key] = hold
+    _held[key] = lease
     try:
-        yield hold
+        yield lease
     except StaleAttemptError as error:
         with suppress(StorageError):
-            hold._look()
-        if hold.taker is None or str(error) == hold.taken_over():
+            lease._look()
+        if lease.taker is None or str(error) == lease.taken_over():
             raise
-        raise StaleAttemptError(hold.taken_over()) from error
+        raise StaleAttemptError(lease.taken_over()) from error
     finally:
         _held.pop(key, None)
-        hold.release()
+        lease.release()
 
 
-def refuse_held(storage: Storage, folder: str, what: str, *, but: int | None = None) -> None:
+def refuse_leased(storage: Storage, folder: str, what: str, *, but: int | None = None) -> None:
     """SpecError where a process holds `folder`, this one included; found out within WATCH_S. Nothing is written.
 
     Process `but` of this machine may hold it.
@@ -229,14 +229,14 @@ def _refuse(storage: Storage, folder: str, what: str, newest: tuple[int, bytes] 
         raise _refused(what, *heard)
 
 
-def ensure_held(storage: Storage, folder: str) -> None:
+def ensure_leased(storage: Storage, folder: str) -> None:
     """StaleAttemptError where this process held `folder`, and another has taken it over."""
-    hold = _held.get((storage.shown, folder))
-    if hold is not None:
-        hold.ensure()
+    lease = _held.get((storage.shown, folder))
+    if lease is not None:
+        lease.ensure()
 
 
-def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Hold:
+def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Lease:
     newest = _newest(storage, folder)  # read once: a later holder may begin while this one is watched
     if not takeover:
         _refuse(storage, folder, what, newest)
@@ -247,12 +247,12 @@ def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Call
     except BaseException:
         _tokens.discard(holder.token)
         raise
-    hold = Hold(storage, folder, what, holder)
+    lease = Lease(storage, folder, what, holder)
     if newest is not None:
         if takeover:
             _await_end(storage, folder, *newest, what, say)
         _forget(storage, folder, holder.number)
-    return hold
+    return lease
 
 
 def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:

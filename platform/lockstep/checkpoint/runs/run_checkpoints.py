@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, StaleAttemptError
 from lockstep.checkpoint.layout import SHARED, is_shared, manifests, step_folder
 from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
-from lockstep.checkpoint.runs.lease import ensure_held
+from lockstep.checkpoint.runs.lease import ensure_leased
 from lockstep.checkpoint.runs.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.local import LocalStorage
@@ -29,7 +29,7 @@ def claim(
     the run: it had a folder there, and would begin anew in a place that may not be its own.
     """
     folder = _begun(storage, run_id) if begun else opened(storage, run_id)
-    ensure_held(folder.storage, run_id)
+    ensure_leased(folder.storage, run_id)
     if step is not None:
         check_step(run_id, step, saved_steps(folder))
     try:

@@ -1,7 +1,7 @@
 """Who forms the next group of a run, after a loss or because workers join or leave: pure, so that every case can be tested.
 
-A worker keeps one number for life: the rank of its first group or, for a joining worker, the next free number. A roll
-call ends when each worker of the group has arrived, is known to be lost, or has ended by itself; one that is only late is waited
+A worker keeps one number for life: the rank of its first group or, for a joining worker, the next free number. A rendezvous
+ends when each worker of the group has arrived, is known to be lost, or has ended by itself; one that is only late is waited
 for. Those that have arrived and do not leave go on with the waiting joining workers, in the order of their numbers, as the next attempt.
 """
 
@@ -56,8 +56,8 @@ Answer = Formation | Refused | Dismissed | None
 
 
 @dataclass(slots=True)
-class RollCall:
-    """The roll call of the `workers` of attempt number `attempt`, whether or not one is needed."""
+class RendezvousRound:
+    """One round of the rendezvous: of the `workers` of attempt number `attempt`, whether or not one is needed."""
 
     attempt: int
     workers: tuple[int, ...]
@@ -73,7 +73,7 @@ class RollCall:
     planned: bool = False
     """Whether the workers are asked to come although none is lost."""
     leaving: frozenset[int] = frozenset()
-    """Workers that leave the run with this roll call."""
+    """Workers that leave the run with this rendezvous."""
 
     def answer(self) -> Formation | Refused | None:
         """The answer to those that have arrived; None while someone is still waited for."""
@@ -98,21 +98,21 @@ class RollCall:
         return Formation(self.attempt + 1, members, first.host, first.port, least)
 
 
-class RollCalls:
-    """The roll calls of a run, one after another. Kept by a process that is none of the workers."""
+class RendezvousRounds:
+    """The rounds of a run's rendezvous, one after another. Kept by a process that is none of the workers."""
 
     def __init__(self, attempt: int, workers: int, fewest: int = 1) -> None:
         self._first = range(workers)
-        self._now = RollCall(attempt, tuple(self._first), fewest)
+        self._now = RendezvousRound(attempt, tuple(self._first), fewest)
         self._lost: set[int] = set()
         self._ready: set[int] = set()
         self._dismissed: set[int] = set()
         self._answers: dict[int, Formation | Refused] = {}
         self.newest: Formation | None = None
-        """The newest group that a roll call formed, if any."""
+        """The newest group that a rendezvous formed, if any."""
 
     def ready(self, worker: int) -> None:
-        """Note that a worker trains, and would come to a roll call."""
+        """Note that a worker trains, and would come to a rendezvous."""
         self._ready.add(worker)
 
     def arrive(self, attempt: int, worker: int, arrival: Arrival) -> None:
@@ -128,7 +128,7 @@ class RollCalls:
             self._now.joining_workers[worker] = arrival
 
     def plan(self, leaving: Collection[int] = ()) -> int | None:
-        """Plan a roll call after a step, so that joining workers join and those in `leaving` leave. Returns the attempt to be asked.
+        """Plan a rendezvous after a step, so that joining workers join and those in `leaving` leave. Returns the attempt to be asked.
 
         None where not every worker would come, or nobody would stay.
         """
@@ -140,13 +140,13 @@ class RollCalls:
 
     @property
     def able(self) -> bool:
-        """Whether every worker trains and would come to a roll call."""
-        roll_call = self._now
-        refused = isinstance(self._answers.get(roll_call.attempt), Refused)
+        """Whether every worker trains and would come to a rendezvous."""
+        current = self._now
+        refused = isinstance(self._answers.get(current.attempt), Refused)
         return (
-            bool(roll_call.workers)
-            and set(roll_call.workers) <= self._ready
-            and not roll_call.ended
+            bool(current.workers)
+            and set(current.workers) <= self._ready
+            and not current.ended
             and not refused
         )
 
@@ -192,7 +192,7 @@ class RollCalls:
             self._close()
 
     def ask(self, attempt: int | None, worker: int) -> Answer:
-        """The answer to a worker that has come to the roll call of `attempt`. A joining worker, which has no attempt, waits for the next one."""
+        """The answer to a worker that has come to the rendezvous of `attempt`. A joining worker, which has no attempt, waits for the next one."""
         if attempt is None:
             if self.newest is not None and worker in self.newest.workers:
                 return self.newest
@@ -211,15 +211,15 @@ class RollCalls:
         return self._now.attempt if self._now.arrived or self._now.lost else None
 
     def _close(self) -> None:
-        """If this roll call is over, keep its answer and begin the next one."""
-        roll_call = self._now
-        answer = roll_call.answer() if roll_call.arrived else None
-        if answer is None or roll_call.attempt in self._answers:
+        """If this rendezvous is over, keep its answer and begin the next one."""
+        current = self._now
+        answer = current.answer() if current.arrived else None
+        if answer is None or current.attempt in self._answers:
             return
-        self._answers[roll_call.attempt] = answer
+        self._answers[current.attempt] = answer
         if isinstance(answer, Formation):
             self.newest = answer
-            self._dismissed |= roll_call.leaving
-            progress = None if roll_call.lost or roll_call.planned else answer.progress
-            self._now = RollCall(answer.attempt, answer.workers, roll_call.fewest, progress)
+            self._dismissed |= current.leaving
+            progress = None if current.lost or current.planned else answer.progress
+            self._now = RendezvousRound(answer.attempt, answer.workers, current.fewest, progress)
             self._now.lost |= self._lost & set(answer.workers)

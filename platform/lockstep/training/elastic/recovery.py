@@ -13,7 +13,7 @@ Invariants:
 - Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun. Where a step
   has several phases, or its update evaluates the loss again, ranks do wait between its changes: its start is kept until it is done, and taken back to.
 - A state that went on or was handed over is compared, bit for bit, before the next step.
-- Each meeting begins a new attempt: the previous one can publish no checkpoint once this one has saved.
+- Each rendezvous begins a new attempt: the previous one can publish no checkpoint once this one has saved.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
     """
     previous_seat = seat
     planned = isinstance(cause, RegroupError)
-    # The roll call ends this loop: if nobody else is lost, it refuses the same step a second time.
+    # The rendezvous ends this loop: if nobody else is lost, it refuses the same step a second time.
     while True:
         if not planned:  # abort before freeing the memory that its messages are read into
             seat.group.abort()
@@ -132,7 +132,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
 def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
     """A joining worker's run, with the state that another worker hands over, and its seat; None where nobody lets it in.
 
-    It survives a loss meanwhile: the joining worker then comes to the roll call without a state, as before.
+    It survives a loss meanwhile: the joining worker then comes to the rendezvous without a state, as before.
     """
     alone, come = seat, recovery.enter
     while True:

@@ -1,10 +1,10 @@
-"""How workers form the next group of a run, after a loss or with joining workers: they report at a roll call, then connect as it says.
+"""How workers form the next group of a run, after a loss or with joining workers: they report at a rendezvous, then connect as it says.
 
-The roll call is kept by a process that is none of the workers. Each worker that reports serves a rendezvous, for those that know the
+The rendezvous is kept by a process that is none of the workers. Each worker that reports serves a key store, for those that know the
 attempt's secret; the group is formed at that of its new rank 0.
 
 A killed process closes its connections, and the others get an error at once. A machine that falls silent does not. So
-each worker also asks now and then whether a roll call is on, and if so breaks its own group off.
+each worker also asks now and then whether a rendezvous is on, and if so breaks its own group off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
-from lockstep.communication.rendezvous import Rendezvous, RendezvousStore
+from lockstep.communication.store import AuthenticatedStore, StoreServer
 from lockstep.training.elastic.membership import Answer, Arrival, Dismissed, Formation, Progress
 from lockstep.training.elastic.recovery import LeftError, Seat
 
@@ -28,14 +28,14 @@ WAIT_S = 0.2
 """Seconds between the questions of a joining worker whether it is let in."""
 
 LISTEN_S = 1.0
-"""Seconds between the questions of a training worker whether a roll call is on."""
+"""Seconds between the questions of a training worker whether a rendezvous is on."""
 
 CONNECT_S = 30.0
 """How long members of a new group may take to connect; one that is lost meanwhile never does."""
 
 
-class RollCallClient(Protocol):
-    """One worker's way to the process that keeps the roll calls (`training.elastic.membership.RollCalls`)."""
+class RendezvousClient(Protocol):
+    """One worker's way to the process that keeps the rendezvous (`training.elastic.membership.RendezvousRounds`)."""
 
     def ready(self) -> None: ...
 
@@ -48,8 +48,8 @@ class RollCallClient(Protocol):
     def called(self) -> int | None: ...
 
 
-class Meeting:
-    """A worker's side of the roll calls of a run: a `training.elastic.recovery.Recovery`. A context manager, which listens while it is open."""
+class RendezvousHandler:
+    """A worker's side of the rendezvous of a run: a `training.elastic.recovery.Recovery`. A context manager, which listens while it is open."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Meeting:
         worker: int,
         host: str,
         secret: Secret,
-        client: RollCallClient,
+        client: RendezvousClient,
         seated: Callable[[Group, int, Seat], Seat],
     ) -> None:
         """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat."""
@@ -70,7 +70,7 @@ class Meeting:
         self._thread: threading.Thread | None = None
 
     def ready(self, seat: Seat) -> None:
-        """Take part in roll calls from now on."""
+        """Take part in rendezvous from now on."""
         self._group = seat.group
         self._group.waits.on_cut = self._wake.set
         self._client.ready()
@@ -90,19 +90,19 @@ class Meeting:
         """The seat in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
         with self._lock:
             self._group = None
-        rendezvous = Rendezvous(self._host, self._secret)
-        self._client.arrive(self._attempt, Arrival(progress, self._host, rendezvous.port))
+        store = StoreServer(self._host, self._secret)
+        self._client.arrive(self._attempt, Arrival(progress, self._host, store.port))
         while (answer := self._client.ask(self._attempt)) is None:
             time.sleep(ASK_S)
         if isinstance(answer, Formation):
-            return self._connected(seat, answer, rendezvous)
-        rendezvous.close()
+            return self._connected(seat, answer, store)
+        store.close()
         if isinstance(answer, Dismissed):
             raise LeftError("this worker leaves the run, which the others go on with")
         return None
 
-    def _connected(self, seat: Seat, answer: Formation, own: Rendezvous | None) -> Seat:
-        """Connect at the rendezvous of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
+    def _connected(self, seat: Seat, answer: Formation, own: StoreServer | None) -> Seat:
+        """Connect at the store of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
         self._attempt, timeout = answer.attempt, timedelta(seconds=CONNECT_S)
         rank, size = answer.workers.index(self._worker), len(answer.workers)
         if own is not None:
@@ -110,7 +110,9 @@ class Meeting:
                 own.close()
             else:
                 own.expect(size)
-        store = RendezvousStore(answer.host, answer.port, self._secret, timeout, own if rank == 0 else None)
+        store = AuthenticatedStore(
+            answer.host, answer.port, self._secret, timeout, own if rank == 0 else None
+        )
         store.set(f"here-{rank}", "")
         store.wait([f"here-{each}" for each in range(size)], timeout)
         group = Group.formed(rank, size, seat.group.device, store, answer.attempt)
@@ -126,7 +128,7 @@ class Meeting:
         if self._thread is not None:
             self._thread.join()
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> RendezvousHandler:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +139,7 @@ class Meeting:
         self._thread.start()
 
     def _listen(self) -> None:
-        """Break the group off if a roll call is on and this worker still waits for a lost one."""
+        """Break the group off if a rendezvous is on and this worker still waits for a lost one."""
         heard: int | None = None
         while True:
             woken = self._wake.wait(LISTEN_S)
@@ -146,7 +148,7 @@ class Meeting:
                 return
             called = self._client.called()
             with self._lock:
-                # Break off at once if a connection has ended during a wait. Otherwise only when the same roll call is seen twice: by then
+                # Break off at once if a connection has ended during a wait. Otherwise only when the same rendezvous is seen twice: by then
                 # a worker that just had to finish its computation has noticed by itself.
                 lost = called is not None and called == self._attempt and (woken or called == heard)
                 if lost and self._group is not None:

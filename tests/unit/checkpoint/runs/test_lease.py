@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.runs import lease
-from lockstep.checkpoint.runs.lease import Holder, holding
+from lockstep.checkpoint.runs.lease import Holder, leased
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.interface import Storage
@@ -45,20 +45,20 @@ def files(storage: Storage) -> list[str]:
 @everywhere
 def test_a_run_is_held_once_and_let_go(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "WATCH_S", 60.0)
-    with holding(storage, RUN, WHAT) as hold:
-        hold.reached(17, 2)
+    with leased(storage, RUN, WHAT) as taken:
+        taken.reached(17, 2)
         with (
             pytest.raises(
                 SpecError,
                 match=r"^run run-a is held by process \d+ on host \S+ at step 17, heard 0.2 s ago; "
                 r"let it continue, or take over from it with --takeover$",
             ) as raised,
-            holding(storage, RUN, WHAT),
+            leased(storage, RUN, WHAT),
         ):
             pass
         assert raised.value.exit_code == 2
-    with holding(storage, RUN, WHAT) as hold:
-        assert hold.holder.number == 2
+    with leased(storage, RUN, WHAT) as taken:
+        assert taken.holder.number == 2
     assert files(storage) == ["0002.json"]
 
 
@@ -81,7 +81,7 @@ def test_a_counter_that_moves_elsewhere_is_a_holder_that_lives(
     try:
         with (
             pytest.raises(SpecError, match=r"held by process 7 on host far at step 9, heard 0\.2 s ago"),
-            holding(storage, RUN, WHAT),
+            leased(storage, RUN, WHAT),
         ):
             pass
     finally:
@@ -96,13 +96,13 @@ def test_a_counter_that_does_not_move_is_a_holder_that_is_dead(storage: Storage)
     for i, text in enumerate(texts):
         storage.put(f"run-{i}/holds/0004.json", text)
 
-    def taken(i: int) -> tuple[float, int]:
+    def seconds_and_number(i: int) -> tuple[float, int]:
         began = time.monotonic()
-        with holding(storage, f"run-{i}", WHAT) as hold:
-            return time.monotonic() - began, hold.holder.number
+        with leased(storage, f"run-{i}", WHAT) as taken:
+            return time.monotonic() - began, taken.holder.number
 
     with ThreadPoolExecutor(len(texts)) as threads:
-        for seconds, number in threads.map(taken, range(len(texts))):
+        for seconds, number in threads.map(seconds_and_number, range(len(texts))):
             assert seconds >= lease.WATCH_S
             assert number == 5
 
@@ -113,8 +113,8 @@ def test_a_process_that_ended_here_is_known_to_be_dead_at_once(
     monkeypatch.setattr(lease, "WATCH_S", 60.0)
     script = "from tests.unit.checkpoint.runs.test_lease import *; import sys; put(open_storage(sys.argv[1]), Holder.here(3))"
     subprocess.run([sys.executable, "-c", script, storage.shown], check=True)
-    with holding(storage, RUN, WHAT) as hold:
-        assert hold.holder.number == 4
+    with leased(storage, RUN, WHAT) as taken:
+        assert taken.holder.number == 4
 
 
 def many(storage: Storage, count: int) -> tuple[list[int], list[str]]:
@@ -126,8 +126,8 @@ def many(storage: Storage, count: int) -> tuple[list[int], list[str]]:
     def ask() -> None:
         together.wait()
         try:
-            with holding(storage, RUN, WHAT) as hold:
-                took.append(hold.holder.number)
+            with leased(storage, RUN, WHAT) as taken:
+                took.append(taken.holder.number)
                 done.wait(60)
         except SpecError as error:
             told.append(str(error))
@@ -160,7 +160,7 @@ def test_where_a_store_knows_no_conditions_one_takes_it_at_most(
     for _ in range(3):
         took, told = many(storage, 4)
         assert len(took) <= 1 and len(took) + len(told) == 4
-    with holding(storage, RUN, WHAT):
+    with leased(storage, RUN, WHAT):
         pass
     assert len(files(storage)) == 1, "nothing is left of those that asked"
 
@@ -186,23 +186,23 @@ def test_a_takeover_asks_the_holder_and_waits_for_its_end(storage: Storage) -> N
     def live() -> None:
         with (
             pytest.raises(StaleAttemptError, match=r"run-a was taken over by process \d+ .* after step 30"),
-            holding(storage, RUN, WHAT) as hold,
+            leased(storage, RUN, WHAT) as taken,
         ):
-            hold.reached(30, 1)
-            hold.when_taken(asked.set)
+            taken.reached(30, 1)
+            taken.when_taken(asked.set)
             began.set()
             assert asked.wait(30)
             time.sleep(0.5)  # its step and its checkpoint
             ended.set()
-            hold.ensure()
+            taken.ensure()
 
     began, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=live)
     thread.start()
     assert began.wait(30)
-    with holding(storage, RUN, WHAT, takeover=True, say=said.append) as hold:
+    with leased(storage, RUN, WHAT, takeover=True, say=said.append) as taken:
         assert ended.is_set(), "it was waited for"
-        assert hold.holder.number == 2
+        assert taken.holder.number == 2
         thread.join()
     assert len(said) == 1 and "which ends after its next step" in said[0]
 
@@ -210,7 +210,7 @@ def test_a_takeover_asks_the_holder_and_waits_for_its_end(storage: Storage) -> N
 def test_who_was_taken_over_claims_no_attempt(storage: Storage, uri: str) -> None:
     """Its supervisor would begin one after the loss of a worker, and fence off the command that took over."""
     RunFolder.create(storage, RUN)
-    with holding(storage, RUN, WHAT):
+    with leased(storage, RUN, WHAT):
         assert claim(uri, RUN, None).attempt == 1
         put(storage, elsewhere(2))
         with pytest.raises(StaleAttemptError, match="taken over by process 7 on host far"):
@@ -232,7 +232,7 @@ __all__ = ["Holder", "open_storage", "put"]
 
 def test_a_run_that_is_held_in_two_places_is_taken_over_in_either(tmp_path: Path) -> None:
     places = [open_storage(str(tmp_path / name)) for name in ("old", "new")]
-    with holding(places[0], RUN, WHAT) as old, holding(places[1], RUN, WHAT) as new:
+    with leased(places[0], RUN, WHAT) as old, leased(places[1], RUN, WHAT) as new:
         new.go_with(old)
         asked = threading.Event()
         new.when_taken(asked.set)

@@ -1,4 +1,4 @@
-"""Who goes on after a loss, and who does not: every case of a roll call."""
+"""Who goes on after a loss, and who does not: every case of a rendezvous."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.training.elastic.membership import (
     Formation,
     Progress,
     Refused,
-    RollCalls,
+    RendezvousRounds,
 )
 
 
@@ -16,8 +16,8 @@ def arrival(step: int, port: int = 1) -> Arrival:
     return Arrival(Progress(step, 0), "host", port)
 
 
-def training(workers: int, fewest: int = 1) -> RollCalls:
-    calls = RollCalls(1, workers, fewest)
+def training(workers: int, fewest: int = 1) -> RendezvousRounds:
+    calls = RendezvousRounds(1, workers, fewest)
     for worker in range(workers):
         calls.ready(worker)
     return calls
@@ -55,7 +55,7 @@ def test_a_worker_that_has_come_and_is_then_lost_is_left_out() -> None:
 
 
 def test_one_loss_after_another() -> None:
-    """The next roll call is that of the next attempt; a loss that comes before anyone has left the new group counts in it."""
+    """The next rendezvous is that of the next attempt; a loss that comes before anyone has left the new group counts in it."""
     calls = training(4)
     calls.lose(3)
     for worker in range(3):
@@ -77,7 +77,7 @@ def test_nobody_goes_on_without_a_worker_that_has_ended_by_itself() -> None:
 
 
 def test_nobody_goes_on_before_all_train() -> None:
-    calls = RollCalls(1, 3)
+    calls = RendezvousRounds(1, 3)
     calls.ready(0)
     assert not calls.lose(2)
     calls.arrive(1, 0, arrival(0))

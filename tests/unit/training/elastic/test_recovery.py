@@ -45,7 +45,7 @@ SHOWN_LATER = {
 
 
 def recovers(spec: Mapping[str, Any], device: torch.device, origin: AttemptOrigin | None) -> bool:
-    """Whether a worker of such a run comes to a roll call."""
+    """Whether a worker of such a run comes to a rendezvous."""
     loaded = load_spec({**PLAIN, "batch": {"global": 8, "micro": 2}, **spec})
     return can_recover(loaded, Group(0, 1, device), origin)
 

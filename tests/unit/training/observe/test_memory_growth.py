@@ -17,7 +17,7 @@ from lockstep.training.observe.memory_growth import Growth, held_bytes
 KEPT: list[Tensor] = []
 
 
-class DriverRestarter:
+class Retainer:
     """What a job may be."""
 
     def __init__(self) -> None:
@@ -54,25 +54,25 @@ def told(act: Any, looks: int = 12) -> list[str]:
 
 @pytest.mark.usefixtures("growing", "little_else")
 def test_an_attribute_that_losses_are_appended_to_is_named() -> None:
-    driver_restarter = DriverRestarter()
-    (line,) = told(lambda loss: driver_restarter.history.append(loss))
-    assert "the list 'history' of an object of class 'DriverRestarter'" in line
+    retainer = Retainer()
+    (line,) = told(lambda loss: retainer.history.append(loss))
+    assert "the list 'history' of an object of class 'Retainer'" in line
     assert "after step 10 and" in line
 
 
 @pytest.mark.usefixtures("growing", "little_else")
 def test_a_deque_and_a_running_total_are_named() -> None:
-    driver_restarter = DriverRestarter()
-    driver_restarter.history = deque()
-    (line,) = told(lambda loss: driver_restarter.history.append(loss))
-    assert "the deque 'history' of an object of class 'DriverRestarter'" in line
+    retainer = Retainer()
+    retainer.history = deque()
+    (line,) = told(lambda loss: retainer.history.append(loss))
+    assert "the deque 'history' of an object of class 'Retainer'" in line
 
     def add(loss: Tensor) -> None:
-        driver_restarter.total = driver_restarter.total + loss
+        retainer.total = retainer.total + loss
 
-    driver_restarter.history = None
+    retainer.history = None
     (line,) = told(add)
-    assert ": 'total' of an object of class 'DriverRestarter' keeps 2 tensors" in line
+    assert ": 'total' of an object of class 'Retainer' keeps 2 tensors" in line
 
 
 @pytest.mark.usefixtures("growing")
@@ -86,10 +86,10 @@ def test_a_module_variable_is_named() -> None:
 
 @pytest.mark.usefixtures("growing", "little_else")
 def test_what_is_detached_and_what_stays_as_it_is_is_not() -> None:
-    driver_restarter = DriverRestarter()
-    assert told(lambda loss: driver_restarter.history.append(loss.detach())) == []
+    retainer = Retainer()
+    assert told(lambda loss: retainer.history.append(loss.detach())) == []
     assert told(lambda loss: None) == []
-    assert driver_restarter.normed.grad_fn is not None
+    assert retainer.normed.grad_fn is not None
 
 
 def test_without_growth_no_object_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_without_growth_no_object_is_looked_at(monkeypatch: pytest.MonkeyPatch) 
     held = iter([100, 101, 102, 90] * 4)
     monkeypatch.setattr(memory_growth, "held_bytes", lambda device: next(held) << 20)
     monkeypatch.setattr(memory_growth, "holdings", lambda: pytest.fail("objects were looked at"))
-    driver_restarter = DriverRestarter()
-    assert told(lambda loss: driver_restarter.history.append(loss)) == []
+    retainer = Retainer()
+    assert told(lambda loss: retainer.history.append(loss)) == []
 
 
 def test_memory_is_what_this_process_holds() -> None:

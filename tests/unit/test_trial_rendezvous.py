@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.record.events.union import EvaluationRow, Restored
-from lockstep.sweeps.trial_roll_calls import TrialRollCalls
+from lockstep.sweeps.trial_rendezvous import TrialRendezvous
 from lockstep.sweeps.trial_run import TrialRun
 from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
 
@@ -18,9 +18,9 @@ def formed() -> list[Formation]:
 
 
 @pytest.fixture
-def calls(formed: list[Formation]) -> TrialRollCalls:
+def calls(formed: list[Formation]) -> TrialRendezvous:
     """Three workers that train."""
-    calls = TrialRollCalls(4, 3, formed.append)
+    calls = TrialRendezvous(4, 3, formed.append)
     for worker in range(3):
         calls.ready(worker)
     return calls
@@ -30,7 +30,7 @@ def arrival(port: int) -> Arrival:
     return Arrival(Progress(7, 5), "host", port)
 
 
-def test_the_others_go_on_without_a_lost_worker(calls: TrialRollCalls, formed: list[Formation]) -> None:
+def test_the_others_go_on_without_a_lost_worker(calls: TrialRendezvous, formed: list[Formation]) -> None:
     assert calls.called(0) is None
     assert calls.lose(1)
     assert calls.called(0) == 4
@@ -47,7 +47,7 @@ def test_the_others_go_on_without_a_lost_worker(calls: TrialRollCalls, formed: l
 
 
 def test_nobody_goes_on_without_a_worker_that_has_ended_by_itself(
-    calls: TrialRollCalls, formed: list[Formation]
+    calls: TrialRendezvous, formed: list[Formation]
 ) -> None:
     calls.end(1)
     calls.arrive(0, 4, arrival(10))
@@ -57,7 +57,7 @@ def test_nobody_goes_on_without_a_worker_that_has_ended_by_itself(
 
 
 def test_a_loss_before_all_train_is_not_outlived() -> None:
-    calls = TrialRollCalls(1, 2, lambda _: None)
+    calls = TrialRendezvous(1, 2, lambda _: None)
     calls.ready(1)
     assert not calls.lose(1)
 

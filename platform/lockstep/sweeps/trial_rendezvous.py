@@ -1,4 +1,4 @@
-"""How the workers of a trial go on without one that is lost: their roll calls, which are kept with the trial's recorder.
+"""How the workers of a trial go on without one that is lost: their rendezvous, which are kept with the trial's recorder.
 
 Rank 0 is Tune's own actor, whose end is the end of the trial's attempt. Any other worker may be lost: the rest go on in memory, to the
 trial's end or until Tune gives their processes to another trial, which begins with all workers again.
@@ -18,28 +18,28 @@ from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.record.events.union import Joined
-from lockstep.training.elastic.membership import Answer, Arrival, Formation, RollCalls
+from lockstep.training.elastic.membership import Answer, Arrival, Formation, RendezvousRounds
 from lockstep.training.elastic.recovery import Seat, next_attempt
-from lockstep.training.elastic.rendezvous import Meeting
+from lockstep.training.elastic.rendezvous import RendezvousHandler
 
 ANSWER_S = 60.0
-"""How long the recorders may take to answer: nothing that they do for a roll call waits for anything."""
+"""How long the recorders may take to answer: nothing that they do for a rendezvous waits for anything."""
 
 WHOSE = "the process of the sweep's recorders"
 
 
-class TrialRollCalls:
-    """The roll calls of one attempt of a trial, which any thread may call. `formed` is called with each new group."""
+class TrialRendezvous:
+    """The rendezvous of one attempt of a trial, which any thread may call. `formed` is called with each new group."""
 
     def __init__(self, attempt: int, workers: int, formed: Callable[[Formation], None]) -> None:
-        self._calls, self._formed = RollCalls(attempt, workers), formed
+        self._calls, self._formed = RendezvousRounds(attempt, workers), formed
         self._attempt = attempt
         self._lock = threading.Lock()
         self.members: dict[int, Joined] = {}
         """The workers by number, which is the rank that each began with."""
 
     def ready(self, worker: int) -> None:
-        """A worker trains, and would come to a roll call."""
+        """A worker trains, and would come to a rendezvous."""
         with self._lock:
             self._calls.ready(worker)
 
@@ -55,7 +55,7 @@ class TrialRollCalls:
             return self._calls.ask(attempt, worker)
 
     def called(self, _worker: int) -> int | None:
-        """The attempt whose workers are to come to a roll call, where there is one."""
+        """The attempt whose workers are to come to a rendezvous, where there is one."""
         with self._lock:
             return self._calls.called
 
@@ -79,8 +79,8 @@ class TrialRollCalls:
             self._formed(formation)
 
 
-class TrialRollCallClient:
-    """One worker's way to the roll calls of its trial (`training.elastic.rendezvous.RollCallClient`)."""
+class TrialRendezvousClient:
+    """One worker's way to the rendezvous of its trial (`training.elastic.rendezvous.RendezvousClient`)."""
 
     def __init__(self, recorders: Any, key: str, attempt: int, worker: int) -> None:
         """`attempt` is the one that the workers began with."""
@@ -109,7 +109,7 @@ class TrialRollCallClient:
     def lose(self, worker: int) -> bool:
         """Whether the others go on without a worker whose process is gone."""
         goes_on: bool = answer_of(
-            self._recorders.roll_call.remote(self._key, self._attempt, "lose", worker), WHOSE, ANSWER_S
+            self._recorders.ask_rendezvous.remote(self._key, self._attempt, "lose", worker), WHOSE, ANSWER_S
         )
         return goes_on
 
@@ -121,17 +121,17 @@ class TrialRollCallClient:
         return answer_of(self._call(name, *arguments), WHOSE, ANSWER_S)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return self._recorders.roll_call.remote(self._key, self._attempt, name, self._worker, *arguments)
+        return self._recorders.ask_rendezvous.remote(self._key, self._attempt, name, self._worker, *arguments)
 
 
 @contextmanager
-def trial_meeting(
-    client: TrialRollCallClient,
+def trial_rendezvous(
+    client: TrialRendezvousClient,
     attempt: int,
     worker: int,
     secret: Secret,
     seat: Callable[[Group, AttemptOrigin | None], Seat],
-) -> Iterator[Meeting]:
+) -> Iterator[RendezvousHandler]:
     """Where a worker meets the others after a loss; `seat` makes its seat in their new group. On the way out nobody waits for this worker any more."""
     stores: list[Any] = []
 
@@ -139,9 +139,11 @@ def trial_meeting(
         stores.append(group.store)
         return seat(group, next_attempt(before.origin, number))
 
-    with Meeting(attempt, worker, ray.util.get_node_ip_address(), secret, client, seated) as meeting:
+    with RendezvousHandler(
+        attempt, worker, ray.util.get_node_ip_address(), secret, client, seated
+    ) as rendezvous:
         try:
-            yield meeting
+            yield rendezvous
         finally:
             client.end()
             for store in stores:

@@ -12,11 +12,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lockstep.communication import rendezvous
+from lockstep.communication import store
 from lockstep.communication.connections import connected, listening, opened_since, refuse_connections
 from lockstep.communication.credentials import ANSWER_BYTES, CHALLENGE_BYTES, Secret
 from lockstep.communication.group import between_members
-from lockstep.communication.rendezvous import Rendezvous, RendezvousStore
+from lockstep.communication.store import AuthenticatedStore, StoreServer
 from lockstep.errors import ClusterError
 
 HERE = "127.0.0.1"
@@ -29,8 +29,8 @@ def secret() -> Secret:
 
 
 @pytest.fixture
-def served(secret: Secret) -> Iterator[Rendezvous]:
-    service = Rendezvous(HERE, secret, 2)
+def served(secret: Secret) -> Iterator[StoreServer]:
+    service = StoreServer(HERE, secret, 2)
     yield service
     service.close()
 
@@ -44,8 +44,8 @@ def closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_ranks_read_what_another_has_set(served: Rendezvous, secret: Secret) -> None:
-    first, second = (RendezvousStore(HERE, served.port, secret, SOON) for _ in range(2))
+def test_ranks_read_what_another_has_set(served: StoreServer, secret: Secret) -> None:
+    first, second = (AuthenticatedStore(HERE, served.port, secret, SOON) for _ in range(2))
     threading.Timer(0.1, lambda: first.set("late", "value")).start()
     assert second.get("late") == b"value"
     assert [first.add("count", 2), second.add("count", 3)] == [2, 5]
@@ -62,30 +62,30 @@ def test_ranks_read_what_another_has_set(served: Rendezvous, secret: Secret) -> 
         first.wait(["late"], timedelta(seconds=0.1))
 
 
-def test_nothing_listens_once_all_ranks_have_come(served: Rendezvous, secret: Secret) -> None:
-    first, second = (RendezvousStore(HERE, served.port, secret, SOON) for _ in range(2))
+def test_nothing_listens_once_all_ranks_have_come(served: StoreServer, secret: Secret) -> None:
+    first, second = (AuthenticatedStore(HERE, served.port, secret, SOON) for _ in range(2))
     first.set("a", "b")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HERE, served.port), 1)
     assert second.get("a") == b"b"
 
 
-def test_who_does_not_know_the_secret_gets_no_key(served: Rendezvous, secret: Secret) -> None:
+def test_who_does_not_know_the_secret_gets_no_key(served: StoreServer, secret: Secret) -> None:
     """Neither with another secret, nor past the challenge, nor with an answer that was overheard: the ranks still meet."""
-    first = RendezvousStore(HERE, served.port, secret, SOON)
+    first = AuthenticatedStore(HERE, served.port, secret, SOON)
     first.set("key", "value")
-    with pytest.raises(dist.DistNetworkError, match="rendezvous at"):
-        RendezvousStore(HERE, served.port, Secret(), SOON)
+    with pytest.raises(dist.DistNetworkError, match="the store at"):
+        AuthenticatedStore(HERE, served.port, Secret(), SOON)
     with socket.create_connection((HERE, served.port)) as stranger:
         asked = stranger.recv(CHALLENGE_BYTES)
-        stranger.sendall(rendezvous._message([b"get", b"key"]) + bytes(ANSWER_BYTES))
+        stranger.sendall(store._message([b"get", b"key"]) + bytes(ANSWER_BYTES))
         assert closed(stranger)
     overheard = secret.answer(asked)
     with socket.create_connection((HERE, served.port)) as stranger:
         stranger.recv(CHALLENGE_BYTES)
         stranger.sendall(overheard)
         assert closed(stranger)
-    assert RendezvousStore(HERE, served.port, secret, SOON).get("key") == b"value"
+    assert AuthenticatedStore(HERE, served.port, secret, SOON).get("key") == b"value"
 
 
 def test_a_service_that_does_not_know_the_secret_is_told_nothing(secret: Secret) -> None:
@@ -103,15 +103,15 @@ def test_a_service_that_does_not_know_the_secret_is_told_nothing(secret: Secret)
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(dist.DistNetworkError, match="does not know the run's secret"):
-            RendezvousStore(HERE, server.getsockname()[1], secret, SOON)
+            AuthenticatedStore(HERE, server.getsockname()[1], secret, SOON)
         thread.join()
     assert told == [b""]
 
 
-def test_silent_strangers_keep_no_rank_away(served: Rendezvous, secret: Secret) -> None:
-    strangers = [socket.create_connection((HERE, served.port)) for _ in range(rendezvous.MOST_UNPROVEN + 20)]
+def test_silent_strangers_keep_no_rank_away(served: StoreServer, secret: Secret) -> None:
+    strangers = [socket.create_connection((HERE, served.port)) for _ in range(store.MOST_UNPROVEN + 20)]
     began = time.monotonic()
-    RendezvousStore(HERE, served.port, secret, SOON).set("key", "value")
+    AuthenticatedStore(HERE, served.port, secret, SOON).set("key", "value")
     assert time.monotonic() - began < 2
     for stranger in strangers:
         stranger.close()

@@ -38,7 +38,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.02
 """The pauses between two questions for a key that is not there yet: each is twice as long as the last."""
 
 
-class Rendezvous:
+class StoreServer:
     """Serves the keys of one group, from a thread of this process."""
 
     def __init__(self, host: str, secret: Secret, size: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Rendezvous:
         self._selector.register(woken, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._unproven: list[_Connection] = []
-        threading.Thread(target=self._serve, name="lockstep-rendezvous", daemon=True).start()
+        threading.Thread(target=self._serve, name="lockstep-store", daemon=True).start()
 
     def expect(self, size: int) -> None:
         """Stop listening as soon as `size` ranks have connected. To be called before this process connects."""
@@ -186,11 +186,11 @@ class _Connection:
         """What has arrived and is not answered."""
 
 
-class RendezvousStore(Store):
+class AuthenticatedStore(Store):
     """A rank's view of the keys, as `torch.distributed` wants it. Keep it for as long as its group: torch keeps only its C++ half."""
 
     def __init__(
-        self, host: str, port: int, secret: Secret, timeout: timedelta, served: Rendezvous | None = None
+        self, host: str, port: int, secret: Secret, timeout: timedelta, served: StoreServer | None = None
     ) -> None:
         """Connect to the service there, which `served` is if this process is rank 0.
 
@@ -202,7 +202,7 @@ class RendezvousStore(Store):
         self.set_timeout(timeout)
         self._lock = threading.Lock()
         self._data = bytearray()
-        self._where = f"rendezvous at {host}:{port}"
+        self._where = f"the store at {host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), PROVEN_S)
             weakref.finalize(self, self._socket.close)
@@ -252,7 +252,7 @@ class RendezvousStore(Store):
     def num_keys(self) -> int:
         return int(self._ask(b"count")[0])
 
-    def clone(self) -> RendezvousStore:
+    def clone(self) -> AuthenticatedStore:
         """The same store: its calls may come from several threads."""
         return self
 
@@ -286,7 +286,7 @@ class RendezvousStore(Store):
             return answer
 
 
-def serving(host: str, secret: Secret, size: int, timeout: timedelta, *, gpus: bool = False) -> Any:
+def serve_store(host: str, secret: Secret, size: int, timeout: timedelta, *, gpus: bool = False) -> Any:
     """The store of rank 0, which serves it at `host`, for `size` ranks. It has a `host` and a `port`.
 
     With `gpus` it is torch's own, which listens only there but asks for no secret: NCCL's threads in C++ look into the store for
@@ -298,15 +298,15 @@ def serving(host: str, secret: Secret, size: int, timeout: timedelta, *, gpus: b
         return TCPStore(
             host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-    served = Rendezvous(host, secret, size)
-    return RendezvousStore(host, served.port, secret, timeout, served)
+    served = StoreServer(host, secret, size)
+    return AuthenticatedStore(host, served.port, secret, timeout, served)
 
 
-def met(host: str, port: int, secret: Secret, timeout: timedelta, *, gpus: bool = False) -> Any:
-    """The store that rank 0 serves there, as `serving` returns it to rank 0. DistNetworkError where it cannot be reached."""
+def connect_store(host: str, port: int, secret: Secret, timeout: timedelta, *, gpus: bool = False) -> Any:
+    """The store that rank 0 serves there, as `serve_store` returns it to rank 0. DistNetworkError where it cannot be reached."""
     if gpus:
         return TCPStore(host, port, is_master=False, timeout=timeout)
-    return RendezvousStore(host, port, secret, timeout)
+    return AuthenticatedStore(host, port, secret, timeout)
 
 
 def _listener(host: str) -> socket.socket:
