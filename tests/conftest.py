@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -73,8 +74,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Togethe
     return Together(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest looks at marks in this hook too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave scenarios and full products to `-m scenario` and `-m exact`; the default run has a covering part of each."""
+    """Leave scenarios and full products to `-m scenario` and `-m exact`; the default run has a covering part of each.
+
+    Of the cases of a test with the mark `every(n)`, each n-th belongs to the default run and the others are scenarios.
+    """
+    cases: Counter[tuple[pytest.Item | pytest.Collector | None, str]] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("every"):
+            test = item.parent, getattr(item, "originalname", item.name)
+            if cases[test] % mark.args[0]:
+                item.add_marker(pytest.mark.scenario)
+            cases[test] += 1
     if config.option.markexpr:
         return
     left = [item for item in items if {"scenario", "exact"} & {mark.name for mark in item.iter_markers()}]

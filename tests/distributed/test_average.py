@@ -76,6 +76,7 @@ def loss_by_hand(weights: dict[str, Tensor]) -> str:
     return (total / count).hex()
 
 
+@pytest.mark.scenario
 def test_an_average_that_no_checkpoint_keeps_is_another_one(tmp_path: Path) -> None:
     """The negative control of what a resumed run does with it. In a run with digests it is refused where it is taken up."""
     whole = train_attempt(kept(tmp_path / "whole"), RUN, AttemptOrigin())
@@ -148,6 +149,7 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_average_that_is_not_one_yet_is_told_where_it_decides(rule: dict[str, Any]) -> None:
     """Once, with the number of updates after which it is one; 0.7 has left half of its start behind after three."""

@@ -212,6 +212,7 @@ def check_one_value(pool: Pool, workers: int, kinds: list[type[Kind]]) -> None:
             assert rank[:4] == single[:4], kind
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("workers", "kinds"),
     [
@@ -258,6 +259,7 @@ def test_every_kind_has_one_value_in_every_way(pool: Pool, way: str, workers: in
         assert shared == [alone] * workers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "more", "workers"),
     [

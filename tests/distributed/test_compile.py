@@ -81,6 +81,7 @@ def told(run: Document) -> tuple[Trained, dict[str, Any]]:
     return trained, json.loads(text)
 
 
+@pytest.mark.scenario
 def test_a_compiled_run_says_what_was_compiled_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     """Its model has the names of an eager one, its ragged tail runs eager, and it is another run than an eager one."""
     whole, found = told(small())

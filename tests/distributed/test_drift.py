@@ -68,6 +68,7 @@ def attempted(document: Document, origin: AttemptOrigin) -> Attempted:
     return Attempted(error, weights, [event for event in told if isinstance(event, Corrupted)])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("what", "workers"),
     [

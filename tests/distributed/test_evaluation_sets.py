@@ -44,16 +44,23 @@ def evaluations(trained: Trained) -> dict[int, dict[str, str]]:
     return {step: dict(metrics) for step, _, metrics in trained.evaluations}
 
 
+@pytest.mark.every(5)
+@pytest.mark.parametrize("workers", [3, 2, 4])
 @pytest.mark.parametrize("kind", [NamedSets, SeveralTests, StochasticAverage, AverageWithoutStatistics])
-def test_the_same_bits_for_every_number_of_workers(pool: Pool, kind: Any) -> None:
+def test_the_same_bits_for_every_number_of_workers(pool: Pool, kind: Any, workers: int) -> None:
     alone = all_of(train(document(kind)))
-    for workers in (2, 3, 4):
-        for trained in pool.run(workers, train, document(kind)):
-            assert all_of(trained) == alone
+    for trained in pool.run(workers, train, document(kind)):
+        assert all_of(trained) == alone
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("kind", [NamedSets, SeveralTests, StochasticAverage, AverageWithoutStatistics])
+def test_the_same_bits_with_loader_processes(pool: Pool, kind: Any) -> None:
     (fetched,) = pool.run(1, train, document(kind, data={"drop_last": False, "loader_processes": 2}))
-    assert all_of(fetched) == alone
+    assert all_of(fetched) == all_of(train(document(kind)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sharding", ["optimizer", "full"])
 def test_sets_and_a_test_under_sharding(pool: Pool, sharding: str) -> None:
     """The best weights are shards there."""
@@ -62,6 +69,7 @@ def test_sets_and_a_test_under_sharding(pool: Pool, sharding: str) -> None:
         assert all_of(trained) == alone
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [NamedSets, StochasticAverage])
 def test_the_same_bits_after_a_stop(tmp_path: Path, kind: Any) -> None:
     def saved(name: str) -> dict[str, Any]:

@@ -170,6 +170,7 @@ def reference(name: str) -> Trained:
     return train(kinds(name))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "workers"), [("adamw", 2), ("sgd", 4), ("recomputed", 3)])
 def test_parameters_of_every_kind(pool: Pool, name: str, workers: int) -> None:
     assert pool.run(workers, train, full(kinds(name))) == [reference(name)] * workers
@@ -318,6 +319,7 @@ def resumed(
     return trained, read[0], peaks
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("writers", [1, 4])
 def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> None:
     """Of a checkpoint of 3 sets of the parameters a rank of 4 reads its quarter, and hashes about as many bytes of the files; it has no tensor but its own rows."""
@@ -352,6 +354,7 @@ def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> No
         assert peaks[0] >= 3 * WIDE
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("file", ["model", "optimizer", "best"])
 def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path, file: str) -> None:
     """One rank alone sees the damage."""
@@ -376,6 +379,7 @@ def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path,
 # --- the start --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 4)])
 def test_a_start_by_shards_has_the_bits_of_a_whole_one(
     pool: Pool, job: str, precision: str, workers: int
@@ -448,6 +452,7 @@ def train_with_a_norm_by_worker(document: Document) -> Trained:
         return train(document)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("broken", [train_in_a_ring_s_order, train_with_a_norm_by_worker])
 def test_another_order_gives_other_bits(pool: Pool, broken: Any) -> None:
     """The controls."""
@@ -533,6 +538,7 @@ class Measuring(Deep):
         return Loss(loss.total / float(model[0].weight.detach().norm()), loss.weight)  # type: ignore[index, operator, union-attr]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("job", ["Penalised", "Penalising", "Measuring"])
 def test_parameters_that_are_used_outside_of_their_modules_are_refused(pool: Pool, job: str) -> None:
     with pytest.raises(JobError, match=r"or set sharding=optimizer$"):
@@ -583,6 +589,7 @@ def held(document: Document) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
     document = small(f"{HERE}:Deep")

@@ -69,6 +69,7 @@ def run(**more: Any) -> Document:
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_groups_stay_together_on_any_number_of_workers(pool: Pool, workers: int) -> None:
     """Six samples of the ragged step make micro-batches of 2, 2 and 2; nothing is told of the order."""

@@ -51,7 +51,7 @@ ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""
 
 THIRD, OTHERS = ALL[::3], [kind for i, kind in enumerate(ALL) if i % 3]
-"""Those of the default run, and those that wait to be asked for."""
+"""Those of the default run and of the scenarios, and those that wait to be asked for."""
 
 COMPARING = (further_kinds.SupervisedContrast, further_kinds.Survival, further_kinds.Recommendation)
 """Jobs whose losses compare the samples of a micro-batch."""
@@ -117,7 +117,9 @@ AT_ONCE = 20
 """Runs of a call of the pool."""
 
 WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
-"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs: every twelfth kind by default, every third with `make scenarios`."""
+"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs: one kind of 36 by default, every third with `make scenarios`."""
+
+DOZEN = 3 * len(WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +128,11 @@ WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
         *(
             pytest.param(
                 *pair,
-                THIRD[i :: len(WORKERS)],
+                THIRD[i::DOZEN],
                 marks=[pytest.mark.scenario] if i else [],
-                id=f"{pair[0]}-{pair[1]}",
+                id=f"{pair[0]}-{pair[1]}, {i}",
             )
-            for i, pair in enumerate(WORKERS)
+            for i, pair in enumerate(WORKERS * 3)
         ),
         *(
             pytest.param(
@@ -164,6 +166,7 @@ def test_every_kind_has_one_value(
         check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -184,6 +187,7 @@ def test_what_is_beside_the_weights_is_there_after_a_resume(
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [keeping_kinds.BuffersOfManyTypes, step_kinds.LargestGradients])
 def test_buffers_of_any_kind_have_one_value_on_two_workers(
     pool: Pool, alone: Alone, kind: type[Kind]
@@ -263,6 +267,7 @@ def train_and_die(run: dict[str, Any], step: int) -> None:
         train_attempts([(run, AttemptOrigin())], None)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_breaks_the_promise_is_refused_by_name(kind: type[Kind]) -> None:
     with pytest.raises(LockstepError) as info:
@@ -300,6 +305,7 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
     assert all(a[1] != b[1] for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -399,6 +405,7 @@ def by_processes(kind: type[Kind], processes: int, **more: Any) -> dict[str, Any
     return document(kind, data={"drop_last": False, "loader_processes": processes}, **more)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "step", "more"),
     [
@@ -431,6 +438,7 @@ def test_without_the_look_they_get_other_bits(monkeypatch: pytest.MonkeyPatch) -
     assert runs[0].digests[1] != runs[1].digests[1]
 
 
+@pytest.mark.scenario
 def test_samples_that_depend_on_training_are_exact_without_loader_processes(
     pool: Pool, alone: Alone, tmp_path: Path
 ) -> None:
@@ -471,6 +479,7 @@ def test_state_that_a_resume_would_lose_is_refused_by_its_results(kind: type[Kin
     assert train(document(kinds.Thermostat, rehearsal="full")).warnings == ()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", keeping_kinds.TOLD, ids=lambda kind: kind.__name__)
 def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) -> None:
     (text,) = train(document(kind, rehearsal="full")).warnings
@@ -478,6 +487,7 @@ def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) 
     assert [word for word in keeping_kinds.TOLD[kind] if word not in text] == [], text
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", keeping_kinds.HELD, ids=lambda kind: kind.__name__)
 def test_what_is_kept_and_makes_no_difference_is_not_told(kind: type[Kind]) -> None:
     assert train(document(kind, rehearsal="full")).warnings == ()

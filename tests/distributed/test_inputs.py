@@ -168,6 +168,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", CHANGES)
 def test_an_input_that_nobody_named_is_refused_where_it_changed(
     project: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +192,7 @@ def test_an_input_that_nobody_named_is_refused_where_it_changed(
     assert other.identity != undisturbed.identity
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", ["", *CHANGES, "place", "secret", "setting in loss", "import"])
 def test_what_is_unchanged_goes_on_to_the_same_bits_under_the_same_identity(
     project: Path, way: str, monkeypatch: pytest.MonkeyPatch

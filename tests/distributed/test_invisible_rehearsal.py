@@ -94,6 +94,7 @@ def run(use: str, extent: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.every(2)
 def test_every_extent_trains_the_same_bits_whatever_the_module_is_called(module: str) -> None:
     digests = {extent: train(run(f"{module}:Warming", extent)).digests for extent in EXTENTS}
     assert len({tuple(each) for each in digests.values()}) == 1

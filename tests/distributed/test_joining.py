@@ -49,6 +49,7 @@ PLACED: Document = SMALL | {"job": {"use": "tests.distributed.test_joining:Place
 WRITTEN: Document = SMALL | {"job": {"use": "joining_job:Job"}}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("differs", ["code", "data", "processor"])
 def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
     """G1: it has another file of the job, another sample, or another processor. All ranks end before the next step, with what differs."""
@@ -108,6 +109,7 @@ def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
             joined()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "change", [Change(3, leaving=(0,)), Change(3, joining=1)], ids=["leaving", "joining"]
 )

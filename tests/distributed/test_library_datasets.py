@@ -40,6 +40,7 @@ def test_a_hub_dataset_with_a_transform_that_draws(pool: Pool, tmp_path: Path) -
     assert whole.weights_digest != train(document("Hub")).weights_digest
 
 
+@pytest.mark.scenario
 def test_chunks_of_litdata_are_read_by_index(pool: Pool, tmp_path: Path, chunks: str) -> None:
     """Stopped and resumed on two workers with loader processes: same bits, those of the same points in a list."""
     whole = train(document("Lit", train=chunks))

@@ -27,6 +27,7 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_go_on_with_the_lost_workers_part(workers: int, place: str) -> None:
@@ -53,6 +54,7 @@ def test_wherever_a_worker_with_a_part_is_lost(precision: str, worker: int, plac
         assert len(repeated(outlived)) <= 1
 
 
+@pytest.mark.scenario
 def test_workers_are_lost_one_after_another_and_replaced() -> None:
     """4 → 3 → 2 → 4 → 1: each group shares the state out anew."""
     falls = [
@@ -66,6 +68,7 @@ def test_workers_are_lost_one_after_another_and_replaced() -> None:
     check(outlived, train(DIGITS), [5])
 
 
+@pytest.mark.scenario
 def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     """1 → 3 → 2: a worker alone has all parts; then joining workers have them, and the first leaves."""
     changes = [Change(2, joining=2), Change(4, leaving=(0,))]
@@ -74,6 +77,7 @@ def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     assert repeated(outlived) == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_worker_is_lost_while_the_state_is_shared_out(worker: int) -> None:
     """Some have their new parts by then, others not: each still has its parts of the group before."""
@@ -93,6 +97,7 @@ def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
         outlive(SMALL, 4, falls)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, worker: int) -> None:
     document = SMALL | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
@@ -101,6 +106,7 @@ def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, work
     check_saves(document, str(tmp_path), plain())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("broken", "fall"), [("mirror", Fall(1, 3, "forward")), ("spans before", Fall(1, 3, "take weights"))]
 )

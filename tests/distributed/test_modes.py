@@ -112,6 +112,7 @@ def test_a_teacher_that_trains_is_another_run() -> None:
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_the_checks_of_a_teacher_at_rest_find_nothing(kind: type[Kind], tmp_path: Path) -> None:
     report = check(load_spec(document(kind, checkpoint={"storage": str(tmp_path)}, record={"uri": "off"})))
@@ -128,17 +129,22 @@ def test_what_changes_in_a_module_is_what_a_loop_by_hand_has(kind: type[Kind]) -
     assert train(whole(kind)).digests == tuple(by_hand(kind, nn.Module.train)[0])
 
 
+@pytest.mark.every(8)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("stopped", [1, 2])
 def test_a_resume_goes_on_with_the_modes_sizes_and_settings_of_the_run(
-    pool: Pool, tmp_path: Path, stopped: int
+    pool: Pool, tmp_path: Path, stopped: int, part: int
 ) -> None:
     """On another number of workers, whenever it was stopped."""
-    own = kinds.HELD
-    runs = [document(one, checkpoint={"storage": str(tmp_path / one.__name__), "every": None}) for one in own]
-    alone = train_every([document(one) for one in own])
+    fourth = kinds.HELD[part::4]
+    runs = [
+        document(kind, checkpoint={"storage": str(tmp_path / kind.__name__), "every": None})
+        for kind in fourth
+    ]
+    alone = train_every([document(kind) for kind in fourth])
     begun = pool.run(2, train_attempts, [(run, AttemptOrigin()) for run in runs], stopped)
     ended = train_attempts([(run, taken_up(run)) for run in runs], None)
-    for i, kind in enumerate(own):
+    for i, kind in enumerate(fourth):
         digests = alone[i][1]
         assert begun[0][i][1] == begun[1][i][1] == digests[:stopped], kind
         assert ended[i][1] == digests[stopped:], kind
@@ -190,6 +196,7 @@ def loss_of(job: Kind, model: nn.Module) -> str:
 # --- parameters that a step leaves unused -----------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("micro", [8, 2])
 def test_an_update_skips_what_no_micro_batch_of_its_step_used(pool: Pool, micro: int) -> None:
     """As an optimizer does in a loop by hand: neither decay nor momentum moves the head of a task without samples."""

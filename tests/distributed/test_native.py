@@ -48,6 +48,7 @@ def test_native_gives_other_bits_on_other_workers(pool: Pool) -> None:
     assert len({run.identity for run in runs}) == 3
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_native_has_the_same_mean(pool: Pool, workers: int) -> None:
     """G3 up to rounding, in ragged steps as well. Two epochs of six steps: the differences have hardly grown."""

@@ -94,6 +94,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changed_is_seen(project: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS[name]
@@ -109,6 +110,7 @@ def test_what_changed_is_seen(project: Path, name: str, monkeypatch: pytest.Monk
     assert [line for line in lines if re.search(kind.told, line)], lines
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", HONEST)
 def test_what_matters_not_is_silent(project: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = HONEST[name]

@@ -143,6 +143,7 @@ NAMED = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "workers", [2, *(pytest.param(workers, marks=pytest.mark.exact) for workers in (1, 3))]
 )

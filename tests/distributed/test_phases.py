@@ -359,6 +359,7 @@ def test_a_step_that_is_skipped_as_a_whole_has_other_bits() -> None:
     assert [a == b for a, b in zip(same, other, strict=True)].count(True) < 5
 
 
+@pytest.mark.scenario
 def test_phases_in_fp16_have_one_value_however_they_are_executed(pool: Pool, tmp_path: Path) -> None:
     """Ragged, with an overflow in one phase, on 1 … 3 workers, and stopped just behind the overflow."""
     run = {**in_halves(5), "batch": {"global": 12, "micro": 4}, "data": {"drop_last": False}}
@@ -417,6 +418,7 @@ def fall_in(run: Document, phase: str, call: int) -> None:
         train_attempt(run, RUN, AttemptOrigin())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("phase", ["made", pytest.param("judged", marks=pytest.mark.exact)])
 def test_a_run_killed_in_a_phase_takes_the_step_again(

@@ -35,6 +35,7 @@ def drawing(job: str, micro_batches: int = 6) -> Document:
     return test_same_bits.centred() if job == "centred" else test_same_bits.document(job, micro_batches)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("job", "workers"),
     [("digits", 1), ("gpt", 2), ("centred", 3), pytest.param("digits", 4, marks=pytest.mark.exact)],
@@ -121,6 +122,7 @@ def seeded(folder: Path, seed: int) -> Document:
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.exact) for seed in range(2, 20))]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_of_three_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: int) -> None:
     rank = seed % 3
@@ -132,6 +134,7 @@ def test_of_three_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: i
     assert f"step {told.step}, micro-batch {told.micro_batch}, " in found[0].error
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_of_honest_ones_nobody_is_named(pool: Pool, tmp_path: Path, seed: int) -> None:
     for found in pool.run(3, lying, seeded(tmp_path, seed), -1, seed, 0.5):

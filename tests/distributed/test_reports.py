@@ -83,6 +83,7 @@ def test_epochs_after_a_kill_have_orders_of_their_own(tmp_path: Path) -> None:
     assert len({str(epoch) for epoch in epochs}) == 4
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 4)], ids=["once", "three times"])
 def test_each_sample_comes_once_however_often_an_epoch_is_stopped(
     pool: Pool, tmp_path: Path, stops: Sequence[int]
@@ -120,6 +121,7 @@ class Weighted(lockstep.Job):
         return lockstep.Loss(total, weights.sum())
 
 
+@pytest.mark.scenario
 def test_an_evaluation_is_no_larger_on_workers_with_unequal_shares(pool: Pool) -> None:
     """Means of the ranks were averaged as if each had as much data (PL#21859)."""
     run = {

@@ -226,6 +226,7 @@ def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None
 # --- when, and which stay ---------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exact)])
 @pytest.mark.parametrize(
     ("cadence", "kept"),
@@ -258,6 +259,7 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("workers", "after_best"), [(1, 0), (2, 1)])
 def test_the_best_is_kept_whenever_saves_are_due(
     pool: Pool, tmp_path: Path, workers: int, after_best: int
@@ -347,6 +349,7 @@ def one_step_on(sections: dict[str, Any]) -> None:
     sections["counters"] = {**sections["counters"], "step": sections["counters"]["step"] + 1}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("change", "job", "precision", "step"),
     [

@@ -79,6 +79,7 @@ def check_found(kind: type[late_kinds.Late], folder: Path, seed: int) -> None:
     assert not ended.checked
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
 def test_state_that_begins_late_and_is_in_no_checkpoint_ends_the_run(
     kind: type[late_kinds.Late], tmp_path: Path
@@ -146,6 +147,7 @@ def check_silent(spec: dict[str, Any]) -> None:
     assert not [text for text in ended.warnings if "resume" in text and "rehearsal" not in text]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", HONEST, ids=lambda kind: kind.__name__)
 def test_an_honest_job_is_proven_and_told_nothing(kind: type[kinds.Kind], tmp_path: Path) -> None:
     check_silent(document(kinds.document(kind), tmp_path))
@@ -204,6 +206,7 @@ def test_a_run_on_two_workers_is_proven(pool: Pool, tmp_path: Path, sharding: st
     assert (first.checked, other.checked) == ([STEP], [])
 
 
+@pytest.mark.scenario
 def test_all_of_two_workers_end_with_the_error(pool: Pool, tmp_path: Path) -> None:
     for ended in pool.run(2, on_two, late(late_kinds.JobAttribute, tmp_path)):
         assert isinstance(ended.error, ResumeError)

@@ -49,6 +49,7 @@ def pool() -> Iterator[Pool]:
         yield processes
 
 
+@pytest.mark.scenario
 def test_a_case_that_loses_workers_comes_to_the_bits_of_the_run_left_alone(pool: Pool) -> None:
     outcome = attempt(pool, CASE)
     assert not outcome.wrong
@@ -67,6 +68,7 @@ def test_what_a_checkpoint_lacks_shows(pool: Pool) -> None:
     assert attempt(pool, case).wrong.startswith("rows of attempt")
 
 
+@pytest.mark.scenario
 def test_a_case_that_fails_is_made_smaller_until_nothing_can_be_left_out(pool: Pool) -> None:
     """Two layers in one, of which the second is refused: a name that no program knows."""
     params = {**CASE["spec"]["job"]["params"], "layers": ["dropout", "no such layer"]}

@@ -77,7 +77,7 @@ def _same(one: Storage, other: Storage, run_id: str) -> bool:
     return one.shown == other.shown
 
 
-def refuse_held_run(run_id: str, overrides: Sequence[str]) -> None:
+def refuse_leased_run(run_id: str, overrides: Sequence[str]) -> None:
     """SpecError where another command works on the run or the sweep of this id, as far as can be told without its store.
 
     Asked is where `overrides` say that it lies, and where its own record there says that its checkpoints are.
@@ -98,7 +98,7 @@ def refuse_held_job(what: str, overrides: Sequence[str], name: str | None) -> No
     """
     with suppress(StorageError):
         if not Path(what).exists():
-            refuse_held_run(what, overrides)
+            refuse_leased_run(what, overrides)
         elif name is not None:
             uri = load_spec(what, overrides).checkpoint.storage
             if not isinstance(storage := open_storage(uri), LocalStorage):

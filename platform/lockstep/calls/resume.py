@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import leads, leased_run, lies_where, refuse_held_run
+from lockstep.calls.leased_run import leads, leased_run, lies_where, refuse_leased_run
 from lockstep.calls.lost_storage import refuse_lost
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.run_checkpoints import check_step, steps_of
@@ -63,7 +63,7 @@ def resume_with(
 ) -> Result:
     """As `resume`, with the options of the call as one value."""
     if not (fork or takeover):
-        refuse_held_run(run_id, overrides)
+        refuse_leased_run(run_id, overrides)
     stored_run, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
     if fork:
         from lockstep.calls.runs import run_attempt

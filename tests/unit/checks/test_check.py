@@ -146,6 +146,7 @@ def each_fault() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", params)
 
 
+@pytest.mark.every(3)
 @each_fault()
 def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: Path) -> None:
     report = checked(tmp_path, fault.job, **fault.spec)
@@ -168,6 +169,7 @@ def test_state_that_no_checkpoint_keeps_fails_the_rehearsal(job: str, tmp_path: 
     assert "no checkpoint keeps it" in evidence
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("job", SOUND)
 def test_a_sound_job_passes_every_check(job: str, tmp_path: Path) -> None:
     report = checked(tmp_path, job)

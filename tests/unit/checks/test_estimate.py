@@ -99,6 +99,7 @@ def runs() -> Iterator[Callable[[str], tuple[Estimate, Run]]]:
     yield of
 
 
+@pytest.mark.every(3)
 @each_model()
 def test_what_is_counted_is_what_training_holds(
     name: str, runs: Callable[[str], tuple[Estimate, Run]]
@@ -124,6 +125,7 @@ def test_what_is_counted_is_what_training_holds(
     state.counters.step = 0
 
 
+@pytest.mark.every(3)
 @each_model()
 def test_the_peak_of_a_step_is_near_what_torch_allocates(
     name: str, runs: Callable[[str], tuple[Estimate, Run]]

@@ -98,6 +98,7 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) ->
     assert RunFolder.open(open_storage(str(tmp_path / "store")), run_id).fence().number == 2
 
 
+@pytest.mark.scenario
 def test_a_copy_is_taken_up_with_the_modes_of_a_save(tmp_path: Path) -> None:
     """G6: also in a storage on a disk that is named by a URI."""
     uri = put_empty_store(tmp_path / "mlflow.db")

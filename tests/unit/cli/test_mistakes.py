@@ -163,6 +163,7 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mistake", JOBS)
 def test_a_mistake_in_the_jobs_class(mistake: str, call: Call, tmp_path: Path) -> None:
     source, words = JOBS[mistake]
@@ -333,6 +334,7 @@ class Endless:
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["--dry-run", "--local"])
 @pytest.mark.parametrize("mistake", DATA)
 def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Path) -> None:
@@ -447,6 +449,7 @@ TRAINING: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mistake", TRAINING)
 def test_a_mistake_that_is_found_before_the_first_step(mistake: str, call: Call, tmp_path: Path) -> None:
     body, words = TRAINING[mistake]

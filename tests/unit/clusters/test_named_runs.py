@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import train
 from lockstep.calls.named_runs import train_named
-from lockstep.checkpoint.runs.lease import holding
+from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import give_name, run_of_name
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
@@ -75,7 +75,7 @@ def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path)
     with pytest.raises(SpecError, match="seed is 0 in run"):
         named(tmp_path, seed=3)
     with (
-        holding(open_storage(str(tmp_path)), first.run_id, "the run") as hold,
+        leased(open_storage(str(tmp_path)), first.run_id, "the run") as hold,
         pytest.raises(SpecError, match="seed is 0 in run"),
     ):
         train_named(OPTIONS, spec(tmp_path, seed=3), "night", takeover=True)

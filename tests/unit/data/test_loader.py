@@ -645,6 +645,7 @@ class Garbage:
         (self.folder / str(os.getpid())).touch()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_loader_process_destroys_nothing_of_its_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
@@ -777,6 +778,7 @@ OPENINGS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("opening", OPENINGS, ids=str)
 def test_loader_processes_read_a_file_that_was_open_before_them(numbers: Path, opening: Any) -> None:
     """Each by a position of its own, whether the dataset opened it as it was made or at its first fetch."""

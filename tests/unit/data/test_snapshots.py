@@ -24,6 +24,7 @@ def labels(table: Table, name: str = "label") -> list[float]:
     return table.__getitems__(np.arange(len(table)))[name].tolist()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", lake.FORMATS)
 def test_the_newest_version_is_looked_up_once(tmp_path: Path, kind: str) -> None:
     """What is opened later in the run, and what goes on with it, reads the same version; a run of its own the newer one."""

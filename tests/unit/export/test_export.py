@@ -386,6 +386,7 @@ def test_what_training_moved_besides_the_weights_is_exported(moving: Path, tmp_p
     check(4)
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("default")  # those of MLflow and SQLAlchemy, about each other
 def test_the_final_model_in_the_store_computes_the_recorded_loss(tmp_path: Path) -> None:
     """What MLflow has is the run's own model, averaged, with what training moved besides."""

@@ -437,6 +437,7 @@ def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path
     )
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
 def test_adapters_take_along_what_began_anew(folder: Path, tmp_path: Path) -> None:
     """A pooler that `path` has not, beside the head: whoever loads the adapters has the run's, and none of random values."""

@@ -412,6 +412,7 @@ def test_a_record_that_contradicts_itself_is_not_stated(
     assert not out.exists()
 
 
+@pytest.mark.scenario
 def test_weights_to_which_no_step_led_are_found_by_training_the_last_span(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_run_and_a_spec_that_is_not_run_yet_are_compared(place: Path) -> None:
     assert (first.step, first.module) == (1, "2")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("changes", "field", "where"),
     [
@@ -208,6 +209,7 @@ def test_runs_that_differ_in_their_held_out_data_alone_part_at_the_first_evaluat
     assert parted(compared(place, a, str(place / "spec.yaml"))).quantity == "evaluation"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "lost", "told"),
     [

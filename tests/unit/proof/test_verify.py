@@ -101,6 +101,7 @@ def first(found: Verified) -> tuple[int, int | None, str]:
 # --- nothing planted --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "spans"),
     [
@@ -193,6 +194,7 @@ def change_ledger(run: Path, step: int, column: str, change: Callable[[Any], Any
     pq.write_table(changed, run / "ledger.parquet")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("column", "change", "micro_batch", "quantity"),
     [
