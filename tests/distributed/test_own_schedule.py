@@ -140,6 +140,7 @@ NAMED = {
     "one_cycle": {"pct_start": 0.4},
     "polynomial": {"warmup_steps": 2, "power": 2.0, "final": 0.1},
     "inverse_sqrt": {"warmup_steps": 2},
+    "cosine_restarts": {"warmup_steps": 1, "period": 3},
 }
 
 

@@ -337,7 +337,7 @@ def test_a_misspelt_key_is_told_before_the_key_that_is_missing_for_it() -> None:
             "schedule: {name: step, every: 3, final: 0}",
             "schedule.final",
             "step",
-            "'linear', 'cosine', 'wsd' and 'polynomial' have",
+            "'linear', 'cosine', 'wsd', 'polynomial' and 'cosine_restarts' have",
         ),
     ],
 )

@@ -38,6 +38,7 @@ SPEC = {
     "schedule.gamma": "the factor on the rate at each fall",
     "schedule.decay_steps": "updates of the fall at the end of the run",
     "schedule.decay": "the shape of that fall",
+    "schedule.period": "updates after which the fall begins anew at the full rate",
     "schedule.power": "power of what is left of the run",
     "schedule.pct_start": "fraction of the run in which the rate rises",
     "schedule.anneal_strategy": "the shape of rise and fall",

@@ -163,6 +163,19 @@ class InverseSquareRoot(ScheduleRule):
         return math.sqrt(max(1, self.warmup_steps) / (update + 1))
 
 
+class CosineRestarts(ScheduleRule):
+    """Falls along half a cosine to `final` times the learning rate within `period` updates, and begins anew at the full rate after each."""
+
+    name: Literal["cosine_restarts"] = "cosine_restarts"
+    warmup_steps: NonNegativeInt = 0
+    period: PositiveInt = Field(examples=[1000])
+    final: NonNegativeFloat = 0.0
+
+    def after_warmup(self, update: int, total: int) -> float:
+        """Loshchilov & Hutter 2017, with periods of one length."""
+        return _fallen(self.final, _half_cosine((update - self.warmup_steps) % self.period / self.period))
+
+
 Schedule = Annotated[
     Annotated[
         Constant
@@ -172,7 +185,8 @@ Schedule = Annotated[
         | WarmupStableDecay
         | OneCycle
         | Polynomial
-        | InverseSquareRoot,
+        | InverseSquareRoot
+        | CosineRestarts,
         Field(discriminator="name"),
     ],
     named("constant"),

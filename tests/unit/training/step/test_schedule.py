@@ -15,6 +15,7 @@ from lockstep.errors import SpecError
 from lockstep.spec.schedules import (
     Constant,
     Cosine,
+    CosineRestarts,
     InverseSquareRoot,
     Linear,
     OneCycle,
@@ -149,6 +150,24 @@ def test_inverse_square_root_goes_on_from_the_warmup() -> None:
     wanted = [min(u / 4, math.sqrt(4 / u)) for u in range(1, 101)]
     assert factors(InverseSquareRoot(warmup_steps=4), 100) == wanted
     assert factors(InverseSquareRoot(), 3) == [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3)]
+
+
+@pytest.mark.parametrize("period", [1, 2, 8, 64])
+def test_cosine_restarts_are_those_of_torch(period: int) -> None:
+    """`CosineAnnealingWarmRestarts` bit for bit; a period that is no power of two is one rounding away."""
+    optimizer = sgd(1.0)
+    theirs = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, period, eta_min=0.0)
+    ours = CosineRestarts(period=period)
+    for update in range(300):
+        assert [ours.factor(update, 300)] == rates_of(optimizer)
+        optimizer.step()
+        theirs.step()
+
+
+def test_cosine_restarts_count_from_the_end_of_the_warmup_and_not_by_the_length() -> None:
+    fall = [0.5 + 0.5 * value for value in factors(Cosine(), 3)]
+    restarts = CosineRestarts(warmup_steps=2, period=3, final=0.5)
+    assert factors(restarts, 9) == factors(restarts, 99)[:9] == [0.5, 1.0, *fall, *fall, fall[0]]
 
 
 def test_warm_up_stable_decay() -> None:
