@@ -151,6 +151,9 @@ class ByLength(Protocol):
     def fields(self) -> Mapping[str, Any]:
         """What of it belongs to the identity."""
 
+    def largest(self) -> Any:
+        """The ids of a micro-batch that takes as much memory as any."""
+
     def bounds(self, epoch: int) -> Any:
         """Where the micro-batches of an epoch begin in its order, `count` + 1 positions, where tokens bound them."""
 

@@ -21,6 +21,7 @@ from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import make_sampler
 from lockstep.training.setup import make_plan
+from tests.distributed import batch_kinds
 from tests.distributed.training import Document
 
 WORDS, LONGEST = 17, 20
@@ -106,6 +107,21 @@ class StepsByEpochs(NextWord):
     def schedule(self, optimizer: torch.optim.Optimizer, updates: Any) -> Any:
         assert updates.epochs == 3
         return lockstep.PerEpoch(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+
+def some_lengths(data: Any) -> list[int]:
+    """Lengths for points that have none."""
+    return [2 + i % 5 for i in range(len(data))]
+
+
+class ClipOfLengths(batch_kinds.Clip):
+    def lengths(self, data: Any) -> list[int]:
+        return some_lengths(data)
+
+
+class QueueOfLengths(batch_kinds.QueueOfTheBatch):
+    def lengths(self, data: Any) -> list[int]:
+        return some_lengths(data)
 
 
 def ramp(**more: Any) -> Document:

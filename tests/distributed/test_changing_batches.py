@@ -21,7 +21,10 @@ from lockstep.data.by_length import TokenBatches
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.identity import deciding
 from lockstep.spec.loading import load_spec
+from tests.distributed import batch_kinds, closure_kinds, kinds, phase_kinds
 from tests.distributed.changing_jobs import (
+    ClipOfLengths,
+    QueueOfLengths,
     Sentences,
     by_tokens,
     by_windows,
@@ -31,6 +34,7 @@ from tests.distributed.changing_jobs import (
     ramped_batches,
     train_by_hand,
 )
+from tests.distributed.kinds import Kind
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, train, train_and_die, train_attempt
 from tests.forked import Forked
@@ -291,3 +295,33 @@ def test_a_sample_that_is_too_long_may_be_left_out() -> None:
     data = {"shuffle": "by_length", "drop_last": False, "without": long}
     run = train(by_tokens(batch={"global": 24, "micro": 6, "tokens": 18 * 3}, data=data))
     assert len(run.digests) == len(run.rows)
+
+
+GATHERING = [
+    batch_kinds.QueueOfTheBatch,
+    *(
+        pytest.param(kind, marks=pytest.mark.exact)
+        for kind in (batch_kinds.Clip, batch_kinds.Detection, phase_kinds.Gan, closure_kinds.Lbfgs)
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", GATHERING)
+def test_what_a_step_gathers_follows_its_size(pool: Pool, kind: type[Kind]) -> None:
+    """Losses over the whole batch, weights of terms, statistics, phases, closures: of each step's own micro-batches."""
+    one = kinds.document(kind, batch={"global": [{"size": 6, "until_steps": 2}, {"size": 12}], "micro": 3})
+    assert pool.run(3, train, one) == [train(one)] * 3
+
+
+@pytest.mark.parametrize("kind", [QueueOfLengths, pytest.param(ClipOfLengths, marks=pytest.mark.exact)])
+def test_rows_of_token_batches_stand_in_one_order(pool: Pool, kind: type[Kind]) -> None:
+    """A loss over the whole batch, and a queue of its rows, where micro-batches have different numbers of samples."""
+    one = kinds.document(
+        kind,
+        batch={"global": 12, "micro": 4, "tokens": 14},
+        data={"shuffle": "by_length", "drop_last": False},
+    )
+    assert pool.run(2, train, one) == [train(one)] * 2
+    assert (
+        pool.run(3, train, {**one, "sharding": "full"} if kind is ClipOfLengths else one) == [train(one)] * 3
+    )

@@ -57,6 +57,10 @@ class LengthWindows:
     def bounds(self, epoch: int) -> Ids:
         raise NotImplementedError  # samples bound these micro-batches
 
+    def largest(self) -> Ids:
+        """The ids of the longest samples that may meet in a micro-batch."""
+        return np.argsort(-self.lengths, kind="stable")[: self._micro]
+
     def order(self, epoch: int, whole: int) -> Order:
         """The ids of an epoch. The first `whole` samples, a multiple of `micro`, make full steps; the others are sorted and stay at the end."""
         drawn = epoch_order(self._seed, epoch, len(self.lengths), "full")[0 : len(self.lengths)]
@@ -88,7 +92,7 @@ class TokenBatches:
         self._seed = seed
         self.longest = max(1, int(lengths.max()))
         self._ids = np.argsort(lengths, kind="stable")
-        in_order = lengths[self._ids]
+        self._in_order = in_order = lengths[self._ids]
         starts = np.flatnonzero(np.diff(in_order, prepend=-1))
         self._runs = np.append(starts, len(lengths))
         """Where the samples of each length begin among the ids by length."""
@@ -109,6 +113,12 @@ class TokenBatches:
     def bounds(self, epoch: int) -> Ids:
         """Where the micro-batches of an epoch begin in its order, and its end."""
         return self._epoch(epoch).bounds
+
+    def largest(self) -> Ids:
+        """The ids of the micro-batch with the most padded tokens, each counted by the length of its row, as attention does."""
+        counts, longest = np.diff(self._cuts), self._in_order[self._cuts[1:] - 1]
+        most = int(np.argmax(counts * longest * longest))
+        return self._ids[self._cuts[most] : self._cuts[most + 1]]
 
     def order(self, epoch: int, whole: int) -> Order:
         """The order of an epoch, computed for the positions that are asked."""

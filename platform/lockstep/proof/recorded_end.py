@@ -48,6 +48,9 @@ class _Counted:
     def order(self, epoch: int, whole: int) -> Any:
         raise NotImplementedError  # no sample is fetched
 
+    def largest(self) -> Any:
+        raise NotImplementedError
+
 
 def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
     """The plan of a run whose identity has these fields; None where they do not tell how many samples it trained on."""
