@@ -147,7 +147,7 @@ def test_a_run_may_end_within_an_epoch_or_go_through_several() -> None:
     plan = Plan.of(100, 16, 4, drop_last=True, steps=15)
     assert (plan.steps_per_epoch, plan.total_steps, plan.micro_batches) == (6, 15, 4)
     assert plan.position(14) == Position(
-        step=14, epoch=2, index=2, samples=16, micro_batches=4, ends_epoch=False
+        step=14, epoch=2, index=2, start=32, samples=16, micro_batches=4, full=4, ends_epoch=False
     )
     assert Plan.of(100, 16, 4, drop_last=False, epochs=2).total_steps == 14
 

@@ -76,8 +76,9 @@ def _first_use(spec: Spec, wanted: LeftOut, run_id: str, versions: Mapping[str, 
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with pinned(versions):
-        train_data = open_data(load_job(spec.job.use, spec.job.params), spec.seed).train
-    plan = make_plan(spec, train_data)
+        job = load_job(spec.job.use, spec.job.params)
+        train_data = open_data(job, spec.seed).train
+        plan = make_plan(spec, job, train_data)
     check_ids(wanted, train_data, "without")
     first_use = make_sampler(spec, plan, train_data).first_use(wanted)
     if first_use is None:

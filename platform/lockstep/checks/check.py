@@ -42,7 +42,7 @@ class Examination:
         return [
             passed(
                 "loss",
-                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.fixture.workers} "
+                f"{count} micro-batches of {'' if plan.tokens is None else 'at most '}{plan.micro_batch} forward and backward, those of {self.fixture.workers} "
                 f"{'worker' if self.fixture.workers == 1 else 'workers'}; the mean loss is {means}",
             )
         ]
@@ -75,7 +75,9 @@ class Examination:
             return [passed("memory", evidence)]
         largest = estimate.largest_micro_batch
         remedy = (
-            f"set batch.micro={largest}"
+            "lower batch.tokens"
+            if estimate.tokens is not None
+            else f"set batch.micro={largest}"
             if largest
             else "set activation_checkpointing=true, or use a smaller model"
         )

@@ -32,9 +32,10 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     data = open_data(job, spec.seed)
     train_data = data.train
     check_rules(spec, data)
-    plan = make_plan(spec, train_data)
+    plan = make_plan(spec, job, train_data)
     check_order(train_data, plan, spec)
-    last = plan.position(plan.steps_per_epoch - 1)
+    epoch = 0 if plan.is_constant else plan.epochs - 1
+    last = plan.position((plan.steps_before(epoch + 1) or plan.total_steps) - 1)
     most = min(spec.workers.max, plan.micro_batches)
     return {
         "spec": spec.document(),
@@ -44,15 +45,28 @@ def dry_run(spec: Spec) -> dict[str, Any]:
             "global_batch": plan.global_batch,
             "micro_batch": plan.micro_batch,
             "micro_batches": plan.micro_batches,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "epochs": -(-plan.total_steps // plan.steps_per_epoch),
+            "steps_per_epoch": plan.steps_per_epoch if plan.is_constant else None,
+            "epochs": plan.epochs,
             "total_steps": plan.total_steps,
             "last_step_of_an_epoch": {"samples": last.samples, "micro_batches": last.micro_batches},
-            "dropped_samples_per_epoch": plan.samples % plan.global_batch if plan.drop_last else 0,
+            "dropped_samples_per_epoch": plan.samples - last.start - last.samples if plan.drop_last else 0,
+            **_changing(plan),
             "leakage": _leakage(data, spec.seed),
             "workers": [_spread(plan, workers) for workers in range(spec.workers.min, most + 1)],
         },
     }
+
+
+def _changing(plan: Plan) -> dict[str, Any]:
+    """Where the size of the global batch changes, and what tokens bound, as far as they do."""
+    facts: dict[str, Any] = {}
+    if not plan.is_constant:
+        facts["global_batches"] = [
+            {"size": size, "from_step": step + 1, "from_epoch": epoch} for size, step, epoch in plan.changes()
+        ]
+    if plan.tokens is not None and plan.by_length is not None:
+        facts |= {"tokens": plan.tokens, "micro_batches_per_epoch": plan.by_length.count}
+    return facts
 
 
 def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
@@ -96,9 +110,17 @@ def _spread(plan: Plan, workers: int) -> dict[str, Any]:
 def as_text(report: dict[str, Any]) -> str:
     """The plan of a dry run as lines for a person."""
     plan = report["plan"]
+    at_most = "at most " if "tokens" in plan or "global_batches" in plan else ""
+    bound = f" and {plan['tokens']} padded tokens" if "tokens" in plan else ""
+    per_epoch = "" if plan["steps_per_epoch"] is None else f"{plan['steps_per_epoch']} steps an epoch, "
     lines = [
-        f"global batch      {plan['global_batch']} samples = {plan['micro_batches']} micro-batches of {plan['micro_batch']}",
-        f"training          {plan['train_samples']} samples, {plan['steps_per_epoch']} steps an epoch, "
+        f"global batch      {at_most}{plan['global_batch']} samples = {plan['micro_batches']} micro-batches of {'at most ' if bound else ''}"
+        f"{plan['micro_batch']}{' samples' if bound else ''}{bound}",
+        *(
+            f"                  {each['size']} samples from step {each['from_step']}, in epoch {each['from_epoch']}"
+            for each in plan.get("global_batches", ())
+        ),
+        f"training          {plan['train_samples']} samples, {per_epoch}"
         f"{plan['epochs']} epochs, {plan['total_steps']} steps in all",
         f"evaluation        {plan['eval_samples']} samples",
     ]
@@ -113,7 +135,7 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(
             f"dropped           {plan['dropped_samples_per_epoch']} samples an epoch (data.drop_last)"
         )
-    elif tail["samples"] < plan["global_batch"]:
+    elif "tokens" not in plan and tail["samples"] < plan["global_batch"]:
         lines.append(
             f"last step         {tail['samples']} samples in {tail['micro_batches']} micro-batches, weighted exactly"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import gcd
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
@@ -129,6 +130,8 @@ class Estimate:
     activation_checkpointing: bool
     largest_micro_batch: int | None
     """The largest `batch.micro` that should fit; None where not even one sample does."""
+    tokens: int | None
+    """The bound of a micro-batch in padded tokens, which then has no largest number of samples that fits."""
     variants: list[dict[str, Any]] = field(default_factory=list)
     """The same run in the other precisions, and with or without activation checkpointing."""
 
@@ -182,6 +185,9 @@ def estimated(fixture: Fixture) -> Estimate:
     """The estimate of a fixture's own spec, without variants."""
     spec, plan, device = fixture.spec, fixture.plan, fixture.device
     key = fixture.step_keys()[0]
+    if plan.by_length is not None:
+        largest = plan.by_length.largest()
+        key = key._replace(ids=largest.tolist() if isinstance(key.ids, list) else largest, due=())
     full = measured(fixture, key)
     half = (
         measured(fixture, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
@@ -190,7 +196,8 @@ def estimated(fixture: Fixture) -> Estimate:
     )
     workers, available = fixture.workers, available_bytes(device, fixture.workers)
     largest_micro = None
-    for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
+    common = gcd(*(each.size for each in plan.sizes))
+    for micro in sorted(n for n in range(1, common + 1) if common % n == 0 and plan.tokens is None):
         count = plan.global_batch // micro
         if count < spec.workers.min:
             break
@@ -214,6 +221,7 @@ def estimated(fixture: Fixture) -> Estimate:
         precision=spec.precision,
         activation_checkpointing=spec.activation_checkpointing,
         largest_micro_batch=largest_micro,
+        tokens=plan.tokens,
     )
 
 
@@ -233,9 +241,10 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
                 fixture.backward(module, state, batch, key)
             batch = fixture.fetch(key) if len(modules) > 1 else batch  # a job may write into it
     except JobError:
-        if len(key.ids) == fixture.plan.micro_batch:
+        whole = fixture.step_keys()[0]  # a job may need whole micro-batches
+        if len(key.ids) in (fixture.plan.micro_batch, len(whole.ids)):
             raise
-        return measured(fixture, fixture.step_keys()[0])  # a job may need whole micro-batches
+        return measured(fixture, whole)
     for optimizer in optimizers:
         try:
             step_once(state.job, optimizer, lambda: torch.zeros(()))  # it makes its state
@@ -436,7 +445,9 @@ def as_text(found: Estimate) -> str:
         f"{'total':<18}{shown(found.total_bytes):>12}  a worker, at the peak of a step; {shown(found.available_bytes)} for each of "
         f"{found.workers} on this machine ({found.device})",
         f"{'checkpoint':<18}{shown(found.checkpoint_bytes):>12}",
-        f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run",
+        f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run"
+        if found.tokens is None
+        else f"{'tokens':<18}{found.tokens:>12}  a micro-batch, measured with the longest samples; another bound is another run",
     ]
     for variant in found.variants:
         recomputed = ", activation checkpointing" if variant["activation_checkpointing"] else ""

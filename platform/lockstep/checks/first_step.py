@@ -126,7 +126,7 @@ def labels_of(fixture: Fixture, phase: str | None) -> Seen:
     keys = evaluation_keys if held_out else fixture.sampler(range(fixture.plan.micro_batches))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
-            if time.perf_counter() > until or (key.step > 0 and key.step >= fixture.plan.steps_per_epoch):
+            if time.perf_counter() > until or (key.step > 0 and key.step >= fixture.plan.steps_in_epoch(0)):
                 break
             buffers = KeptBuffers(state.model)
             # A loss of training may take gradients within itself, as a penalty on them does.

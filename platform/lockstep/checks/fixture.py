@@ -73,7 +73,7 @@ class Fixture:
 
     @cached_property
     def plan(self) -> Plan:
-        return make_plan(self.spec, self.data[0])
+        return make_plan(self.spec, self.job, self.data[0])
 
     @property
     def workers(self) -> int:
@@ -97,7 +97,7 @@ class Fixture:
     @property
     def epoch_steps(self) -> int:
         """Steps of the first epoch that the run takes."""
-        return min(self.plan.steps_per_epoch, self.plan.total_steps)
+        return min(self.plan.steps_in_epoch(0), self.plan.total_steps)
 
     def step_keys(self, step: int = 0) -> list[MicroBatch]:
         """The micro-batches of one step, whoever runs them."""
@@ -111,19 +111,21 @@ class Fixture:
         return (
             0
             if self.data[1] is None
-            else -(-dataset_size(self.data[1], "eval_data") // self.plan.micro_batch)
+            else -(-dataset_size(self.data[1], "eval_data") // self.plan.evaluation_micro_batch)
         )
 
     def evaluation_loss(self, job: Job, model: torch.nn.Module, i: int, batch: Any) -> Loss:
         """The loss of evaluation micro-batch `i`; one over the whole batch sees the rows of all of its stretch."""
         fetch = lambda other: self.fetch(self.evaluation_micro_batch(other))  # noqa: E731
-        stretch = stretch_of(i, self.plan.micro_batches, self.evaluation_count)
+        stretch = stretch_of(
+            i, self.plan.global_batch // self.plan.evaluation_micro_batch, self.evaluation_count
+        )
         return evaluation_loss(job, model, i, batch, fetch, stretch)
 
     def evaluation_micro_batch(self, i: int) -> MicroBatch:
         """Micro-batch `i` of an evaluation; the last one may be short."""
         assert self.data[1] is not None
-        micro, size = self.plan.micro_batch, dataset_size(self.data[1], "eval_data")
+        micro, size = self.plan.evaluation_micro_batch, dataset_size(self.data[1], "eval_data")
         return MicroBatch(EVALUATION, i, list(range(i * micro, min((i + 1) * micro, size))))
 
     def fetch(self, key: MicroBatch) -> Any:
@@ -208,7 +210,7 @@ class Fixture:
         """The place of a micro-batch in the run, with the rank that will have it on the most workers."""
         if key.step == EVALUATION:
             return f"evaluation micro-batch {key.micro_batch}"
-        ranges = self.plan.ranges(self.workers)
+        ranges = self.plan.ranges(self.workers, self.plan.position(key.step).micro_batches)
         rank = next(rank for rank, micro_batches in enumerate(ranges) if key.micro_batch in micro_batches)
         return f"step {key.step_number}, micro-batch {key.micro_batch}, rank {rank} of {self.workers}"
 

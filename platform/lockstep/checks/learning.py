@@ -15,6 +15,7 @@ from lockstep.checks.first_step import FirstStep
 from lockstep.checks.fixture import Fixture
 from lockstep.errors import NumericsError
 from lockstep.job.interface import Job
+from lockstep.plan import Plan
 from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.state import TrainState
@@ -90,11 +91,10 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
     over_batch = any(phase.embed is not None for phase in phases_of(state.job, state.model))
     keys = fixture.step_keys() if over_batch else [key]
     size = len(key.ids)
-    plan = replace(
-        fixture.plan,
-        global_batch=sum(len(each.ids) for each in keys),
-        micro_batch=size,
-        total_steps=UPDATES,
+    plan = (
+        replace(fixture.plan, total_steps=UPDATES)
+        if over_batch
+        else Plan.of(size, size, size, drop_last=False, steps=UPDATES)
     )
     parts = {name: phase.parts for name, phase in first.phases.items()}
     step = Stepper(
@@ -108,6 +108,8 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
         statistics=any(phase.statistics for phase in first.phases.values()),
         written_buffers=first.written,
     )
+    if over_batch:
+        step.places = fixture.sampler(range(len(keys))).places
     batches, outcome = [fixture.fetch(each) for each in keys], Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)

@@ -16,7 +16,6 @@ from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
-from lockstep.job.interface import Updates
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
 from lockstep.record.mirror.documents import without_password
@@ -28,7 +27,7 @@ from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.integrity.rehearsal.promise import StepRehearsal
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
-from lockstep.training.setup import check_metric
+from lockstep.training.setup import check_metric, updates_of
 from lockstep.training.step.phases import optimizers_of
 
 _RUN_ID = "0" * 32
@@ -88,7 +87,7 @@ def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Op
         if isinstance(module, _NORMS)
         for parameter_name, p in module.named_parameters(recurse=False)
     }
-    steps = Updates(fixture.plan.total_steps, fixture.plan.steps_per_epoch)
+    steps = updates_of(fixture.plan)
     rates: tuple[float, ...] = (1.0,)
     if fixture.job.schedule(optimizer, steps) is None:
         rates = tuple(fixture.spec.schedule.factor(steps * i // 100, steps) for i in range(100))
@@ -105,7 +104,7 @@ def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Op
 
 def schedule(fixture: Fixture) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
-    rule, steps = fixture.spec.schedule, Updates(fixture.plan.total_steps, fixture.plan.steps_per_epoch)
+    rule, steps = fixture.spec.schedule, updates_of(fixture.plan)
     optimizer = next(iter(optimizers_of(fixture.fresh().optimizer).values()))
     if fixture.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
+import numpy as np
+from torch.utils.data import Subset
+
 if TYPE_CHECKING:
     from lockstep.data.tables import Table
 
@@ -81,6 +84,15 @@ def is_map_style(dataset: object) -> bool:
     if isinstance(dataset, dict | str):
         return False
     return hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
+
+
+def dataset_lengths(dataset: Any) -> Any:
+    """The length of each sample, where the dataset has them as `lengths`; of a `Subset` those of its samples. None where it has none."""
+    if isinstance(dataset, Subset):
+        lengths = dataset_lengths(dataset.dataset)
+        return None if lengths is None else np.asarray(lengths)[np.asarray(dataset.indices, np.int64)]
+    lengths = getattr(dataset, "lengths", None)
+    return lengths() if callable(lengths) else lengths
 
 
 def expects_epochs(dataset: object) -> bool:

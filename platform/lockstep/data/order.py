@@ -7,6 +7,8 @@
 | `blocks` | blocks permuted, then the rows of `window` blocks mixed      | some 40 bytes a block         |
 | `none`   | the data's own order                                         | none                          |
 
+`by_length` needs the lengths of the samples: `data.by_length`.
+
 An order gives the ids at the positions of a slice; nothing before them has to be drawn first.
 """
 
@@ -25,7 +27,7 @@ from lockstep.data import problems
 from lockstep.data.node_folder import mapped_array
 from lockstep.randomness import digest64
 
-Shuffle = Literal["full", "hashed", "blocks", "none"]
+Shuffle = Literal["full", "hashed", "blocks", "by_length", "none"]
 
 Ids = NDArray[np.int64]
 

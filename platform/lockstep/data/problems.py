@@ -388,6 +388,41 @@ NO_BLOCKS = Problem(
     advice="`data.shuffle=hashed`",
 )
 
+NO_LENGTHS = Problem(
+    "data.lengths.none",
+    JobError,
+    "data.shuffle: got by_length, and neither job.lengths nor {name} says how long the samples are",
+    "return them from job.lengths(data), a whole number for each sample, or give the dataset an attribute `lengths`",
+    cause="samples are to be grouped by their lengths, which nothing knows",
+    advice="`job.lengths(data)`, or an attribute `lengths` of the dataset",
+)
+
+LENGTHS_FORM = Problem(
+    "data.lengths.form",
+    JobError,
+    "data: the lengths of {name} are {dtype} of shape {shape}, the least {least}, wanted {samples} whole numbers of at least 0, one for each sample",
+    cause="lengths that are no whole numbers, or fewer or more than there are samples",
+    advice="one whole number for each sample, in the order of the ids",
+)
+
+LENGTHS_OWN_ORDER = Problem(
+    "data.lengths.own_order",
+    SpecError,
+    "data.shuffle: got by_length, and {name} has an order of its own",
+    "have that order put samples of like lengths side by side (neighbours_together), and set data.shuffle=full",
+    cause="a mixture, or a dataset with `epoch_order`, is to be ordered by length",
+    advice="an order of its own that goes by length, with `neighbours_together`",
+)
+
+TOO_LONG = Problem(
+    "batch.tokens.too_long",
+    SpecError,
+    "batch.tokens: got {got}, and sample {sample} has {length} tokens, as one of {count} that no micro-batch could hold",
+    "raise batch.tokens, cut the samples, or leave them out by data.without",
+    cause="a sample is longer than a micro-batch may be",
+    advice="a higher `batch.tokens`, shorter samples, or `data.without`",
+)
+
 ORDER_KIND = Problem(
     "data.order_kind",
     JobError,

@@ -6,7 +6,7 @@ the worker's range, so seeking is arithmetic and a resume on other workers needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     """Yields the micro-batches of one worker from step `start` to the end of the run.
 
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
-    replicas `assigned` to it. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
+    replicas `assigned` to it: those that a step of so many has, or by their number in a step. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
     left with none. `guard` tells what the dataset's own code raises where it is asked for its order.
     """
@@ -100,7 +100,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self,
         dataset: Dataset[Any],
         plan: Plan,
-        assigned: range,
+        assigned: range | Callable[[int], range],
         *,
         seed: int,
         shuffle: Shuffle,
@@ -112,7 +112,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         super().__init__(
             dataset,
             num_replicas=plan.micro_batches,
-            rank=assigned.start,
+            rank=0,
             shuffle=shuffle != "none",
             seed=seed,
             drop_last=plan.drop_last,
@@ -121,7 +121,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         if checks_order(read):
             read.check_order(shuffle, window)
         self.plan = plan
-        self.assigned = assigned
+        self._assigned = assigned
         self.order = shuffle
         self.window = window
         self.start = start
@@ -129,7 +129,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.guard = guard
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
-        self.neighbours_together = plan.group > 1 or says_of_neighbours(dataset) is True
+        by_length = plan.by_length is not None
+        self.neighbours_together = by_length or plan.group > 1 or says_of_neighbours(dataset) is True
         self._last: tuple[int, Order] | None = None
         """The epoch of which `at` was last asked, and its order."""
 
@@ -153,25 +154,28 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def _computed(self, position: Position) -> Sequence[int]:
         """The micro-batches that the worker computes in a step: its own; in passes also the first of a pass in which it has none."""
+        given, count = self._assigned, position.micro_batches
+        assigned = given(count) if callable(given) else given
         if not self.plan.in_passes:
-            return clip(self.assigned, position.micro_batches)
-        rank = self.assigned.start
-        passes = self.plan.passes(position, self.assigned)
+            return clip(assigned, count)
+        rank = assigned.start
+        passes = self.plan.passes(position, assigned)
         return [together[rank] if rank < len(together) else together[0] for together in passes]
 
     def first_use(self, wanted: LeftOut) -> FirstUse | None:
         """The first use of any of the samples `wanted` in the run, and how many of them it uses at all; None where it uses none."""
         plan, first, used = self.plan, None, set[int]()
-        for epoch in range(-(-plan.total_steps // plan.steps_per_epoch)):
-            epoch_start = epoch * plan.steps_per_epoch
-            steps = min(plan.steps_per_epoch, plan.total_steps - epoch_start)
-            order, end = self._order(epoch), min(steps * plan.global_batch, plan.samples)
+        for epoch in range(plan.epochs):
+            before, steps = plan.steps_before(epoch) or 0, plan.steps_in_epoch(epoch)
+            last = plan.position(min(before + steps, plan.total_steps) - 1)
+            order, end = self._order(epoch), last.start + last.samples
             for start in range(0, end, _AT_ONCE):
                 ids = order[start : min(start + _AT_ONCE, end)]
                 for at in np.flatnonzero(wanted.has(ids)).tolist():
-                    first = first or FirstUse(
-                        epoch_start + (start + at) // plan.global_batch, int(ids[at]), 0
-                    )
+                    if first is None:
+                        step = plan.step_at(epoch, start + at)
+                        assert step is not None
+                        first = FirstUse(step, int(ids[at]), 0)
                     used.add(int(ids[at]))
             if len(used) == wanted.count:
                 break
@@ -188,7 +192,6 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def places(self, position: Position) -> list[Ids]:
         """For each micro-batch of the step at `position`, the places of its samples among those of the step, in the order of the epoch, from 0."""
-        start = self.plan.sample_slice(position, 0).start
         slices = [self._slice(position, m) for m in range(position.micro_batches)]
         places = [np.arange(each.start, each.stop, each.step or 1) for each in slices]
         if self.without.count:
@@ -196,16 +199,20 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             places = [
                 every[~self.without.has(order[each])] for each, every in zip(slices, places, strict=True)
             ]
-        return [every - start for every in places]
+        return [every - position.start for every in places]
 
     def check_order(self) -> None:
         """Refuse an order of the dataset's own that is another one when it is asked for again. Raises JobError."""
         if orders_itself(self.dataset):
-            epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-            check_own_order(self.dataset, self.seed, epochs, self.order, self.plan.samples, self.guard)
+            check_own_order(
+                self.dataset, self.seed, self.plan.epochs, self.order, self.plan.samples, self.guard
+            )
 
     def _order(self, epoch: int) -> Order:
-        samples = self.plan.samples
+        samples, by_length = self.plan.samples, self.plan.by_length
+        if by_length is not None:
+            order: Order = by_length.order(epoch, self.plan.whole_steps(epoch))
+            return order
         if orders_itself(self.dataset):
             return own_order(self.dataset, self.seed, epoch, self.order, samples, self.guard)
         blocks = self._blocks() if self.order == "blocks" else None

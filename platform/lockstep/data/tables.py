@@ -118,7 +118,7 @@ class Table(Dataset[dict[str, Any]]):
         if self.residence != "blocks":
             return
         table = f"a table of {self._bytes() // MIB} MiB, above its bound of {self.bound // MIB} MiB"
-        if shuffle in {"full", "hashed"}:
+        if shuffle in {"full", "hashed", "by_length"}:
             raise problems.TABLE_SHUFFLE(got=shuffle, table=table)
         needed = (
             2

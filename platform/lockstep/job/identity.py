@@ -128,6 +128,7 @@ def _sections(spec: Spec) -> dict[str, Any]:
             document[section] = {key: value for key, value in document[section].items() if key != placed}
     document["determinism"] = spec.determinism  # its mode, however it was written
     document["job"] = {"use": spec.job.use}
+    document["batch"] = _stated(document["batch"], ("tokens",))
     document["early_stop"] = _stated(document["early_stop"] or {}, ("threshold",))
     document["evaluate"] = _stated(document["evaluate"], ("limit",))
     fields = {name: encoded(value) for name, value in _flat(document)}

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, default_collate
 
+from lockstep.job.problems import UPDATES_PER_EPOCH
+
 T = TypeVar("T")
 
 IS_PLACEMENT = object()
@@ -145,19 +147,25 @@ class PerEpoch:
 class Updates(int):
     """The most updates that a run can make, a whole number; `per_epoch` of them make an epoch, and `epochs` are begun."""
 
-    per_epoch: int
+    epochs: int
+    _per_epoch: int | None
 
-    def __new__(cls, updates: int, per_epoch: int) -> Updates:
+    def __new__(cls, updates: int, per_epoch: int | None, epochs: int | None = None) -> Updates:
+        """`per_epoch` is None where epochs have different numbers of updates; then `epochs` is given."""
         number = super().__new__(cls, updates)
-        number.per_epoch = per_epoch
+        number._per_epoch = per_epoch
+        number.epochs = -(-updates // per_epoch) if epochs is None and per_epoch else epochs or 0
         return number
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
-        return int(self), self.per_epoch
+    def __getnewargs__(self) -> tuple[int, int | None, int]:  # type: ignore[override]
+        return int(self), self._per_epoch, self.epochs
 
     @property
-    def epochs(self) -> int:
-        return -(-int(self) // self.per_epoch)
+    def per_epoch(self) -> int:
+        """Updates of an epoch. Raises JobError where `batch.global` changes during the run: epochs then differ in it."""
+        if self._per_epoch is None:
+            raise UPDATES_PER_EPOCH()
+        return self._per_epoch
 
 
 class Job:
@@ -289,6 +297,13 @@ class Job:
         If the dataset's `__getitems__` returns a mapping, as a table's does, that is the micro-batch already and is used as it is.
         """
         return samples if isinstance(samples, Mapping) else default_collate(list(samples))
+
+    def lengths(self, data: Dataset[Any]) -> Sequence[int] | Tensor | None:
+        """The length of each sample of the training data, such as its tokens, in the order of the ids; for `data.shuffle: by_length`.
+
+        None for the attribute `lengths` of the dataset. It must be the same whenever it is asked for.
+        """
+        return None
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The job's own optimizer, or None for the one in the spec."""

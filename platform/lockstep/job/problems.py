@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import JobImportError, Problem
+from lockstep.errors import JobError, JobImportError, Problem
 
 FORM = Problem(
     "job.use.form",
@@ -200,4 +200,13 @@ NESTED = Problem(
     "define it at the top",
     cause="no name at the top level leads to this class",
     advice="pass a class defined at the top level",
+)
+
+UPDATES_PER_EPOCH = Problem(
+    "job.schedule.per_epoch",
+    JobError,
+    "job.schedule: reads updates.per_epoch, and batch.global changes during the run, so epochs have different numbers of updates",
+    "count updates up to int(updates), return lockstep.PerEpoch(scheduler) for one that is stepped by epochs, or give batch.global one size",
+    cause="a schedule that multiplies epochs by the updates of an epoch, where the global batch changes",
+    advice="a schedule by updates, `lockstep.PerEpoch`, or one size",
 )

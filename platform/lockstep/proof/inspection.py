@@ -152,8 +152,9 @@ class Inspection:
 
 def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
     """The samples of each micro-batch of a step (from 0), in order."""
-    train_data = open_data(load_job(spec.job.use, spec.job.params), spec.seed).train
-    plan = make_plan(spec, train_data)
+    job = load_job(spec.job.use, spec.job.params)
+    train_data = open_data(job, spec.seed).train
+    plan = make_plan(spec, job, train_data)
     ids: dict[int, list[int]] = {}
     for batch in make_sampler(spec, plan, train_data, start=step):
         if batch.step != step:

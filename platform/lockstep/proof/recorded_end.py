@@ -33,6 +33,25 @@ class Disagreement(NamedTuple):
     found: Any
 
 
+class _Counted:
+    """Micro-batches that tokens bound, of which only the number is known: enough for steps and epochs, and not for how many samples they have."""
+
+    fields: Mapping[str, Any] = {}
+    longest = 1
+
+    def __init__(self, count: Any) -> None:
+        self.count = count if isinstance(count, int) else 0
+
+    def bounds(self, epoch: int) -> range:
+        return range(self.count + 1)
+
+    def order(self, epoch: int, whole: int) -> Any:
+        raise NotImplementedError  # no sample is fetched
+
+    def largest(self) -> Any:
+        raise NotImplementedError
+
+
 def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
     """The plan of a run whose identity has these fields; None where they do not tell how many samples it trained on."""
     samples = fields.get("data.train_samples")
@@ -42,12 +61,14 @@ def plan_of(spec: Spec, fields: Mapping[str, Any]) -> Plan | None:
     try:
         return Plan.of(
             samples,
-            batch.global_,
+            batch.sizes,
             batch.micro,
             drop_last=spec.data.drop_last,
             epochs=length.epochs,
             steps=length.steps,
             group=spec.data.group_size,
+            tokens=batch.tokens,
+            by_length=_Counted(fields.get("data.train.token_batches")),
         )
     except ValueError:
         return None

@@ -44,7 +44,7 @@ class EvaluationSets:
                 samples,
                 group,
                 precision,
-                micro_batch=plan.micro_batch,
+                micro_batch=plan.evaluation_micro_batch,
                 global_batch=plan.global_batch,
                 seed=spec.seed,
                 processes=spec.data.loader_processes if processes is None else processes,

@@ -88,6 +88,7 @@ def facts_of(
             **distribution_fields(imported.distributions),
             **_own_fields(job),
             "data.train_samples": plan.samples,
+            **({} if plan.by_length is None else plan.by_length.fields),
             **({} if evaluate and evaluate.evaluated else {"data.eval_samples": 0}),
             **{
                 f"data.{each.label}_samples": dataset_size(each.batches.samples, each.label)
@@ -178,7 +179,7 @@ def _plan_facts(plan: Plan, evaluate: EvaluationSets | None) -> dict[str, int]:
         "train_samples": plan.samples,
         "eval_samples": sum(each.samples for each in evaluate.evaluated.values()) if evaluate else 0,
         "micro_batches": plan.micro_batches,
-        "steps_per_epoch": plan.steps_per_epoch,
+        **({"steps_per_epoch": plan.steps_per_epoch} if plan.is_constant else {}),
         "total_steps": plan.total_steps,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,16 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from lockstep.communication.group import Group
-from lockstep.data.dataset import expects_epochs, is_lit_dataset, is_map_style, is_ray_dataset, orders_itself
+from lockstep.data import problems as data_problems
+from lockstep.data.dataset import (
+    dataset_lengths,
+    expects_epochs,
+    is_lit_dataset,
+    is_map_style,
+    is_ray_dataset,
+    orders_itself,
+)
+from lockstep.data.order import Ids
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.data.table_pins import Pins, in_force
@@ -139,10 +148,34 @@ def dataset_size(dataset: Dataset[Any], name: str) -> int:
         return len(dataset)  # type: ignore[arg-type]
 
 
+def lengths_of(job: Job, dataset: Dataset[Any], samples: int) -> Ids:
+    """The length of each training sample, from the job or the dataset. JobError where neither knows them, SpecError for a dataset with an order of its own."""
+    name = type(dataset).__name__
+    if orders_itself(dataset):
+        raise data_problems.LENGTHS_OWN_ORDER(name=name)
+    with job_at("while the lengths of its samples were asked for"), imports_of_job(job):
+        given = job.lengths(dataset)
+        if given is None:
+            given = dataset_lengths(dataset)
+        if given is None:
+            raise data_problems.NO_LENGTHS(name=name)
+        lengths = np.asarray(given)
+    if lengths.shape != (samples,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+        least = int(lengths.min()) if lengths.dtype.kind in "iu" and lengths.size else "none"
+        raise data_problems.LENGTHS_FORM(
+            name=name, shape=lengths.shape, dtype=lengths.dtype, least=least, samples=samples
+        )
+    return lengths.astype(np.int64)
+
+
 def make_sampler(
-    spec: Spec, plan: Plan, samples: Dataset[Any], assigned: range | None = None, start: int = 0
+    spec: Spec,
+    plan: Plan,
+    samples: Dataset[Any],
+    assigned: range | Callable[[int], range] | None = None,
+    start: int = 0,
 ) -> MicroBatchSampler:
-    """The sampler of a worker that runs the micro-batches `assigned` of each step (None: all), from step `start` on."""
+    """The sampler of a worker that runs the micro-batches `assigned` of each step, or of a step of so many (None: all), from step `start` on."""
     return MicroBatchSampler(
         samples,
         plan,

@@ -18,6 +18,7 @@ import torch
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
+from lockstep.data.by_length import grouped_by_length
 from lockstep.data.forked_state import set_apart
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
@@ -52,6 +53,7 @@ from lockstep.training.job_data import (
     check_rules,
     dataset_size,
     is_test,
+    lengths_of,
     make_sampler,
     open_agreed,
     warnings_of,
@@ -129,18 +131,25 @@ class Run:
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
         samples, start = self.batches.samples, self.state.counters.step
-        sampler = make_sampler(self.spec, self.plan, samples, self.step.assigned, start)
+        rank, workers = self.group.rank, self.group.size
+
+        def assigned(micro_batches: int) -> range:
+            return self.plan.ranges(workers, micro_batches)[rank]
+
+        sampler = make_sampler(self.spec, self.plan, samples, assigned, start)
         processes = self.spec.data.loader_processes
         compared = self._compared(start) if self.spec.determinism == "strict" else None
         return Loader(self.batches, sampler, self.group.device, processes, self.group.let_go, compared)
 
     def _compared(self, start: int) -> Callable[[MicroBatch], bool]:
         """Which micro-batches are fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
-        first, last = self.step.assigned.start, self.plan.total_steps - 1
+        last = self.plan.total_steps - 1
 
         def compared(key: MicroBatch) -> bool:
             done = key.step - start
-            return key.micro_batch == first and done > 0 and (done & (done - 1) == 0 or key.step == last)
+            if done <= 0 or (done & (done - 1) and key.step != last):
+                return False
+            return key.micro_batch == self.step.assigned(self.plan.position(key.step)).start
 
         return compared
 
@@ -197,7 +206,7 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     is_sharded = spec.sharding == "full" and group.size > 1
-    plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
+    plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     deferred = make_deferred(spec, job, group, warn) if is_sharded else None
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
@@ -431,7 +440,7 @@ def make_state(
     if spec.sharding != "none" and spec.determinism == "strict":
         check_threads(model, device, spec.threads, spec.sharding)
     average = None if spec.ema is None else Average(model, spec.ema)
-    updates = Updates(plan.total_steps, plan.steps_per_epoch)
+    updates = updates_of(plan)
     with imports_of_job(job):
         optimizer = make_optimizer(job, model, spec, group)
         schedules = {
@@ -513,11 +522,19 @@ def job_weights_of(
     return weights
 
 
-def make_plan(spec: Spec, train_data: Any) -> Plan:
-    """The arithmetic of the run over its training samples."""
+def updates_of(plan: Plan) -> Updates:
+    """What a schedule of the job's own is told of the run's length."""
+    return Updates(plan.total_steps, plan.steps_per_epoch if plan.is_constant else None, plan.epochs)
+
+
+def make_plan(spec: Spec, job: Job, train_data: Any) -> Plan:
+    """The arithmetic of the run over its training samples. Where their order goes by length, the job is asked for the lengths."""
     samples = dataset_size(train_data, "train_data")
     left_out = LeftOut(spec.data.without)
     check_ids(left_out, train_data, "data.without")
+    by_length = None
+    if samples and spec.data.shuffle == "by_length":
+        by_length = grouped_by_length(spec, lengths_of(job, train_data, samples), left_out)
     if samples and left_out.count == number_of_ids(train_data):
         raise SpecError(
             f"data.without: leaves out all {left_out.count} samples of train_data; leave out fewer"
@@ -525,12 +542,14 @@ def make_plan(spec: Spec, train_data: Any) -> Plan:
     try:
         return Plan.of(
             samples,
-            spec.batch.global_,
+            spec.batch.sizes,
             spec.batch.micro,
             drop_last=spec.data.drop_last,
             epochs=spec.length.epochs,
             steps=spec.length.steps,
             group=spec.data.group_size,
+            tokens=spec.batch.tokens if samples else None,
+            by_length=by_length,
         )
     except ValueError as error:
         advice = (

@@ -187,7 +187,7 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
     """What follows from the counters, saved beside them as a check: where the data, the schedule and the generators stand."""
     counters = state.counters
     return {
-        "global_batch": plan.global_batch,
+        "global_batch": plan.global_batch if plan.is_constant else [astuple(size) for size in plan.sizes],
         "steps_per_epoch": plan.steps_per_epoch,
         "rate_factor": state.schedule.standing(counters.updates),
         "draw": digest64(step_key(spec.seed, counters.step, 0)),

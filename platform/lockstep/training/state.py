@@ -156,7 +156,7 @@ class TrainState:
 
     def epoch(self, plan: Plan) -> int:
         """Whole epochs done."""
-        return self.counters.step // plan.steps_per_epoch
+        return plan.position(self.counters.step).epoch
 
     @property
     def mirrored(self) -> MirroredOptimizer | None:

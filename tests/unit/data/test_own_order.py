@@ -236,7 +236,7 @@ def test_any_sample_of_a_mixture_may_be_left_out() -> None:
     data = Mixture({"a": list(range(100)), "b": list(range(100))}, {"a": 1, "b": 1}, samples=SIZE)  # type: ignore[dict-item]
 
     def plan(without: str) -> Plan:
-        return make_plan(load_spec({"job": {"use": "a:B"}, "data": {"without": without}}), data)
+        return make_plan(load_spec({"job": {"use": "a:B"}, "data": {"without": without}}), Job(None), data)
 
     assert plan("150").samples == SIZE
     with pytest.raises(

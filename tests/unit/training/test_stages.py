@@ -61,7 +61,7 @@ def reduced(
         group = Group(rank, workers, torch.device("cpu"), object())
         hook = TreeReduction(group, plan, [], None)  # type: ignore[arg-type]
         hook._leaves, hook._nodes = hook._tree(SimpleNamespace(micro_batches=leaves))  # type: ignore[arg-type]
-        sums = partial_sums(leaves, clip(hook.ranges[rank], leaves), every)
+        sums = partial_sums(leaves, plan.ranges(workers, leaves)[rank], every)
         buffer = sums[-1] if sums else torch.zeros(NUMBERS)
         with mock.patch.object(reduction, "PIECE_BYTES", piece_bytes):
             alone = workers == 2 and max(map(len, hook._nodes)) == 1  # they swap their buckets

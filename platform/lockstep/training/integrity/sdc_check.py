@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import CorruptionError, JobError, LockstepError
-from lockstep.plan import Plan, Position, clip
+from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64, recheck_key
 from lockstep.record.events.union import Corrupted
 from lockstep.spec.fields import Spec
@@ -117,9 +117,7 @@ class Recheck:
     def compute(self, position: Position) -> None:
         """Compute this rank's share of the second computations. It runs before the rank's own micro-batches: ranks with more of those take longer."""
         chosen = self.chosen(position)
-        ranges = [
-            clip(rank_range, position.micro_batches) for rank_range in self._plan.ranges(self._group.size)
-        ]
+        ranges = self._plan.ranges(self._group.size, position.micro_batches)
         self._owners = {m: rank for rank, rank_range in enumerate(ranges) for m in rank_range if m in chosen}
         self._others = assigned_again([len(rank_range) for rank_range in ranges], self._owners)
         self._again = {

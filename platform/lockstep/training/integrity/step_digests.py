@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.plan import Position, clip, is_due
+from lockstep.plan import Position, is_due
 from lockstep.record.events.union import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.integrity.agreement import Agreement, Held
@@ -93,13 +93,12 @@ class StepDigests:
         return self._gradients
 
     def gather(self, position: Position, ranges: Sequence[range]) -> None:
-        """Gather the digests of all ranks' micro-batches. It runs before the update: later, a lost rank's would be lost with it."""
+        """Gather the digests of all ranks' micro-batches, which are those of `ranges`. It runs before the update: later, a lost rank's would be lost with it."""
         self._every = None
         if self._summed is None or self._wanted is not None:
             return
         every = self._group.gather(self.gradients())
-        of_step = [clip(assigned, position.micro_batches) for assigned in ranges]
-        by_micro_batch = {m: every[rank][m] for rank, owned in enumerate(of_step) for m in owned}
+        by_micro_batch = {m: every[rank][m] for rank, owned in enumerate(ranges) for m in owned}
         self._every = tuple(by_micro_batch[m] for m in range(position.micro_batches))
 
     def taken(self, position: Position) -> Digests | None:

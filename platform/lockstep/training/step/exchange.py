@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss
-from lockstep.plan import clip, worker_ranges
+from lockstep.plan import Ranges, clip, worker_ranges
 
 _RESIZED = 2.0
 """The flag of a buffer that was written to and has another shape; one that was only written to has 1."""
@@ -68,14 +68,15 @@ class Exchange:
         micro_batches: int,
         parts: Sequence[str],
         flags: int,
-        ranges: Sequence[range] | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
-        """`ranges` are the micro-batches of each rank in a full step, where they are not `worker_ranges`."""
+        """`micro_batches` are those of the largest step. `ranges` gives each rank's in a step of so many, where they are not `worker_ranges`."""
         self.group = group
         self.parts, self.names = tuple(parts), frozenset(parts)
         self.width = 2 + 2 * len(self.parts)
-        self.ranges = worker_ranges(micro_batches, group.size) if ranges is None else ranges
-        self.rows = max(map(len, self.ranges))
+        whole = worker_ranges(micro_batches, group.size) if ranges is None else ranges(micro_batches)
+        self.ranges = ranges or (lambda count: tuple(clip(assigned, count) for assigned in whole))
+        self.rows = max(map(len, whole))
         self.flags = flags
         self._values: list[Tensor | float] = []
         self._flagged: Sequence[int] = ()
@@ -151,8 +152,8 @@ class Exchange:
         self._messages = None
         by_micro_batch = {
             m: message[i * self.width : (i + 1) * self.width]
-            for assigned, message in zip(self.ranges, messages, strict=True)
-            for i, m in enumerate(clip(assigned, micro_batches))
+            for assigned, message in zip(self.ranges(micro_batches), messages, strict=True)
+            for i, m in enumerate(assigned)
         }
         rows = [by_micro_batch[m] for m in range(micro_batches)]
         flags = messages[0][self.rows * self.width : -5]  # rank 0 is the one that runs micro-batch 0

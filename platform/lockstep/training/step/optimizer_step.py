@@ -28,7 +28,7 @@ from lockstep.data.order import Ids
 from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean, overrides
-from lockstep.plan import Plan, Position, clip
+from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, step_key, update_key, whole_batch_key
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
@@ -99,7 +99,6 @@ class Stepper:
         """The first phase of the step under way."""
         self._evaluates_again = False
         """Whether an optimizer evaluates the loss again within its update."""
-        self.assigned = plan.ranges(group.size)[group.rank]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
         self.modules = ModuleWatch(state.model)
@@ -114,7 +113,7 @@ class Stepper:
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
         self.places: Callable[[Position], Sequence[Ids]] = lambda position: [
-            np.arange(m, position.samples, plan.micro_batches) for m in range(position.micro_batches)
+            np.arange(m, position.samples, position.full) for m in range(position.micro_batches)
         ]
         """For each micro-batch of a step, the places of its samples among those of the step; a run's sampler knows better."""
         buffers = len(self.buffers.buffers)
@@ -212,7 +211,7 @@ class Stepper:
         try:
             self._check(phase, position, agreed.totals)
             if last:
-                self.digests.gather(position, self.plan.ranges(self.group.size))
+                self.digests.gather(position, self.plan.ranges(self.group.size, position.micro_batches))
             phase.agree_on_unused()
             if self.statistics is not None:
                 if phase.whole is not None:
@@ -310,6 +309,10 @@ class Stepper:
 
     # --- forward and backward -----------------------------------------------------------------------------
 
+    def assigned(self, position: Position) -> range:
+        """The micro-batches of a step that are this worker's."""
+        return self.plan.ranges(self.group.size, position.micro_batches)[self.group.rank]
+
     def _accumulate(
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
     ) -> None:
@@ -325,7 +328,7 @@ class Stepper:
         if sharding is not None:
             self._accumulate_in_passes(sharding, phase, position, batches, scale_down)
             return
-        assigned = clip(self.assigned, position.micro_batches)
+        assigned = self.assigned(position)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         if self.recheck is not None and not self._evaluates_again:
             self.recheck.compute(position)
@@ -365,9 +368,9 @@ class Stepper:
         which does not count, and one without samples is computed with the samples of another.
         """
         if self.state.sharding is None:
-            return [_Turn(m) for m in clip(self.assigned, position.micro_batches)]
+            return [_Turn(m) for m in self.assigned(position)]
         rank, turns = self.group.rank, []
-        for together in self.plan.passes(position, self.assigned):
+        for together in self.plan.passes(position, self.assigned(position)):
             m = together[rank] if rank < len(together) else together[0]
             empty = self.spec.data.without is not None and not len(tuple(self.samples(position, m)))
             turns.append(_Turn(m, rank < len(together), empty))
@@ -439,7 +442,7 @@ class Stepper:
         scale_down: float,
     ) -> None:
         """`_accumulate` where the parameters are sharded: leaves in `phase.parameters` this worker's rows of the sums."""
-        passes = self.plan.passes(position, self.assigned)
+        passes = self.plan.passes(position, self.assigned(position))
         for together, (m, counts, empty) in zip(passes, self._turns(position), strict=True):
             if counts:
                 self.digests.next_micro_batch(m, phase.digested_as)

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -182,7 +183,7 @@ class PhaseStep:
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.closure_calls = closure_calls(job, self.optimizer)
         """How often its optimizer may evaluate the loss again in one update."""
-        self.exchange = Exchange(group, plan.micro_batches, parts, buffers, plan.ranges(group.size))
+        self.exchange = Exchange(group, plan.micro_batches, parts, buffers, partial(plan.ranges, group.size))
         self.module = LossModule(job, state.model, phase, state.compiled)
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.communication.group import Group
-from lockstep.plan import Plan, Position, Stage, are_siblings, clip, nodes, slices, stages
+from lockstep.plan import Plan, Position, Stage, are_siblings, nodes, slices, stages
 from lockstep.training.step.exchange import Exchange
 
 Gradients = list[Tensor]
@@ -125,7 +125,7 @@ class Reduction(ABC):
 
     def __init__(self, group: Group, plan: Plan, parameters: Sequence[Tensor], exchange: Exchange) -> None:
         self.group = group
-        self.ranges = plan.ranges(group.size)
+        self.plan = plan
         self.exchange = exchange
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._orders = [memory_order(parameter) for parameter in parameters]
@@ -301,8 +301,9 @@ class TreeReduction(Reduction):
 
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
         leaves = position.micro_batches
-        self._stages = stages(self.ranges, leaves)
-        return leaves, [nodes(clip(r, leaves), leaves) for r in self.ranges]
+        ranges = self.plan.ranges(self.group.size, leaves)
+        self._stages = stages(ranges, leaves)
+        return leaves, [nodes(r, leaves) for r in ranges]
 
     def _large(self, buffer: Tensor, sums: Gradients) -> list[Rounds]:
         # Two ranks with one sum each swap whole buckets: as many bytes as halves there and back, in half as many rounds.

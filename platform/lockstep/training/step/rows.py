@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import JobError, LockstepError
-from lockstep.plan import clip
+from lockstep.plan import Ranges
 
 
 class RowKind(NamedTuple):
@@ -37,8 +37,8 @@ class StepRows:
     them, for messages.
     """
 
-    def __init__(self, group: Group, ranges: Sequence[range], label: str) -> None:
-        """`ranges` are the micro-batches of each rank in a full step."""
+    def __init__(self, group: Group, ranges: Ranges, label: str) -> None:
+        """`ranges` gives the micro-batches of each rank in a step of so many."""
         self._group, self._label, self._ranges = group, label, ranges
         self.kinds: dict[str, RowKind] | None = None
         """By name; the ranks agree on them in the first step, since one may have no micro-batch in it."""
@@ -93,7 +93,7 @@ class StepRows:
             return {}
         if count == 1 and self._group.size == 1:
             return self._only()
-        by_rank = [self._places[m] for assigned in self._ranges for m in clip(assigned, count)]
+        by_rank = [self._places[m] for assigned in self._ranges(count) for m in assigned]
         order = torch.from_numpy(np.argsort(np.concatenate(by_rank), kind="stable"))
         own = [self._own[m] for m in sorted(self._own)]
         if self._group.size == 1:
@@ -130,9 +130,7 @@ class StepRows:
     ) -> dict[str, list[Tensor]]:
         """The rows of each rank, by name, rank after rank: as bytes, whose number every rank knows."""
         group, width = self._group, sum(kind.nbytes for kind in kinds.values())
-        counts = [
-            sum(len(self._places[m]) for m in clip(assigned, len(self._places))) for assigned in self._ranges
-        ]
+        counts = [sum(len(self._places[m]) for m in assigned) for assigned in self._ranges(len(self._places))]
         flat = [
             torch.cat([rows[name] for rows in own]).contiguous().reshape(-1).view(torch.uint8)
             for name in kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import JobError
 from lockstep.job.interface import Job, Mean, overrides
-from lockstep.plan import Plan, clip, nodes
+from lockstep.plan import Plan, nodes
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 
@@ -32,7 +33,7 @@ class StepStatistics:
 
     def __init__(self, group: Group, plan: Plan, label: str) -> None:
         self._group, self._label = group, label
-        self._ranges = plan.ranges(group.size)
+        self._ranges = partial(plan.ranges, group.size)
         self._rows = StepRows(group, self._ranges, label)
         self._kinds: dict[str, _Kind] | None = None
         self._agreed = False
@@ -94,7 +95,7 @@ class StepStatistics:
             return {}
         flat = [kind for pair in kinds.values() for kind in pair]
         tree = TreeSum(leaves)
-        for m in clip(self._ranges[group.rank], leaves):
+        for m in self._ranges(leaves)[group.rank]:
             own = means.get(m)
             values = (
                 [torch.zeros(shape, dtype=dtype, device=group.device) for dtype, shape in flat]
@@ -114,7 +115,7 @@ class StepStatistics:
         """The partial sums of all ranks added, in the order of the tree."""
         group = self._group
         sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in flat]
-        of_ranks = [nodes(clip(assigned, leaves), leaves) for assigned in self._ranges]
+        of_ranks = [nodes(assigned, leaves) for assigned in self._ranges(leaves)]
         parts = [
             value.contiguous().reshape(-1).view(torch.uint8) for _, values in own.sums for value in values
         ]

@@ -20,7 +20,7 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import DeterminismError, JobError
 from lockstep.job.interface import Job, Loss, Mean, overrides
-from lockstep.plan import Plan, clip
+from lockstep.plan import Plan
 from lockstep.training.integrity.rehearsal.object_state import same_bits
 from lockstep.training.step.exchange import Totals
 from lockstep.training.step.means import as_float, check_form, check_same_parts, has_form
@@ -103,7 +103,7 @@ class BatchLoss(WholeBatch):
 
     def __init__(self, phase: ModelPhase, group: Group, plan: Plan, parts: Sequence[str]) -> None:
         super().__init__(phase, group, plan, parts)
-        self.rows = StepRows(group, plan.ranges(group.size), phase.embed_label)
+        self.rows = StepRows(group, partial(plan.ranges, group.size), phase.embed_label)
         self._all: dict[str, Tensor] = {}
         self._loss: Loss | None = None
         self._gradients: dict[str, Tensor] = {}
@@ -233,7 +233,7 @@ class TermWeights(WholeBatch):
     ) -> None:
         super().__init__(phase, group, plan, parts)
         self.terms, self.weights = terms, weights
-        self._ranges = plan.ranges(group.size)
+        self._ranges = partial(plan.ranges, group.size)
         self._own: list[float | Tensor] = []
         self._totals: dict[str, float] = {}
 
@@ -284,14 +284,14 @@ class TermWeights(WholeBatch):
         )
         rows = own
         if self.group.size > 1:
-            lengths = [len(clip(assigned, count)) * width for assigned in self._ranges]
+            lengths = [len(assigned) * width for assigned in self._ranges(count)]
             largest, lengths[self.group.rank] = max(lengths), 0
             received, wait = self.group.swap(own, lengths, largest)
             wait()
             every = list(torch.split(received, lengths))
             every[self.group.rank] = own
             rows = torch.cat(every)
-        owners = [m for assigned in self._ranges for m in clip(assigned, count)]
+        owners = [m for assigned in self._ranges(count) for m in assigned]
         by_micro_batch = dict(zip(owners, rows.view(count, width).tolist(), strict=True))
         sums = [0.0] * width
         for row in (by_micro_batch[m] for m in range(count)):  # in index order, on every rank alike

@@ -11,7 +11,7 @@ from lockstep.plan import Position
 from lockstep.training.observe.dtype_coverage import Coverage
 from lockstep.training.step.precision import underflow
 
-FIRST = Position(step=0, epoch=0, index=0, samples=4, micro_batches=1, ends_epoch=False)
+FIRST = Position(step=0, epoch=0, index=0, start=0, samples=4, micro_batches=1, full=1, ends_epoch=False)
 
 
 class Model(nn.Module):

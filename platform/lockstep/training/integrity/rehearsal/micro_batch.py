@@ -69,6 +69,11 @@ def check_norms(model: nn.Module, plan: Plan, samples: int, forward: Callable[[]
     finally:
         for hook in hooks:
             hook.remove()
+    if alone and plan.tokens is not None:
+        raise JobError(
+            f"job.model: {alone[0]!r} is a BatchNorm, and batch.tokens = {plan.tokens} leaves a micro-batch with one sample, which has no variance; raise "
+            "batch.tokens, or use a norm within each sample"
+        )
     if alone:
         raise JobError(
             f"job.model: {alone[0]!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "

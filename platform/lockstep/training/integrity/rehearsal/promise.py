@@ -283,7 +283,9 @@ class StepRehearsal:
 
     def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
-        steps = FirstSteps(self.job, self.spec.seed, self.state, self.device, modules, self.plan.global_batch)
+        steps = FirstSteps(
+            self.job, self.spec.seed, self.state, self.device, modules, self.plan.position(0).samples
+        )
         if not steps.can_update:
             return
         fetched = partial(self._fetch_again, keys)
