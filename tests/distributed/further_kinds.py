@@ -1338,18 +1338,6 @@ class SparseTable(Words):
         return model
 
 
-class ComplexWeights(ComplexNumbers):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        return model
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        x, y = batch
-        spectrum = torch.fft.rfft(x) * model.filter
-        return Loss(F.cross_entropy(model["head"](spectrum.abs()), y, reduction="sum"), len(y))
-
-
 class CachedDraws(Kind):
     """Augmented once, and kept: which draw a sample has depends on the process that met it first."""
 
@@ -1645,7 +1633,6 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ErasesItsRows: ("data: the first micro-batch, fetched twice under one seed, differs",),
     CachedCodes: ("job.loss: it keeps what it drew", "keep it in a buffer"),
     SparseTable: ("'table.weight' has a sparse gradient", "sparse=False"),
-    ComplexWeights: ("parameter 'filter' is torch.complex64", "view_as_complex"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),
     CachedKeyedDraws: ("data: ", "keeps what it drew"),
     RareDraws: (

@@ -221,3 +221,15 @@ EVAL_WEIGHTS_KIND = Problem(
     cause="a plain function or generator",
     advice="`@contextlib.contextmanager`",
 )
+
+# --- gradients that are not dense real numbers --------------------------------------------------------------------
+
+COMPLEX_SCALED = Problem(
+    "job.model.complex_scaled",
+    JobError,
+    "job.model: parameter {name!r} is {dtype}, whose gradients torch's loss scaler does not take",
+    "set precision: bf16 or fp32",
+    shown="job.model: parameter '…' is torch.complex64, whose gradients torch's loss scaler does not take; …",
+    cause="complex weights with `precision: fp16`",
+    advice="`precision: bf16` or `fp32`",
+)

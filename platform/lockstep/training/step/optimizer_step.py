@@ -53,6 +53,7 @@ from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
+from lockstep.training.step.real_view import real_views
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
@@ -678,7 +679,7 @@ class Stepper:
             state.precision.unscale(optimizer)
         factor = 1.0 / (totals.weight * scale_down)
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(real_views(gradients), factor)
         grad_norm = phase.norm(gradients)
         if spec.clip_norm is not None:
             clip_gradients(gradients, grad_norm, spec.clip_norm)

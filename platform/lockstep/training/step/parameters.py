@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
+from lockstep.training import problems
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -125,8 +126,10 @@ def _has_tensors(module: nn.Module | None) -> bool:
 
 
 def check_scaled(model: nn.Module) -> None:
-    """JobError for parameters that learn in float16: torch's loss scaler takes no gradient in it."""
+    """JobError for parameters that learn in float16, or as complex numbers: torch's loss scaler takes no such gradient."""
     for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise problems.COMPLEX_SCALED(name=name, dtype=parameter.dtype)
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise JobError(
                 f"job.model: parameter {name!r} is torch.float16, which precision fp16 cannot scale: it computes in float16, and needs "

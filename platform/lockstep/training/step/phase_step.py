@@ -32,6 +32,7 @@ from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.norm import GradientNorm
 from lockstep.training.step.phases import ModelPhase, phases_of, refuse_sharded_closures
+from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -135,7 +136,7 @@ def _gradient_version(parameter: Tensor) -> tuple[int, int] | None:
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:
     """A zero whose gradient is exactly zero for every parameter, even one that holds infinities."""
-    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+    return torch.stack([real_view(parameter).reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
 
 
 class ShardedLoss:

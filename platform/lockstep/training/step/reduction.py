@@ -28,6 +28,7 @@ from torch.futures import Future
 from lockstep.communication.group import Group
 from lockstep.plan import Plan, Position, Stage, are_siblings, clip, nodes, slices, stages
 from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.real_view import real_views
 
 Gradients = list[Tensor]
 
@@ -176,7 +177,7 @@ class Reduction(ABC):
 
     def _taken_up(self, bucket: Any) -> Future[Tensor]:
         """Observe a bucket, then send it; on CUDA in the stream of the reduction."""
-        gradients = bucket.gradients()
+        gradients = gradients_of(bucket)
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         self._summed += len(indices)
         if self.observe is not None:
@@ -227,6 +228,7 @@ class Reduction(ABC):
         """Send this rank's partial sums to the others, and the exchange with the first bucket of a step."""
         sums = [torch.cat([g.reshape(-1) for g in self._taken(total, indices)]) for total in self._apart]
         sums.append(buffer)
+        sums = [numbers.view(-1) for numbers in real_views(sums)]
         # A worker without a micro-batch has no node: its zeros are not sent.
         del sums[len(self._nodes[self.group.rank]) :]
         # By the rank with the most sums: all ranks must choose the same way.
@@ -401,6 +403,17 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
+
+
+def gradients_of(bucket: Any) -> Gradients:
+    """`GradBucket.gradients()`, complex ones as well: DDP gives their bucket as real numbers, and cuts it as if there were half as many."""
+    parameters = bucket.parameters()
+    if not parameters[0].is_complex():
+        gradients: Gradients = bucket.gradients()
+        return gradients
+    numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    parts = torch.split(numbers, [parameter.numel() for parameter in parameters])
+    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...] | None:

@@ -80,12 +80,6 @@ def check_model(model: nn.Module) -> None:
     """JobError for a model that cannot be exact."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise JobError(
-                f"job.model: parameter {name!r} is {parameter.dtype}, whose gradients have no order of addition here; hold it as "
-                "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
-            )
     check_layout(model)
     check_listed(model, "at the start")
     _check_state(model)
