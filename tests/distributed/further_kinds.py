@@ -1331,13 +1331,6 @@ class Accuracy(nn.Module):
 # --- jobs that break the promise ----------------------------------------------------------------------------
 
 
-class SparseTable(Words):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model["table"] = nn.Embedding(11, 8, sparse=True)
-        return model
-
-
 class CachedDraws(Kind):
     """Augmented once, and kept: which draw a sample has depends on the process that met it first."""
 
@@ -1632,7 +1625,6 @@ class CachedCodes(Kind):
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ErasesItsRows: ("data: the first micro-batch, fetched twice under one seed, differs",),
     CachedCodes: ("job.loss: it keeps what it drew", "keep it in a buffer"),
-    SparseTable: ("'table.weight' has a sparse gradient", "sparse=False"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),
     CachedKeyedDraws: ("data: ", "keeps what it drew"),
     RareDraws: (

@@ -290,8 +290,11 @@ class Job:
         """
         return samples if isinstance(samples, Mapping) else default_collate(list(samples))
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The job's own optimizer, or None for the one in the spec."""
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None:
+        """The job's own optimizer, or None for the one in the spec.
+
+        A list of several, each with parameters of its own, is stepped in its order in each step: such as `SparseAdam` for tables, and another for the rest.
+        """
         return None
 
     def schedule(

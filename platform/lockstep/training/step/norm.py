@@ -5,7 +5,7 @@ view into DDP's buckets, which are laid out anew after the first step; on one wo
 such kernel sees a gradient here. The definition:
 
 * the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`; a complex one counts
-  as two, its real and its imaginary part;
+  as two, its real and its imaginary part; of a table whose gradient is sparse only the rows of the gradient count, in their order;
 * a block is copied to a row of a float64 workspace, squared and added up there, by a kernel that adds up every row alike;
 * the sums of a parameter's blocks are added in index order, then those of the parameters, in float64.
 
@@ -75,9 +75,14 @@ class _Batch(NamedTuple):
 class GradientNorm:
     """The norm over the gradients of `parameters`. Keeps its workspace, so that a step allocates next to nothing."""
 
-    def __init__(self, parameters: Sequence[Tensor], workspace: Tensor | None = None) -> None:
-        """`workspace` is that of another norm on the device of the gradients, which is used in turn."""
-        device = parameters[0].device if workspace is None else workspace.device
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        workspace: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`workspace` is that of another norm on the device of the gradients, which is used in turn. Without parameters there has to be a `device`."""
+        device = device or (parameters[0].device if workspace is None else workspace.device)
         parameters = real_views(parameters)
         at_once = BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
         self._shapes = [parameter.shape for parameter in parameters]
@@ -130,12 +135,15 @@ class GradientNorm:
             totals[parameter] += sums_of_blocks[i]
         return totals
 
-    def __call__(self, gradients: Sequence[Tensor]) -> float:
-        """The norm of all gradients together: infinite or NaN where one of them is."""
+    def __call__(self, gradients: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> float:
+        """The norm of all gradients together: infinite or NaN where one of them is.
+
+        `rows` are the rows that gradients of tables have, another number in each step; each table counts as a parameter of just these.
+        """
         squares = self.squares(gradients)
         if self.observe is not None:
             self.observe(gradients, squares)
-        return added(squares)
+        return added([*squares, *(GradientNorm(rows, self._workspace).squares(rows) if rows else ())])
 
 
 def added(squares: Iterable[float]) -> float:

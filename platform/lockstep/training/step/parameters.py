@@ -6,6 +6,8 @@ worker than on two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -161,4 +163,14 @@ def written_parameter(name: str, where: str) -> JobError:
     return JobError(
         f"parameter {name!r} was written to by the job itself ({where}), which a worker with more micro-batches does more often; "
         "do it once a step in job.after_step(model, step), or register a buffer in its place"
+    )
+
+
+def missing_gradient(names: Sequence[str], where: str) -> JobError:
+    """The error for parameters that a backward left without a gradient: each is named, for a person has to see to each."""
+    return problems.NO_GRADIENT(
+        got=", ".join(map(repr, names)),
+        s="s" if len(names) > 1 else "",
+        it="them" if len(names) > 1 else "it",
+        where=where,
     )

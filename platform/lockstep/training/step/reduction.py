@@ -33,22 +33,29 @@ from lockstep.training.step.real_view import real_views
 Gradients = list[Tensor]
 
 
+def add_in_place(left: Gradients, right: Gradients) -> Gradients:
+    """The sums of two sets of tensors, in the memory of the left one."""
+    if left:
+        torch._foreach_add_(left, right)
+    return left
+
+
 class TreeSum:
     """Partial sums of one tree over `leaves` leaves; two sibling nodes are added as soon as both exist.
 
     Over n leaves in order it holds at most log2(n) + 1 sets of tensors.
     """
 
-    def __init__(self, leaves: int) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: int, add: Callable[[Gradients, Gradients], Gradients] = add_in_place) -> None:
+        """`add` gives the sum of a left and a right set of tensors."""
+        self.leaves, self._add = leaves, add
         self.sums: list[tuple[range, Gradients]] = []
 
     def add(self, node: range, gradients: Gradients) -> None:
         """Add the sum of the next node to the right. Takes ownership of the tensors."""
         while self.sums and are_siblings(self.sums[-1][0], node, self.leaves):
             left, total = self.sums.pop()
-            torch._foreach_add_(total, gradients)
-            node, gradients = range(left.start, node.stop), total
+            node, gradients = range(left.start, node.stop), self._add(total, gradients)
         self.sums.append((node, gradients))
 
     def close(self, leaf: int) -> tuple[list[Gradients], list[Gradients]]:
