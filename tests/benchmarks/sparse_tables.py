@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -93,14 +93,14 @@ class Steps(NoRequests):
 def of_run(rows: int) -> tuple[float, float, float]:
     """Seconds of a step, bytes at the most within one, bytes sent in one."""
     spec, steps, group = load_spec(document(rows)), Steps(), Group.join(torch.device("cpu"))
-    swap: Callable[..., Any] = group.swap
+    swap = Group.swap
 
-    def counting(message: Tensor, *rest: Any) -> Any:
+    def counting(group: Group, message: Tensor, *rest: Any) -> Any:
         steps.sent += message.nbytes * (group.size - 1)
-        return swap(message, *rest)
+        return swap(group, message, *rest)
 
-    group.swap = counting  # type: ignore[method-assign]
-    fit(spec, load_job(spec.job.use, spec.job.params), group, steps.tell, steps)
+    with mock.patch.object(Group, "swap", counting):
+        fit(spec, load_job(spec.job.use, spec.job.params), group, steps.tell, steps)
     group.close()
     counted_steps = STEPS - FIRST
     return (steps.at[-1] - steps.at[FIRST - 1]) / counted_steps, steps.found.peak, steps.sent / counted_steps
