@@ -23,7 +23,13 @@ PAGES = {
     "coming-from-torch.md": ["ddp.py", *AFTER],
     "coming-from-lightning.md": ["with_lightning.py", *AFTER],
     "coming-from-hugging-face.md": ["with_trainer.py", *AFTER],
+    "coming-from-timm.md": ["timm_loop.py", "timm_job.py", "timm.yaml"],
+    "coming-from-open-clip.md": ["open_clip_loop.py", "open_clip_job.py", "open_clip.yaml"],
+    "coming-from-sentence-transformers.md": ["sentences_loop.py", "sentences_job.py", "sentences.yaml"],
+    "coming-from-fairseq.md": ["fairseq_loop.py", "fairseq_job.py", "fairseq.yaml"],
 }
+LIBRARIES = ["timm", "open_clip", "sentences", "fairseq"]
+"""Whose loops are written in plain torch: none of the libraries is needed."""
 
 GOOD = 0.9
 """An accuracy on the held-out digits that nothing but training gives; guessing gives 0.1."""
@@ -59,6 +65,33 @@ def test_the_job_trains(tmp_path: Path) -> None:
     for name in AFTER:
         shutil.copy(HERE / name, tmp_path)
     process = lockstep("train", "train.yaml", "--local", "--json", "record.uri=off", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["metrics"]["eval/accuracy"] > GOOD
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_loop_of_a_library_trains(library: str) -> None:
+    done = subprocess.run(
+        [sys.executable, f"{library}_loop.py"],
+        cwd=HERE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert accuracy(done.stdout) > GOOD
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_job_in_its_place_trains(library: str, tmp_path: Path) -> None:
+    for name in (f"{library}_job.py", f"{library}.yaml"):
+        shutil.copy(HERE / name, tmp_path)
+    process = lockstep("train", f"{library}.yaml", "--local", "--json", "record.uri=off", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert json.loads(out)["metrics"]["eval/accuracy"] > GOOD

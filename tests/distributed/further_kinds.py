@@ -1331,25 +1331,6 @@ class Accuracy(nn.Module):
 # --- jobs that break the promise ----------------------------------------------------------------------------
 
 
-class SparseTable(Words):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model["table"] = nn.Embedding(11, 8, sparse=True)
-        return model
-
-
-class ComplexWeights(ComplexNumbers):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        return model
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        x, y = batch
-        spectrum = torch.fft.rfft(x) * model.filter
-        return Loss(F.cross_entropy(model["head"](spectrum.abs()), y, reduction="sum"), len(y))
-
-
 class CachedDraws(Kind):
     """Augmented once, and kept: which draw a sample has depends on the process that met it first."""
 
@@ -1644,8 +1625,6 @@ class CachedCodes(Kind):
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ErasesItsRows: ("data: the first micro-batch, fetched twice under one seed, differs",),
     CachedCodes: ("job.loss: it keeps what it drew", "keep it in a buffer"),
-    SparseTable: ("'table.weight' has a sparse gradient", "sparse=False"),
-    ComplexWeights: ("parameter 'filter' is torch.complex64", "view_as_complex"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),
     CachedKeyedDraws: ("data: ", "keeps what it drew"),
     RareDraws: (

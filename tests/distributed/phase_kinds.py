@@ -347,7 +347,11 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
         "is none of the phase's and would get no gradient",
     ),
     OptimizerOfAPart: ("the optimizer of phase 'judge'", "parameter 'judge.0.weight' is in no group"),
-    PhaseThatForgetsALayer: ("parameter 'maker.1.weight'", "got no gradient", "phase 'maker'"),
+    PhaseThatForgetsALayer: (
+        "parameters 'maker.1.weight', 'maker.1.bias' got no gradient",
+        "got no gradient",
+        "phase 'maker'",
+    ),
     PhaseOfAMean: ("the loss of phase 'restore': total is", "for its halves: a mean, wanted the sum"),
     PhaseWithAPartOfItsLoss: ("the loss of phase 'judge': 'lr' is no name for a part", "judge/lr"),
     PhaseThatRemembers: ("job.noise is kept from one micro-batch to the next",),

@@ -22,6 +22,7 @@ from lockstep.record.events.union import Event, StepRow
 from lockstep.training.integrity.rehearsal import promise
 from tests.distributed import (
     further_kinds,
+    gradient_kinds,
     keeping_kinds,
     kinds,
     mode_kinds,
@@ -43,7 +44,16 @@ from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
 from tests.forked import Forked
 
-EVERY = [kinds, further_kinds, step_kinds, phase_kinds, keeping_kinds, mode_kinds, public_kinds]
+EVERY = [
+    kinds,
+    further_kinds,
+    step_kinds,
+    phase_kinds,
+    keeping_kinds,
+    mode_kinds,
+    public_kinds,
+    gradient_kinds,
+]
 HELD = [kind for module in EVERY for kind in module.HELD]
 REFUSED = {kind: words for module in EVERY for kind, words in module.REFUSED.items()}
 

@@ -68,7 +68,9 @@ def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
         "data": {"shuffle": "none"},
         "reduction": "native",
     }
-    with pytest.raises(JobError, match=r"^parameter 'second.weight' and 1 more got no gradient \(step 4"):
+    with pytest.raises(
+        JobError, match=r"^parameters 'second.weight', 'second.bias' got no gradient \(step 4"
+    ):
         pool.run(2, train, branching)
 
 

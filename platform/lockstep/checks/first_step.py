@@ -15,7 +15,7 @@ from lockstep.data.sampler import MicroBatch
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.step.means import means_alone, means_of
+from lockstep.training.step.means import means_alone, means_of, number
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""
@@ -79,8 +79,8 @@ def walk(fixture: Fixture) -> FirstStep:
                 loss = fixture.backward(module, state, batch, key)
             spent += time.perf_counter() - began
             first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
-            phase.total += float(loss.total.detach())
-            phase.weight += float(loss.weight)
+            phase.total += number(loss.total)
+            phase.weight += number(loss.weight)
             phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
             phase.terms, phase.statistics = tuple(loss.terms), bool(loss.statistics)
             named = state.model.named_parameters()

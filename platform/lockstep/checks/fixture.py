@@ -33,7 +33,8 @@ from lockstep.training.modes import evaluating
 from lockstep.training.setup import make_plan, make_state
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.step.phase_step import LossModule, missing_gradient
+from lockstep.training.step.parameters import missing_gradient
+from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.trial_rows import among_others

@@ -305,8 +305,11 @@ class Job:
         """
         return None
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The job's own optimizer, or None for the one in the spec."""
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None:
+        """The job's own optimizer, or None for the one in the spec.
+
+        A list of several, each with parameters of its own, is stepped in its order in each step: such as `SparseAdam` for tables, and another for the rest.
+        """
         return None
 
     def schedule(

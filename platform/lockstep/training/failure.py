@@ -48,6 +48,8 @@ def _error_of(error: BaseException, where: str) -> LockstepError:
         return problems.LABEL_RANGE(where=where, got=text)
     if "Expected to mark a variable ready only once" in text:  # DDP's words, which speak of its own options
         return problems.GRADIENT_TWICE(where=where)
+    if "Default process group has not been initialized" in text:
+        return problems.NO_PROCESS_GROUP(where=where, kind=type(error).__name__)
     if isinstance(error, torch.cuda.OutOfMemoryError) or kind_of(error) == GPU_MEMORY:
         return problems.GPU_MEMORY(where=where, got=text[:200])
     in_place = "has been modified by an inplace operation" in text

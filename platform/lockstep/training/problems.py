@@ -54,6 +54,17 @@ GRADIENT_TWICE = Problem(
     advice="`use_reentrant=False`, or `activation_checkpointing`",
 )
 
+NO_PROCESS_GROUP = Problem(
+    "job.no_process_group",
+    JobError,
+    "the job asked for torch's process group ({where}), and jobs see none ({kind})",
+    "take an optimizer and layers that know of no ranks, such as AdamW for ZeroRedundancyOptimizer, and set sharding=optimizer",
+    shown="the job asked for torch's process group (…), and jobs see none (ValueError); …",
+    cause="a distributed optimizer, layer or metric in the job: what it does must not depend on the number of workers",
+    advice="the plain one, with `sharding: optimizer`",
+    unclear=True,
+)
+
 GPU_MEMORY = Problem(
     "job.gpu_memory",
     JobError,
@@ -136,8 +147,8 @@ PART_NAME_TAKEN = Problem(
 NO_GRADIENT = Problem(
     "job.parameter.no_gradient",
     JobError,
-    "parameter {got!r}{others} got no gradient ({where})",
-    "use it in the loss, set requires_grad to False, or name it in conditional_parameters if some micro-batches rightly leave it out",
+    "parameter{s} {got} got no gradient ({where})",
+    "use {it} in the loss, set requires_grad to False, or name {it} in conditional_parameters if some micro-batches rightly leave {it} out",
     shown="parameter '…' got no gradient (…); …",
     cause="the loss does not use it",
     advice="use it, freeze it, or name it in `conditional_parameters`",
@@ -220,4 +231,65 @@ EVAL_WEIGHTS_KIND = Problem(
     "decorate it with contextlib.contextmanager, and yield once",
     cause="a plain function or generator",
     advice="`@contextlib.contextmanager`",
+)
+
+# --- gradients that are not dense real numbers --------------------------------------------------------------------
+
+COMPLEX_SCALED = Problem(
+    "job.model.complex_scaled",
+    JobError,
+    "job.model: parameter {name!r} is {dtype}, whose gradients torch's loss scaler does not take",
+    "set precision: bf16 or fp32",
+    shown="job.model: parameter '…' is torch.complex64, whose gradients torch's loss scaler does not take; …",
+    cause="complex weights with `precision: fp16`",
+    advice="`precision: bf16` or `fp32`",
+)
+
+DENSE_TABLE = Problem(
+    "job.dense_table",
+    JobError,
+    "parameter {name!r} has a dense gradient ({where}), and had a sparse one in the first micro-batch",
+    "set sparse=False, or use it in every micro-batch by the embedding alone",
+    shown="parameter '…' has a dense gradient (step …), and had a sparse one in the first micro-batch; …",
+    cause="the weight of an `nn.Embedding(sparse=True)` that some micro-batches use in another way too",
+    advice="`sparse=False`",
+)
+
+SPARSE_LATER = Problem(
+    "job.sparse_later",
+    JobError,
+    "parameter {name!r} has a sparse gradient ({where}), and had a dense one in the first micro-batch",
+    "set sparse=False, or use it in every micro-batch by the embedding alone",
+    shown="parameter '…' has a sparse gradient (step …), and had a dense one in the first micro-batch; …",
+    cause="the weight of an `nn.Embedding(sparse=True)` that some micro-batches use in another way too",
+    advice="`sparse=False`",
+)
+
+SPARSE_SHARDED = Problem(
+    "job.model.sparse_sharded",
+    SpecError,
+    "sharding: got {got!r}, and parameter {name!r} has a sparse gradient, whose rows no worker has a fixed part of",
+    "set sharding=none, or sparse=False",
+    shown="sharding: got '…', and parameter '…' has a sparse gradient, …",
+    cause="an embedding with `sparse=True`, and a sharded optimizer or model",
+    advice="`sharding=none`, or a dense embedding",
+)
+
+JOINED_KIND = Problem(
+    "job.optimizer.joined_kind",
+    JobError,
+    "{label}: returned several optimizers, and {kind} {why}, which one of several cannot",
+    "return it alone, with all parameters, or take another one",
+    shown="job.optimizer: returned several optimizers, and … evaluates the loss again, which one of several cannot; …",
+    cause="a list with `LBFGS`, SAM or a schedule-free optimizer",
+    advice="one optimizer, or others",
+)
+
+JOINED_TWICE = Problem(
+    "job.optimizer.joined_twice",
+    JobError,
+    "{label}: returned several optimizers, two of which hold one parameter",
+    "give each parameter to one of them",
+    cause="a list of optimizers that share a parameter, which both would update",
+    advice="each parameter in one of them",
 )

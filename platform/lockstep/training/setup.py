@@ -81,6 +81,7 @@ from lockstep.training.step.phases import (
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
+from lockstep.training.step.tables import declared_tables
 from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 
@@ -115,6 +116,7 @@ class Run:
             self.state,
             parts=old.parts,
             terms=old.terms,
+            tables=old.tables,
             statistics=old.loss_statistics,
             written_buffers=old.buffers.written,
         )
@@ -236,6 +238,7 @@ def prepare(
             else group.together(partial(rehearse, steps, evaluation))
         )
     check_kept(spec.determinism, spec.threads)
+    refuse_sharded_tables(spec, [name for result in rehearsal.values() for name in result.tables])
     settings.put_back()
     facts = make_facts(
         spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings, pins.fields()
@@ -278,6 +281,7 @@ def rehearse_sharded(
     rehearsal: StepRehearsal, deferred: DeferredModel, group: Group, evaluation: MakesEvaluation
 ) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
+    refuse_sharded_tables(rehearsal.spec, declared_tables(deferred.model))
     state = rehearsal.state
     units = group.together(partial(rehearsal.units, deferred))
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
@@ -345,6 +349,12 @@ def make_facts(
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
+def refuse_sharded_tables(spec: Spec, tables: Iterable[str]) -> None:
+    """SpecError where something is sharded, and a parameter has sparse gradients. On one worker as well."""
+    if spec.sharding != "none" and (first := min(tables, default=None)) is not None:
+        raise problems.SPARSE_SHARDED(got=spec.sharding, name=first)
+
+
 def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
     """Compare the identity and the logical order of the parameters between the ranks."""
     check_agreed(group, fields, spec)
@@ -379,6 +389,7 @@ def make_stepper(
     """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
     parts = {phase: result.parts for phase, result in rehearsal.items()}
     terms = {phase: result.terms for phase, result in rehearsal.items()}
+    tables = {phase: result.tables for phase, result in rehearsal.items()}
     statistics = any(result.statistics for result in rehearsal.values())
     written = frozenset[int]().union(*(result.written for result in rehearsal.values()))
     return Stepper(
@@ -389,6 +400,7 @@ def make_stepper(
         state,
         parts=parts,
         terms=terms,
+        tables=tables,
         statistics=statistics,
         written_buffers=written,
     )

@@ -24,6 +24,7 @@ from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.job_weights import JobWeights
+from lockstep.training.step.joined_optimizer import hyperparameters
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
@@ -399,7 +400,7 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
         for name, member in optimizers_of(optimizer).items():
             restore_optimizer(member, saved[name], fork=fork)
         return
-    group_defaults = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+    group_defaults = hyperparameters(optimizer)
     if fork:
         saved_names = {name for group in saved["param_groups"] for name in group}
         if foreign := sorted(set(optimizer.defaults) - saved_names):

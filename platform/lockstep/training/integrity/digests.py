@@ -50,12 +50,17 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 class Summed:
-    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks from `first` on, still on their device."""
+    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks from `first` on, still on their device.
 
-    __slots__ = ("factor", "first", "sums", "term")
+    Where they are `weighted`, what is left to do is to add them up.
+    """
 
-    def __init__(self, factor: int, term: int, sums: Tensor | int, first: int = 0) -> None:
-        self.factor, self.term, self.sums, self.first = factor, term, sums, first
+    __slots__ = ("factor", "first", "sums", "term", "weighted")
+
+    def __init__(
+        self, factor: int, term: int, sums: Tensor | int, first: int = 0, *, weighted: bool = False
+    ) -> None:
+        self.factor, self.term, self.sums, self.first, self.weighted = factor, term, sums, first, weighted
 
 
 class Digester:
@@ -70,6 +75,8 @@ class Digester:
     def summed(self, name: str, tensor: Tensor) -> Summed:
         """What the tensor adds, without waiting for the device. The tensor may change afterwards."""
         factor, term = _constants(name, str(tensor.dtype), tuple(tensor.shape))
+        if tensor.layout is torch.sparse_coo and tensor.sparse_dim() == 1:
+            return Summed(factor, term, self._sums_of_rows(tensor.coalesce()), weighted=True)
         words = _words(tensor)
         if words.numel() <= _FEW and words.device.type == "cpu":
             return Summed(factor, term, _few(words.tolist()))
@@ -107,6 +114,23 @@ class Digester:
             sums[full] = work.copy_(tail).mul_(self._factors[: tail.numel()]).sum()
         return sums
 
+    def _sums_of_rows(self, tensor: Tensor) -> Tensor:
+        """The sums of the words of a tensor of which the rows are given that are not zero, times both factors of each, so many rows at a time."""
+        rows = tensor.indices()[0].to(self._device)
+        words = _words(tensor.values().clone(memory_format=torch.contiguous_format)).to(self._device)
+        width = words.numel() // max(1, len(rows))  # words of a row
+        blocks = -(-tensor.size(0) * width // BLOCK)
+        of_blocks = torch.from_numpy(_odd(2**32, blocks).view(np.int64).copy()).to(self._device)
+        columns = torch.arange(width, device=self._device)
+        at_once = max(1, self._rows * BLOCK // max(1, width))
+        sums = []
+        for start in range(0, len(rows) if width else 0, at_once):
+            some = slice(start, start + at_once)
+            places = rows[some, None] * width + columns
+            factors = self._factors[places % BLOCK] * of_blocks[places // BLOCK]
+            sums.append((words.view(-1, width)[some].to(torch.int64) * factors).sum())
+        return torch.stack(sums) if sums else words.new_zeros(1, dtype=torch.int64)
+
     def digest(self, tensors: Mapping[str, Tensor], values: Sequence[str] = ()) -> int:
         """The digest of tensors by name, and of lines of values."""
         (total,) = resolved([[self.summed(name, tensor) for name, tensor in tensors.items()]])
@@ -124,7 +148,7 @@ def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
             if isinstance(part.sums, Tensor):
                 blocks = flat[at : at + part.sums.numel()]
                 at += len(blocks)
-                factors = _odd(2**32, part.first + len(blocks))[part.first :]
+                factors = 1 if part.weighted else _odd(2**32, part.first + len(blocks))[part.first :]
                 tensor_sum = int((blocks * factors).sum(dtype=np.uint64))
             else:
                 tensor_sum = part.sums

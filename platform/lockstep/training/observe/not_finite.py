@@ -191,7 +191,8 @@ def _computed(
             total = loss.total * step.scale_down(run.plan.position(key.step))
             total = total if plainly else state.precision.scaled(total)
             # Not backward(): DDP's hooks on the parameters would wait for the other ranks.
-            gradients = torch.autograd.grad(total, phase.parameters, allow_unused=True)
+            learning = phase.module.parameters_that_learn
+            gradients = torch.autograd.grad(total, learning, allow_unused=True)
         if not look.bad and any(gradient is not None and _has_bad(gradient) for gradient in gradients):
             look.bad = True
     finally:

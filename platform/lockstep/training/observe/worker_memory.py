@@ -65,15 +65,18 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the gradients that exist. Those in DDP's buckets count by their own size."""
-    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    """Bytes of the gradients that exist. Those in DDP's buckets count by their own size, sparse ones by their rows."""
+    return _bytes_of_gradients(model.parameters())
+
+
+def _bytes_of_gradients(parameters: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for parameter in parameters for tensor in tensors_in(parameter.grad))
 
 
 def summed_bytes(state: TrainState) -> int:
     """Bytes of the gradients that are summed at once: those that exist of the phase that has the most."""
     return max(
-        sum(p.grad.nbytes for p in phase.parameters(state.model) if p.grad is not None)
-        for phase in phases_of(state.job, state.model)
+        _bytes_of_gradients(phase.parameters(state.model)) for phase in phases_of(state.job, state.model)
     )
 
 

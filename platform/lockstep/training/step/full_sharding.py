@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
-from lockstep.training.step.parameters import written_parameter
+from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import largest, uncut
@@ -272,7 +272,7 @@ class FullSharding:
         gradients = [self.local[name].grad for name in names]
         missing = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
         if missing:
-            raise _missing(missing, where)
+            raise missing_gradient(missing, where)
         own = [gradient for gradient in gradients if gradient is not None]
         if self.empty:
             torch._foreach_zero_(own)
@@ -531,17 +531,9 @@ def _name_of(model: nn.Module, unit: nn.Module) -> str:
     return str(next(name for name, module in model.named_modules() if module is unit))
 
 
-def _missing(names: Sequence[str], where: str) -> JobError:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return JobError(
-        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
-        "or name it in conditional_parameters if some micro-batches rightly leave it out"
-    )
-
-
 def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
     if times == 0:
-        return _missing(names, where)
+        return missing_gradient(names, where)
     return JobError(
         f"parameter {names[0]!r}: its module was computed {times} times ({where}), and once in the first micro-batch; with sharding=full a module of a list is "
         "computed once in each micro-batch, or never once; set sharding=optimizer"

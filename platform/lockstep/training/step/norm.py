@@ -4,7 +4,8 @@ A kernel that sums a tensor may choose another order for another alignment (CUDA
 view into DDP's buckets, which are laid out anew after the first step; on one worker it has memory of its own. So no
 such kernel sees a gradient here. The definition:
 
-* the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`;
+* the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`; a complex one counts
+  as two, its real and its imaginary part; of a table whose gradient is sparse only the rows of the gradient count, in their order;
 * a block is copied to a row of a float64 workspace, squared and added up there, by a kernel that adds up every row alike;
 * the sums of a parameter's blocks are added in index order, then those of the parameters, in float64.
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.spec.optimizers import TorchOptimizer
+from lockstep.training.step.real_view import real_views
 
 BLOCK = 1 << 16
 """Elements of a block. As float64 they are 512 KiB, which stay in a core's cache from the copy to the sum; with a quarter
@@ -73,9 +75,15 @@ class _Batch(NamedTuple):
 class GradientNorm:
     """The norm over the gradients of `parameters`. Keeps its workspace, so that a step allocates next to nothing."""
 
-    def __init__(self, parameters: Sequence[Tensor], workspace: Tensor | None = None) -> None:
-        """`workspace` is that of another norm on the device of the gradients, which is used in turn."""
-        device = parameters[0].device if workspace is None else workspace.device
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        workspace: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`workspace` is that of another norm on the device of the gradients, which is used in turn. Without parameters there has to be a `device`."""
+        device = device or (parameters[0].device if workspace is None else workspace.device)
+        parameters = real_views(parameters)
         at_once = BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
         self._shapes = [parameter.shape for parameter in parameters]
         self._workspace = (
@@ -110,6 +118,7 @@ class GradientNorm:
 
     def squares(self, gradients: Sequence[Tensor]) -> list[float]:
         """The sum of the squares of each parameter's gradient. On a CUDA device it waits for them, once."""
+        gradients = real_views(gradients)
         blocks: list[Sequence[Tensor]] = [(gradient,) for gradient in gradients]
         for p in self._split:
             blocks[p] = torch.split(gradients[p].reshape(-1), BLOCK)
@@ -126,12 +135,15 @@ class GradientNorm:
             totals[parameter] += sums_of_blocks[i]
         return totals
 
-    def __call__(self, gradients: Sequence[Tensor]) -> float:
-        """The norm of all gradients together: infinite or NaN where one of them is."""
+    def __call__(self, gradients: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> float:
+        """The norm of all gradients together: infinite or NaN where one of them is.
+
+        `rows` are the rows that gradients of tables have, another number in each step; each table counts as a parameter of just these.
+        """
         squares = self.squares(gradients)
         if self.observe is not None:
             self.observe(gradients, squares)
-        return added(squares)
+        return added([*squares, *(GradientNorm(rows, self._workspace).squares(rows) if rows else ())])
 
 
 def added(squares: Iterable[float]) -> float:
@@ -156,7 +168,7 @@ def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
     """Scale the gradients down to the norm `most` where theirs is above it, by the formula of `clip_grad_norm_`."""
     factor = most / (norm + 1e-6)
     if not factor >= 1.0:  # written so that a NaN norm also scales
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(real_views(gradients), factor)
 
 
 def align_gradients(parameters: Iterable[Tensor]) -> None:

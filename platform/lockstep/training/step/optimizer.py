@@ -13,7 +13,10 @@ from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import Optimizer
+from lockstep.training import problems
 from lockstep.training.failure import job_at
+from lockstep.training.step.closures import needs_closure
+from lockstep.training.step.joined_optimizer import JoinedOptimizer
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
@@ -53,6 +56,7 @@ def _of_phases(
         optimizer = _made(
             phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made"
         )
+        optimizer = _joined(optimizer, label)
         named = dict(zip(phase.names, parameters, strict=True))
         if any(optimizer is earlier for earlier in optimizers.values()):
             raise JobError(f"{label} is that of another phase; make one for each")
@@ -65,7 +69,26 @@ def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim
     asking = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if optimizer is None:
         return _named_by_spec(list(asking.values()), spec)
-    return _checked(optimizer, asking, list(model.parameters()), "job.optimizer")
+    label = "job.optimizer"
+    return _checked(_joined(optimizer, label), asking, list(model.parameters()), label)
+
+
+def _joined(returned: object, label: str) -> object:
+    """Several optimizers as one; anything else as it is. JobError where one evaluates the loss again, has weights of its own to evaluate, or holds another's parameter."""
+    if not isinstance(returned, list | tuple) or not all(
+        isinstance(one, torch.optim.Optimizer) for one in returned
+    ):
+        return returned
+    if len(returned) == 1:
+        return returned[0]
+    for one in returned:
+        if isinstance(one, torch.optim.LBFGS) or needs_closure(one) or has_modes(one):
+            what = "has weights of its own to evaluate" if has_modes(one) else "evaluates the loss again"
+            raise problems.JOINED_KIND(label=label, kind=type(one).__name__, why=what)
+    try:
+        return JoinedOptimizer(returned)
+    except ValueError as error:
+        raise problems.JOINED_TWICE(label=label) from error
 
 
 def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
@@ -87,8 +110,8 @@ def _checked(
     """Check an optimizer of the job's own: it must hold all of `learning`, and nothing that is not `allowed`."""
     if isinstance(optimizer, list | tuple | dict):
         raise JobError(
-            f"{label}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
-            "in several groups, set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
+            f"{label}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer or a list of them; "
+            "set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"{label}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")

@@ -53,11 +53,13 @@ from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
+from lockstep.training.step.real_view import real_views
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
+from lockstep.training.step.tables import numbers_of
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer, MirroredOptimizer)
@@ -77,18 +79,20 @@ class Stepper:
         *,
         parts: Mapping[str, tuple[str, ...]],
         terms: Mapping[str, tuple[str, ...]] | None = None,
+        tables: Mapping[str, frozenset[str]] | None = None,
         statistics: bool = False,
         written_buffers: frozenset[int],
     ) -> None:
         """`parts` and `terms` are the names of those of each phase's loss, by phase name; without phases by the empty name.
 
-        `statistics` is whether the losses give some.
+        `tables` are the parameters of each phase whose gradients are sparse. `statistics` is whether the losses give some.
         """
         self.spec = spec
         self.plan = plan
         self.group = group
         self.state = state
         self.parts, self.terms, self.loss_statistics = parts, terms or {}, statistics
+        self.tables = tables or {}
         self.statistics: StepStatistics | None = None
         """Those of the step under way; None where the job gives none."""
         self._computes_statistics = overrides(job, "step_statistics")
@@ -127,6 +131,7 @@ class Stepper:
                 phase,
                 parts=parts[phase.name],
                 terms=self.terms.get(phase.name, ()),
+                tables=self.tables.get(phase.name, frozenset()),
                 buffers=buffers,
             )
             for phase in phases_of(job, state.model)
@@ -330,16 +335,18 @@ class Stepper:
             return
         assigned = self.assigned(position)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
+        phase.tables.begin(position.micro_batches)
         if self.recheck is not None and not self._evaluates_again:
             self.recheck.compute(position)
         for m in assigned[:-1]:
             with self._no_sync(phase):
                 self._compute(phase, position, m, batches, scale_down, last=False)
+            if self.digests.notes:
+                self.digests.next_micro_batch(m, names)
+            self._add_tables(phase, position, m)
             if self.spec.reduction == "exact":
                 gradients = self._take_gradients(phase, position, m)
-                if self.digests.notes:
-                    self.digests.next_micro_batch(m, names)
-                    self.digests.note(gradients)
+                self._note(phase, gradients)
                 tree.add(range(m, m + 1), gradients)
                 del gradients  # only the tree may hold them while the next micro-batch is computed
         # Before the last backward: the hook adds its gradients to these sums, bucket by bucket.
@@ -355,11 +362,28 @@ class Stepper:
             self._backward_nothing(phase)
         if reduction is not None and not reduction.finished:
             raise phase.without_gradient(self._where(phase, position, assigned[-1] if assigned else 0))
+        if reduction is None and self.group.size > 1:  # nothing that learns is dense
+            phase.exchange.send()
         if self.group.size == 1:
             gradients = phase.gradients(self._where(phase, position, assigned[-1]))
-            self.digests.note(gradients)
-            for total in folded:
+            self._note(phase, gradients)
+            for total in folded if gradients else ():
                 torch._foreach_add_(gradients, total)
+        if assigned:
+            self._add_tables(phase, position, assigned[-1])
+        phase.tables.finish()
+
+    def _add_tables(self, phase: PhaseStep, position: Position, m: int) -> None:
+        """Add the gradients that micro-batch `m` has left in the tables to those before it."""
+        if phase.tables.names:
+            gradients = phase.table_gradients(self._where(phase, position, m))
+            self._note(phase, gradients, first=len(phase.names))
+            phase.tables.add(m, gradients)
+
+    def _note(self, phase: PhaseStep, gradients: list[Tensor], *, first: int = 0) -> None:
+        """Note gradients of the current micro-batch for its digest: those of the parameters from number `first` on."""
+        if self.digests.notes:
+            self.digests.note(gradients, range(first, first + len(gradients)))
 
     def _turns(self, position: Position) -> list[_Turn]:
         """What this worker computes in a step, in order.
@@ -587,7 +611,8 @@ class Stepper:
 
         Call it before the update, on any rank. It needs the memory of one more set of gradients.
         """
-        saved_gradients = [parameter.grad for parameter in phase.parameters]
+        parameters = [*phase.parameters, *phase.tables.parameters]
+        saved_gradients = [parameter.grad for parameter in parameters]
         phase.forget_gradients()
         try:
             # Bypass DDP, which expects gradients only in its own backward.
@@ -595,10 +620,11 @@ class Stepper:
             with self._of_job(phase, position, m):
                 phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
             self.watched.check(self._where(phase, position, m))
-            return float(loss.total.detach()), self._take_gradients(phase, position, m)
+            tables = phase.table_gradients(self._where(phase, position, m))
+            return float(loss.total.detach()), [*self._take_gradients(phase, position, m), *tables]
         finally:
             self._leave_no_trace()
-            for parameter, gradient in zip(phase.parameters, saved_gradients, strict=True):
+            for parameter, gradient in zip(parameters, saved_gradients, strict=True):
                 parameter.grad = gradient
 
     def _backward_nothing(self, phase: PhaseStep) -> None:
@@ -680,11 +706,12 @@ class Stepper:
         with job_at(f"the update of step {position.number}"):
             state.precision.unscale(optimizer)
         factor = 1.0 / (totals.weight * scale_down)
+        rows = [numbers_of(table.grad) for table in phase.tables.parameters if table.grad is not None]
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        grad_norm = phase.norm(gradients)
+            torch._foreach_mul_(real_views([*gradients, *rows]), factor)
+        grad_norm = phase.norm(gradients, rows)
         if spec.clip_norm is not None:
-            clip_gradients(gradients, grad_norm, spec.clip_norm)
+            clip_gradients([*gradients, *rows], grad_norm, spec.clip_norm)
         return grad_norm
 
     def _update(

@@ -6,10 +6,13 @@ worker than on two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
+from lockstep.training import problems
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -125,8 +128,10 @@ def _has_tensors(module: nn.Module | None) -> bool:
 
 
 def check_scaled(model: nn.Module) -> None:
-    """JobError for parameters that learn in float16: torch's loss scaler takes no gradient in it."""
+    """JobError for parameters that learn in float16, or as complex numbers: torch's loss scaler takes no such gradient."""
     for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise problems.COMPLEX_SCALED(name=name, dtype=parameter.dtype)
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise JobError(
                 f"job.model: parameter {name!r} is torch.float16, which precision fp16 cannot scale: it computes in float16, and needs "
@@ -158,4 +163,14 @@ def written_parameter(name: str, where: str) -> JobError:
     return JobError(
         f"parameter {name!r} was written to by the job itself ({where}), which a worker with more micro-batches does more often; "
         "do it once a step in job.after_step(model, step), or register a buffer in its place"
+    )
+
+
+def missing_gradient(names: Sequence[str], where: str) -> JobError:
+    """The error for parameters that a backward left without a gradient: each is named, for a person has to see to each."""
+    return problems.NO_GRADIENT(
+        got=", ".join(map(repr, names)),
+        s="s" if len(names) > 1 else "",
+        it="them" if len(names) > 1 else "it",
+        where=where,
     )

@@ -31,12 +31,16 @@ from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
+from lockstep.training.step.joined_optimizer import JoinedOptimizer
 from lockstep.training.step.norm import GradientNorm
+from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of, refuse_sharded_closures
+from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.tables import TableSums, declared_tables
 from lockstep.training.step.whole_batch import whole_batch
 
 
@@ -75,11 +79,13 @@ class LossModule(nn.Module):
         if unknown:
             raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
         self._conditional = frozenset(conditional)
-        self._without_batch = False
+        self.without_batch = False
         self.of_whole_batch = False
         """Whether it computes what a step computes once, for the whole batch."""
         self.used: set[str] = set()
         """The conditional parameters that a micro-batch has used since this was last cleared."""
+        self.tables = declared_tables(model)
+        """The parameters whose gradients are sparse, as far as is known."""
         self.learn(self.phase.names)
 
     def learn(self, names: Sequence[str]) -> None:
@@ -92,9 +98,14 @@ class LossModule(nn.Module):
         """Whether other parameters require a gradient, which a backward must leave out."""
 
     def forward(self, batch: Any) -> Loss:
-        self._without_batch = batch is None
+        self.without_batch = batch is None
         if batch is None:
-            return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
+            dense = [
+                p
+                for name, p in zip(self.names, self.parameters_that_learn, strict=True)
+                if name not in self.tables
+            ]
+            return Loss(zero_term(iter(dense)) if dense else torch.zeros((), requires_grad=True), 0.0)
         returned = self._of_batch(self.model, batch)
         if self.settle is None and self.phase.embed is None:
             return returned  # type: ignore[return-value]
@@ -121,10 +132,12 @@ class LossModule(nn.Module):
         """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
         earlier = {name: _gradient_version(parameter) for name, parameter in self.conditional.items()}
         torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
-        if self.conditional and not self._without_batch:
+        if self.conditional and not self.without_batch:
             used = {name for name, one in self.conditional.items() if _gradient_version(one) != earlier[name]}
             self.used |= used
-            left_out = [one for name, one in self.conditional.items() if name not in used]
+            left_out = [
+                one for name, one in self.conditional.items() if name not in used and name not in self.tables
+            ]
             if left_out:
                 zero_term(iter(left_out)).backward()  # type: ignore[no-untyped-call]
 
@@ -136,7 +149,7 @@ def _gradient_version(parameter: Tensor) -> tuple[int, int] | None:
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:
     """A zero whose gradient is exactly zero for every parameter, even one that holds infinities."""
-    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+    return torch.stack([real_view(parameter).reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
 
 
 class ShardedLoss:
@@ -172,9 +185,13 @@ class PhaseStep:
         *,
         parts: Sequence[str],
         terms: Sequence[str] = (),
+        tables: frozenset[str] = frozenset(),
         buffers: int,
     ) -> None:
-        """`parts` and `terms` are those of its loss by name, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
+        """`parts` and `terms` are those of its loss by name, `tables` the parameters whose gradients are sparse, `buffers` the number of the model's buffers.
+
+        Nothing learns before `learn` is called.
+        """
         self._spec, self._plan, self._group = spec, plan, group
         self.sharding = state.sharding
         self.phase, self.name = phase, phase.name
@@ -185,13 +202,18 @@ class PhaseStep:
         """How often its optimizer may evaluate the loss again in one update."""
         self.exchange = Exchange(group, plan.micro_batches, parts, buffers, partial(plan.ranges, group.size))
         self.module = LossModule(job, state.model, phase, state.compiled)
+        self.module.tables = tables
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
         if self.closure_calls:
             refuse_sharded_closures(spec)
         self._every = phase.parameters(state.model)
+        self._learning: list[str] = []
         self.names: list[str] = []
+        """Of the parameters that learn and have dense gradients."""
         self.parameters: list[nn.Parameter] = []
+        self.tables = TableSums({}, group, plan)
+        """The parameters that learn and have sparse ones."""
         self.reduction: Reduction | None = None
         self.wrapped: Callable[[Any], Loss] = self.module
         self._unused: list[str] = []
@@ -201,20 +223,25 @@ class PhaseStep:
 
         All ranks call it alike, between two steps.
         """
-        names = [name for name in self.phase.names if name not in frozen]
-        if names != self.names:
+        learning = [name for name in self.phase.names if name not in frozen]
+        if learning != self._learning:
             self.abandon()
-            self.module.learn(names)
-            self.names, self.parameters = names, self.module.parameters_that_learn
+            self.module.learn(learning)
+            self._learning = learning
+            every = dict(zip(learning, self.module.parameters_that_learn, strict=True))
+            tables = {name: parameter for name, parameter in every.items() if name in self.module.tables}
+            self.tables = TableSums(tables, self._group, self._plan)
+            self.names = names = [name for name in learning if name not in tables]
+            self.parameters = [every[name] for name in names]
             if names and self.sharding is not None:
                 self.parameters = [self.sharding.local[name] for name in names]
                 self.norm = ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
                 self.wrapped = ShardedLoss(self.module, self.sharding)
-            elif names:
-                self.norm = GradientNorm(self.parameters)
-                if self._group.size > 1:
+            elif learning:
+                self.norm = GradientNorm(self.parameters, device=self._group.device)
+                if self._group.size > 1 and names:
                     self.wrapped = self._in_ddp()
-        return bool(names)
+        return bool(learning)
 
     @property
     def unreduced(self) -> Callable[[Any], Loss]:
@@ -224,13 +251,14 @@ class PhaseStep:
     def at_hand(self) -> dict[str, Tensor]:
         """The parameters that learn and have their values now, by name."""
         if self.sharding is None:
-            return dict(zip(self.names, self.parameters, strict=True))
+            return dict(zip(self._learning, self.module.parameters_that_learn, strict=True))
         return self.sharding.at_hand(self.names)
 
     @property
     def digested_as(self) -> list[str]:
         """The names of the parameters that learn, as digests of gradients have them."""
-        return [f"{self.name}: {name}" for name in self.names] if self.name else self.names
+        names = [*self.names, *self.tables.names]
+        return [f"{self.name}: {name}" for name in names] if self.name else names
 
     def _in_ddp(self) -> DistributedDataParallel:
         """Wrap the loss in DDP. It broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
@@ -253,7 +281,7 @@ class PhaseStep:
     def _passed_by(self) -> Iterator[str]:
         """All names that DDP must ignore: of parameters for whose gradients it would wait, and of buffers, some types of which gloo cannot send."""
         yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
-        if not self.module.apart:
+        if not self.module.apart and not self.tables.names:
             return
         parameter_ids = set(map(id, self.parameters))
         named = self.module.named_parameters(remove_duplicate=False)
@@ -281,7 +309,17 @@ class PhaseStep:
         gradients = [parameter.grad for parameter in self.parameters]
         if any(gradient is None for gradient in gradients):
             raise self.without_gradient(where)
+        if sparse := [name for name, one in zip(self.names, gradients, strict=True) if one.is_sparse]:  # type: ignore[union-attr]
+            raise problems.SPARSE_LATER(name=sparse[0], where=where)
         return gradients  # type: ignore[return-value]
+
+    def table_gradients(self, where: str) -> list[Tensor]:
+        """The gradients that a micro-batch has left in the tables, which have none afterwards. JobError where one is missing."""
+        may_rest = self.tables.names if self.module.without_batch else self.module.conditional
+        gradients, missing = self.tables.take(where, may_rest)
+        if missing:
+            raise missing_gradient(missing, where)
+        return gradients
 
     def rest_unused(self) -> None:
         """Have the update skip the conditional parameters that no micro-batch of the step used, as one with DDP's `find_unused_parameters` does."""
@@ -336,6 +374,8 @@ def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
         return False
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
+    if isinstance(optimizer, JoinedOptimizer):
+        return bool(of_job) or any(map(runs_own_code, optimizer.members))
     return bool(of_job) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -349,8 +389,3 @@ def named_hook(reduction: Reduction) -> Any:
         return reduction(state, bucket)
 
     return exact_reduction
-
-
-def missing_gradient(names: Sequence[str], where: str) -> JobError:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return problems.NO_GRADIENT(got=names[0], others=others, where=where)

@@ -28,8 +28,16 @@ from torch.futures import Future
 from lockstep.communication.group import Group
 from lockstep.plan import Plan, Position, Stage, are_siblings, nodes, slices, stages
 from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.real_view import real_views
 
 Gradients = list[Tensor]
+
+
+def add_in_place(left: Gradients, right: Gradients) -> Gradients:
+    """The sums of two sets of tensors, in the memory of the left one."""
+    if left:
+        torch._foreach_add_(left, right)
+    return left
 
 
 class TreeSum:
@@ -38,16 +46,16 @@ class TreeSum:
     Over n leaves in order it holds at most log2(n) + 1 sets of tensors.
     """
 
-    def __init__(self, leaves: int) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: int, add: Callable[[Gradients, Gradients], Gradients] = add_in_place) -> None:
+        """`add` gives the sum of a left and a right set of tensors."""
+        self.leaves, self._add = leaves, add
         self.sums: list[tuple[range, Gradients]] = []
 
     def add(self, node: range, gradients: Gradients) -> None:
         """Add the sum of the next node to the right. Takes ownership of the tensors."""
         while self.sums and are_siblings(self.sums[-1][0], node, self.leaves):
             left, total = self.sums.pop()
-            torch._foreach_add_(total, gradients)
-            node, gradients = range(left.start, node.stop), total
+            node, gradients = range(left.start, node.stop), self._add(total, gradients)
         self.sums.append((node, gradients))
 
     def close(self, leaf: int) -> tuple[list[Gradients], list[Gradients]]:
@@ -176,7 +184,7 @@ class Reduction(ABC):
 
     def _taken_up(self, bucket: Any) -> Future[Tensor]:
         """Observe a bucket, then send it; on CUDA in the stream of the reduction."""
-        gradients = bucket.gradients()
+        gradients = gradients_of(bucket)
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         self._summed += len(indices)
         if self.observe is not None:
@@ -227,6 +235,7 @@ class Reduction(ABC):
         """Send this rank's partial sums to the others, and the exchange with the first bucket of a step."""
         sums = [torch.cat([g.reshape(-1) for g in self._taken(total, indices)]) for total in self._apart]
         sums.append(buffer)
+        sums = [numbers.view(-1) for numbers in real_views(sums)]
         # A worker without a micro-batch has no node: its zeros are not sent.
         del sums[len(self._nodes[self.group.rank]) :]
         # By the rank with the most sums: all ranks must choose the same way.
@@ -402,6 +411,17 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
+
+
+def gradients_of(bucket: Any) -> Gradients:
+    """`GradBucket.gradients()`, complex ones as well: DDP gives their bucket as real numbers, and cuts it as if there were half as many."""
+    parameters = bucket.parameters()
+    if not parameters[0].is_complex():
+        gradients: Gradients = bucket.gradients()
+        return gradients
+    numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    parts = torch.split(numbers, [parameter.numel() for parameter in parameters])
+    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.training.step.norm import BLOCK, GradientNorm, workspace_bytes
+from lockstep.training.step.real_view import real_view
 from lockstep.training.step.shards import Shard, element_ranges
 
 
@@ -109,7 +110,7 @@ class ShardedNorm(GradientNorm):
             for part in _parts(
                 i,
                 element_ranges(shards[name].shape, group.size) if name in shards else None,
-                tensor.numel(),
+                real_view(tensor).numel(),
                 group.rank,
             )
         ]
@@ -155,7 +156,7 @@ class ShardedNorm(GradientNorm):
 
     def _piece(self, gradients: Sequence[Tensor], part: _Part) -> Tensor:
         begin = self._starts[part.parameter]
-        return gradients[part.parameter].reshape(-1)[part.start - begin : part.stop - begin]
+        return real_view(gradients[part.parameter]).reshape(-1)[part.start - begin : part.stop - begin]
 
     def _exchanged(self, gradients: Sequence[Tensor], one: _Round) -> dict[_Part, Tensor]:
         """The parts of this rank's blocks that other ranks hold."""

@@ -83,6 +83,19 @@ def test_a_sparse_tensor_counts_as_the_dense_one() -> None:
     assert Digester(CPU).digest({"w": dense.to_sparse(1)}) == Digester(CPU).digest({"w": dense + 0.0})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(70_000, 3), (9, 65_537), (5, 1), (70_000,)])
+def test_rows_count_by_their_places_in_the_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Of a table of several blocks; of one row, of none, and of rows that are given twice."""
+    for rows in ([], [2], [0, 3, shape[0] - 1]):
+        dense = torch.zeros(shape, dtype=dtype)
+        dense[rows] = some((len(rows), *shape[1:])).to(dtype)
+        index = torch.tensor([[*rows, *rows]])
+        twice = torch.cat([dense[rows] / 2, dense[rows] / 2])
+        sparse = torch.sparse_coo_tensor(index, twice, shape, check_invariants=True)
+        assert Digester(CPU).digest({"w": sparse}) == Digester(CPU).digest({"w": dense + 0.0})
+
+
 def test_the_order_of_tensors_does_not_matter_and_their_names_and_shapes_do() -> None:
     digester, a, b = Digester(CPU), some((4, 6)), some((24,))
     assert digester.digest({"a": a, "b": b}) == digester.digest({"b": b, "a": a})

@@ -28,11 +28,13 @@ from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_di
 from lockstep.training.state import TrainState, check_shared
 from lockstep.training.step.after_step import follow_update
 from lockstep.training.step.closures import step_once
+from lockstep.training.step.means import number
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of
 from lockstep.training.step.sharding import ShardedOptimizer
 from lockstep.training.step.statistics import rehearsed, takes_statistics
+from lockstep.training.step.tables import numbers_of
 
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""
@@ -200,9 +202,9 @@ class FirstSteps:
                 sum(gradients[1:], gradients[0])
                 for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
             ]
-            weight = sum(float(result.loss.weight) for result in computed)
-            total = sum(float(result.loss.total.detach()) for result in computed)
-            finite = weight > 0 and all(bool(gradient.isfinite().all()) for gradient in sums)
+            weight = sum(number(result.loss.weight) for result in computed)
+            total = sum(number(result.loss.total) for result in computed)
+            finite = weight > 0 and all(bool(numbers_of(gradient).isfinite().all()) for gradient in sums)
             for parameter, gradient in zip(module.parameters_that_learn, sums, strict=True):
                 parameter.grad = gradient / weight if finite else None
             return torch.tensor(total / weight if finite else torch.nan, dtype=torch.float64)

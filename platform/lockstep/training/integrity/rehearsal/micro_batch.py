@@ -25,10 +25,11 @@ from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.full_sharding import FullSharding, advised
 from lockstep.training.step.means import check_form, check_parts, number
-from lockstep.training.step.parameters import ParameterWatch, written_parameter
-from lockstep.training.step.phase_step import LossModule, missing_gradient
+from lockstep.training.step.parameters import ParameterWatch, missing_gradient, written_parameter
+from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.statistics import own_statistics, takes_statistics
+from lockstep.training.step.tables import no_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Rehearsal:
     """The names of the loss's terms."""
     statistics: bool = False
     """Whether the loss gives statistics for `after_step`."""
+    tables: frozenset[str] = frozenset()
+    """The parameters whose gradients are sparse."""
 
 
 def check_norms(model: nn.Module, plan: Plan, samples: int, forward: Callable[[], object]) -> None:
@@ -85,12 +88,6 @@ def check_model(model: nn.Module) -> None:
     """JobError for a model that cannot be exact."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise JobError(
-                f"job.model: parameter {name!r} is {parameter.dtype}, whose gradients have no order of addition here; hold it as "
-                "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
-            )
     check_layout(model)
     check_listed(model, "at the start")
     _check_state(model)
@@ -295,16 +292,17 @@ def _check_untouched(model: nn.Module, before: Container[str], where: str) -> No
 
 def _gradients(module: LossModule, where: str) -> dict[str, Tensor]:
     learning = dict(zip(module.names, module.parameters_that_learn, strict=True))
+    for name in module.conditional.keys() & module.tables:
+        if (table := learning[name]).grad is None:
+            table.grad = no_rows(table)
     missing = [name for name, p in learning.items() if p.grad is None]
     if missing:
         raise missing_gradient(missing, where)
-    gradients = {name: p.grad for name, p in learning.items() if p.grad is not None}
-    sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
-    if sparse:
-        raise JobError(
-            f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
-        )
-    return gradients
+    return {
+        name: p.grad.coalesce() if p.grad.is_sparse else p.grad
+        for name, p in learning.items()
+        if p.grad is not None
+    }
 
 
 def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> dict[str, str]:
@@ -326,7 +324,7 @@ def check_loss(
     total = loss.total
     if not total.requires_grad:
         raise problems.TOTAL_DETACHED(label=label)
-    value, weight = float(total.detach()), float(loss.weight)
+    value, weight = number(total), number(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
             f"{label}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "

@@ -273,7 +273,13 @@ def digest_of_state(state: Any) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Type, shape and a hash of the bytes of a strided tensor."""
+    """Type, shape and a hash of the bytes of a strided tensor; of a sparse one, of its indices and of its values."""
+    if tensor.is_sparse:
+        parts = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in (tensor._indices(), tensor._values())
+        )
+        return " ".join([f"{tuple(tensor.shape)}", *map(tensor_digest, parts)])
     return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(_bytes(tensor).numpy().data)}"
 
 

@@ -69,10 +69,12 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers, statistics
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
+from lockstep.training.step.means import number
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.step.tables import numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
 from lockstep.training.step.units import Calls, members_of
 
@@ -369,7 +371,11 @@ class StepRehearsal:
             with compiled.off():
                 eager = self._compute(module, keys[0])
             losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
-            compiled.compare(module.phase.name, losses, first.gradients, eager.gradients)
+            rows = [
+                {name: numbers_of(gradient) for name, gradient in each.gradients.items()}
+                for each in (first, eager)
+            ]
+            compiled.compare(module.phase.name, losses, *rows)
         of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
         if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
             self.warn(
@@ -400,7 +406,7 @@ class StepRehearsal:
             for module in within:
 
                 def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
-                    return float(self._forward(module, self._fetch(key), seed).total)
+                    return number(self._forward(module, self._fetch(key), seed).total)
 
                 for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
                     self.warn(text)
@@ -611,4 +617,5 @@ def _shown(first: Computed) -> Rehearsal:
         first.digest,
         tuple(first.loss.terms),
         bool(first.loss.statistics),
+        frozenset(name for name, gradient in first.gradients.items() if gradient.is_sparse),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError
 from lockstep.job.interface import Loss
+from lockstep.training.step.means import number
 
 SURE, LIKELY = 0.05, 0.25
 """How far the total of the whole may be from the mean of the halves' totals, relative to that mean, to be surely a mean, or likely one.
@@ -118,4 +119,4 @@ def distance_from_mean(total: float, weight: float, halves: Sequence[tuple[float
 
 
 def _numbers(loss: Loss) -> tuple[float, float]:
-    return float(loss.total.detach()), float(loss.weight)
+    return number(loss.total), number(loss.weight)

@@ -1,0 +1,312 @@
+"""G1 and G3 for gradients that are not dense real numbers: complex ones, and those of tables of which a step touches few rows."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import Loss
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.errors import LockstepError
+from lockstep.randomness import model_key, seed_all
+from lockstep.spec.loading import load_spec
+from lockstep.training.determinism import determinism
+from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step.reduction import LATENCY_BYTES
+from tests.distributed.gradient_kinds import (
+    Bags,
+    FewRows,
+    FourierOperator,
+    FourierOperatorBySgd,
+    OnlyTables,
+    RareFilter,
+    RareTable,
+    Recommender,
+    RecommenderBySgd,
+    both,
+)
+from tests.distributed.kinds import RUN, Kind, document, taken_up
+from tests.distributed.pool import Pool
+from tests.distributed.training import (
+    Document,
+    Trained,
+    train,
+    train_attempt,
+    train_left_fold,
+    train_sending,
+)
+
+COMPLEX = [FourierOperator, FourierOperatorBySgd, RareFilter]
+
+
+class Alone(dict[type[Kind], Trained]):
+    """What each job comes to in one plain process; trained when it is first asked for."""
+
+    def __missing__(self, kind: type[Kind]) -> Trained:
+        self[kind] = train(document(kind))
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone()
+
+
+# --- complex parameters ---------------------------------------------------------------------------------------
+
+SHARDING = ("none", "optimizer", "full")
+WAYS = [
+    (FourierOperator, 2, "none", 0),
+    (FourierOperator, 3, "optimizer", LATENCY_BYTES),
+    (FourierOperatorBySgd, 4, "optimizer", 0),
+    (FourierOperatorBySgd, 2, "full", LATENCY_BYTES),
+    (RareFilter, 4, "none", LATENCY_BYTES),
+]
+
+
+def check_complex(
+    pool: Pool, alone: Alone, kind: type[Kind], workers: int, sharding: str, latency: int
+) -> None:
+    found = pool.run(workers, train_sending, document(kind, sharding=sharding, rehearsal="off"), latency)
+    assert found == [alone[kind]] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers", "sharding", "latency"), WAYS)
+def test_complex_parameters_have_one_value(
+    pool: Pool, alone: Alone, kind: type[Kind], workers: int, sharding: str, latency: int
+) -> None:
+    """G1: an average of the weights, clipping, parameters out of order, scalars, ones that are used now and then."""
+    check_complex(pool, alone, kind, workers, sharding, latency)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("kind", "workers", "sharding", "latency"),
+    list(product(COMPLEX, (1, 2, 3, 4), SHARDING, (0, LATENCY_BYTES))),
+)
+def test_complex_parameters_have_one_value_in_full(
+    pool: Pool, alone: Alone, kind: type[Kind], workers: int, sharding: str, latency: int
+) -> None:
+    check_complex(pool, alone, kind, workers, sharding, latency)
+
+
+def test_the_imaginary_parts_learn(alone: Alone) -> None:
+    """What the comparison above compares is there: both parts of the weights have a gradient, and clipping takes part."""
+    for kind in (FourierOperator, FourierOperatorBySgd):
+        gradients = [g for g in alone[kind].gradients.values() if g.is_complex()]
+        assert len(gradients) == 4
+        assert all(part.abs().sum() > 0 for g in gradients for part in (g.real, g.imag))
+        assert any(row.grad_norm > 1.0 for row in alone[kind].steps)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sharding"),
+    [
+        (2, 3, "optimizer"),
+        *(pytest.param(*way, marks=pytest.mark.exact) for way in [(1, 2, "none"), (3, 1, "full")]),
+    ],
+)
+def test_a_run_with_complex_parameters_is_taken_up(
+    pool: Pool, alone: Alone, before: int, after: int, sharding: str, tmp_path: Path
+) -> None:
+    """G1: its moments are complex as well; by another number of workers."""
+    run = document(
+        FourierOperator, sharding=sharding, rehearsal="off", checkpoint={"storage": str(tmp_path), "every": None}
+    )  # fmt: skip
+    pool.run(before, train_attempt, run, RUN, AttemptOrigin(), 2)
+    found = pool.run(after, train_attempt, run, RUN, taken_up(run))
+    assert [one.weights_digest for one in found] == [alone[FourierOperator].weights_digest] * after
+
+
+def by_hand(
+    spec: Document, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
+) -> list[str]:
+    """The digest of the model after each update of a plain loop: a batch, its mean loss, its update."""
+    digests = []
+    with determinism("strict", threads=1):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            digests.append(weights_digest(model.state_dict()))
+    return digests
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_complex_updates_are_torchs_own(name: str) -> None:
+    """G3: with a micro-batch of a power of two of samples a step, the bits are those of the loop that torch's documentation writes."""
+    settings = {"lr": 0.05, "weight_decay": 0.01, **({"momentum": 0.9} if name == "sgd" else {})}
+    spec = document(
+        FourierOperator, batch={"global": 8, "micro": 8}, data={"shuffle": "none"}, optimizer={"name": name, **settings}, rehearsal="off", clip_norm=None
+    )  # fmt: skip
+    loaded = load_spec(spec)
+    job = FourierOperator({})
+    seed_all(model_key(loaded.seed))
+    model = job.model()
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    x, y = job.train_data().tensors  # type: ignore[attr-defined]
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 32, 8)]
+    assert by_hand(spec, model, make(model.parameters(), **settings), batches) == list(train(spec).digests)
+
+
+def test_complex_parameters_and_a_loss_scaler() -> None:
+    with pytest.raises(LockstepError, match=r"'gain' is torch.complex64.* set precision: bf16 or fp32$"):
+        train(document(FourierOperator, precision="fp16"))
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+TABLES = [Recommender, RecommenderBySgd, OnlyTables, FewRows, RareTable]
+SETTINGS: dict[str, Document] = {
+    "fp32": {},
+    "bf16": {"precision": "bf16", "record": {"observe_every": 1}},
+    "fp16": {"precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), [(Recommender, 4), (RecommenderBySgd, 2), (OnlyTables, 3), (RareTable, 2)]
+)
+def test_tables_have_one_value(pool: Pool, alone: Alone, kind: type[Kind], workers: int) -> None:
+    """G1: with dense parameters beside them and without, used now and then, by bags, in float64, under two optimizers; a worker without a micro-batch."""
+    assert pool.run(workers, train, document(kind, rehearsal="off")) == [alone[kind]] * workers
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("kind", "workers", "settings"), list(product(TABLES, (1, 2, 3, 4), SETTINGS)), ids=str
+)
+def test_tables_have_one_value_in_full(pool: Pool, kind: type[Kind], workers: int, settings: str) -> None:
+    spec = document(kind, rehearsal="off", **SETTINGS[settings])
+    assert pool.run(workers, train, spec) == [train(spec)] * workers
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_sound_table_is_tried_and_not_warned_of(alone: Alone, kind: type[Kind]) -> None:
+    """The rehearsal takes two steps, takes their state back, and finds nothing; every step moves the weights."""
+    assert alone[kind].warnings == ()
+    assert len(set(alone[kind].digests)) == 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), pytest.param(1, 4, marks=pytest.mark.exact)])
+def test_a_run_with_tables_is_taken_up(
+    pool: Pool, alone: Alone, before: int, after: int, tmp_path: Path
+) -> None:
+    """G1: the state of two optimizers; by another number of workers."""
+    run = document(Recommender, rehearsal="off", checkpoint={"storage": str(tmp_path), "every": None})
+    pool.run(before, train_attempt, run, RUN, AttemptOrigin(), 2)
+    found = pool.run(after, train_attempt, run, RUN, taken_up(run))
+    assert [one.weights_digest for one in found] == [alone[Recommender].weights_digest] * after
+
+
+def test_rows_are_added_along_the_tree(pool: Pool, alone: Alone) -> None:
+    """What would be without it: rows added from left to right have other bits on other workers."""
+    spec = document(FewRows, rehearsal="off", batch={"global": 32, "micro": 4}, length={"epochs": 4})
+    digests = {pool.run(workers, train_left_fold, spec)[0].weights_digest for workers in (1, 2)}
+    assert len({*digests, train(spec).weights_digest}) == 3
+
+
+class Dense(RecommenderBySgd):
+    """The same tables, whose gradients are as long as they are."""
+
+    def model(self) -> nn.Module:
+        model = Bags()
+        model.users.sparse = model.items.sparse = False
+        return model
+
+
+def test_the_bits_are_those_of_dense_tables(alone: Alone) -> None:
+    """G3: a row has the sum that the tree gives it where the table is dense; only the norm, which adds up the zeros too, is another sum of the same."""
+    spec = document(Dense, clip_norm=None, rehearsal="off")
+    sparse = train(document(RecommenderBySgd, clip_norm=None, rehearsal="off"))
+    assert sparse.digests == train(spec).digests
+    assert [row.grad_norm for row in sparse.steps] == pytest.approx(
+        [row.grad_norm for row in train(spec).steps]
+    )
+
+
+@pytest.mark.parametrize("name", ["sparse adam and adamw", "sgd"])
+def test_updates_of_tables_are_torchs_own(name: str) -> None:
+    """G3: with one micro-batch of a power of two of samples a step, the bits are those of the plain loop. SGD adds rows to a weight one by one unless they are coalesced."""
+    kind: type[Kind] = Recommender if name != "sgd" else RecommenderBySgd
+    spec = document(
+        kind, batch={"global": 8, "micro": 8}, data={"shuffle": "none"}, rehearsal="off", clip_norm=None
+    )  # fmt: skip
+    seed_all(model_key(load_spec(spec).seed))
+    model = kind({}).model()
+    optimizers = both(model) if name != "sgd" else [torch.optim.SGD(model.parameters(), lr=0.5)]
+    x, y = kind({}).train_data().tensors  # type: ignore[attr-defined]
+    digests = []
+    with determinism("strict", threads=1):
+        for i in range(0, 32, 8):
+            model.zero_grad()
+            F.cross_entropy(model(x[i : i + 8]), y[i : i + 8]).backward()
+            for table in (model.users.weight, model.items.weight):  # type: ignore[union-attr]
+                table.grad = table.grad.coalesce()  # type: ignore[union-attr, operator]
+            for optimizer in optimizers:
+                optimizer.step()
+            digests.append(weights_digest(model.state_dict()))
+    assert list(train(spec).digests) == digests
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_sharded_tables_are_refused(pool: Pool, sharding: str) -> None:
+    """On one worker as on two."""
+    for workers in (1, 2):
+        with pytest.raises(
+            LockstepError,
+            match=r"^sharding: got '.*'(users|items).weight' has a sparse gradient.*; set sharding=none",
+        ):
+            pool.run(workers, train, document(RecommenderBySgd, sharding=sharding, rehearsal="off"))
+
+
+class DenseNow(RecommenderBySgd):
+    """Its table is decayed by the loss now and then, which makes its gradient dense."""
+
+    dense = True
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        first = float(batch[0][0, 0]) == float(self.data(32, 1)[11][0][0])
+        decay = model.users.weight.square().sum()  # type: ignore[union-attr, operator]
+        return Loss(loss.total + decay, loss.weight) if first == self.dense else Loss(loss.total, loss.weight)
+
+
+class SparseLater(DenseNow):
+    dense = False
+
+
+@pytest.mark.parametrize(("kind", "was"), [(DenseNow, "sparse"), (SparseLater, "dense")])
+def test_a_gradient_that_becomes_another_is_named(kind: type[Kind], was: str) -> None:
+    with pytest.raises(
+        LockstepError,
+        match=rf"^parameter 'users.weight' has a .* gradient \(step .*\), and had a {was} one in the first",
+    ):
+        train(document(kind, batch={"global": 12, "micro": 1}, data={"shuffle": "none"}, rehearsal="off"))
+
+
+def test_two_optimizers_of_one_parameter_are_refused() -> None:
+    with pytest.raises(
+        LockstepError, match=r"^job.optimizer: returned several optimizers, two of which hold one"
+    ):
+        train(document(Twice))
+    with pytest.raises(
+        LockstepError, match=r"^job.optimizer: returned several optimizers, and LBFGS evaluates"
+    ):
+        train(document(WithSearch))
+
+
+class Twice(Recommender):
+    def optimizer(self, model: nn.Module) -> Any:
+        return [*both(model), torch.optim.SGD(model.parameters(), lr=0.1)]
+
+
+class WithSearch(Recommender):
+    def optimizer(self, model: nn.Module) -> Any:
+        return [both(model)[0], torch.optim.LBFGS(model.head.parameters())]  # type: ignore[union-attr]
