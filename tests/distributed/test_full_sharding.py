@@ -34,7 +34,7 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
-from tests.distributed import batch_kinds, public_kinds, test_same_bits
+from tests.distributed import batch_kinds, phase_kinds, public_kinds, test_same_bits
 from tests.distributed import kinds as kinds_of_jobs
 from tests.distributed.kinds import train_every
 from tests.distributed.pool import Pool
@@ -696,3 +696,69 @@ def test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model(
     """A transformer that torch evaluates by a kernel of its own, and a target that is loaded from the `state_dict` of what learns."""
     document = kinds_of_jobs.document(kind, rehearsal="off")
     assert pool.run(2, train_every, [full(document)]) == [train_every([document])] * 2
+
+
+# --- several phases, and parameters that rest -------------------------------------------------------------------
+
+
+@cache
+def phased_reference(kind: type[kinds_of_jobs.Kind], rehearsal: str) -> Any:
+    return train_every([kinds_of_jobs.document(kind, rehearsal=rehearsal)])[0]
+
+
+def check_phased(
+    pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], sharding: str, workers: int, rehearsal: str = "off"
+) -> None:
+    """Identity, digests, rows and evaluations are those of a run that shares nothing out."""
+    for kind in kinds:
+        document = {**kinds_of_jobs.document(kind, rehearsal=rehearsal), "sharding": sharding}
+        *wanted, told = phased_reference(kind, rehearsal)
+        for ((*bits, warnings),) in pool.run(workers, train_every, [document]):
+            assert bits == wanted, kind.__name__
+            assert [text for text in warnings if not text.startswith(BEGINS_WHOLE)] == [*told]
+
+
+@pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 2), ("full", 2), ("full", 3)])
+def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) -> None:
+    kinds = [phase_kinds.WassersteinWithPenalty, phase_kinds.RestsByChance]
+    if workers == 2:
+        kinds += [phase_kinds.Gan, phase_kinds.UnfrozenLayerByLayer]
+    check_phased(pool, kinds, sharding, workers)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("sharding", "workers", "rehearsal"),
+    list(product(("optimizer", "full"), (1, 2, 3, 4), ("off", "quick"))),
+)
+def test_phases_and_resting_parameters_in_full(
+    pool: Pool, sharding: str, workers: int, rehearsal: str
+) -> None:
+    check_phased(pool, phase_kinds.HELD, sharding, workers, rehearsal)
+
+
+def test_a_run_of_several_phases_is_taken_up_under_another_sharding(pool: Pool, tmp_path: Path) -> None:
+    """A generator that rests in two steps of three has no state of its optimizer yet when the first checkpoint is saved."""
+    kind = phase_kinds.WassersteinWithPenalty
+    wanted = train(kinds_of_jobs.document(kind, rehearsal="off"))
+    for before, after in (
+        (("full", 3), ("none", 1)),
+        (("none", 1), ("optimizer", 2)),
+        (("optimizer", 2), ("full", 4)),
+    ):
+        storage = tmp_path / f"{before[0]}-{after[0]}"
+        document = kinds_of_jobs.document(
+            kind,
+            rehearsal="off",
+            checkpoint={"storage": str(storage), "every": {"steps": 1}, "keep_every": 1},
+        )
+        (sharding, workers), (other, others) = before, after
+        pool.run(workers, attempt_with_many_writers, {**document, "sharding": sharding}, AttemptOrigin())
+        for step in (1, 2):
+            origin = AttemptOrigin(RUN, folder(storage).claim().number, step)
+            for one in pool.run(others, attempt_with_many_writers, {**document, "sharding": other}, origin):
+                assert (one.rows, one.identity, one.digests) == (
+                    wanted.rows,
+                    wanted.identity,
+                    wanted.digests[step:],
+                )

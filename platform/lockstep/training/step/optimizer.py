@@ -27,8 +27,13 @@ def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None =
     """
     phases = phases_of(job, model)
     if phases[0].name:
-        return PhaseOptimizers(_of_phases(phases, model, spec.optimizer))
-    optimizer = _whole_optimizer(job, model, spec.optimizer)
+        of_phases = _of_phases(phases, model, spec.optimizer).items()
+        return PhaseOptimizers({name: _shared_out(each, spec, group) for name, each in of_phases})
+    return _shared_out(_whole_optimizer(job, model, spec.optimizer), spec, group)
+
+
+def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | None) -> torch.optim.Optimizer:
+    """What stands in for the optimizer where the `group` shares its state out."""
     if spec.sharding == "none":
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.

@@ -319,7 +319,7 @@ class Stepper:
         self.watched.note()  # the update since the last step wrote to parameters rightly
         sharding = self.state.sharding
         if sharding is not None:
-            sharding.begin_step(position.micro_batches)
+            sharding.begin_step(position.micro_batches, phase.names)
         if phase.whole is not None:
             batches = self._first_pass(phase, phase.whole, position, batches, scale_down)
         if sharding is not None:

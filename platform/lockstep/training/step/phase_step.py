@@ -206,6 +206,7 @@ class PhaseStep:
             self.module.learn(names)
             self.names, self.parameters = names, self.module.parameters_that_learn
             if names and self.sharding is not None:
+                self.module.parameters_that_learn = self.sharding.as_computed(names)
                 self.parameters = [self.sharding.local[name] for name in names]
                 self.norm = ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
                 self.wrapped = ShardedLoss(self.module, self.sharding)
