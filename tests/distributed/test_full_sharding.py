@@ -22,6 +22,7 @@ import lockstep.training.start as start_of_run
 import lockstep.training.step.full_sharding as full_sharding
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
+from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
@@ -34,7 +35,7 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
-from tests.distributed import batch_kinds, phase_kinds, public_kinds, test_same_bits
+from tests.distributed import batch_kinds, memory_by_stage, phase_kinds, public_kinds, test_same_bits
 from tests.distributed import kinds as kinds_of_jobs
 from tests.distributed.kinds import train_every
 from tests.distributed.pool import Pool
@@ -762,3 +763,31 @@ def test_a_run_of_several_phases_is_taken_up_under_another_sharding(pool: Pool, 
                     wanted.identity,
                     wanted.digests[step:],
                 )
+
+
+@pytest.mark.scenario
+def test_the_memory_of_the_process_is_that_of_its_tensors(tmp_path: Path) -> None:
+    """What is freed goes back to the system: each stage takes what the arithmetic says, a tenth and 8 MiB. The control keeps it, as glibc does by itself."""
+    bound = {
+        name: 1.1 * sets + (8 << 20) / memory_by_stage.MODEL
+        for name, sets in memory_by_stage.by_arithmetic(4).items()
+    }
+    by_kept = dict[bool, list[dict[str, float]]]()
+    for keeps in (False, True):
+        document = memory_by_stage.document(str(tmp_path / str(keeps)))
+        pool = Pool(4)
+        try:
+            by_kept[keeps] = pool.run(4, memory_by_stage.peaks, document, AttemptOrigin(), keeps)
+        finally:
+            pool.close()
+    pool = Pool(4)
+    try:
+        origin = claim(str(tmp_path / "False" / "checkpoints"), RUN, 1)
+        by_kept[False] += pool.run(
+            4, memory_by_stage.peaks, memory_by_stage.document(str(tmp_path / "False")), origin
+        )
+    finally:
+        pool.close()
+    for of_rank in by_kept[False]:
+        assert all(sets <= bound[stage] for stage, sets in of_rank.items()), of_rank
+    assert all(of_rank["save"] > 1.5 * bound["save"] for of_rank in by_kept[True]), by_kept[True]

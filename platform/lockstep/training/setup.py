@@ -81,6 +81,7 @@ from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
+from lockstep.training.worker_environment import return_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,8 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     is_sharded = spec.sharding == "full" and group.size > 1
+    if is_sharded:
+        return_freed_memory()
     plan = replace(make_plan(spec, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     deferred = make_deferred(spec, job, group, warn) if is_sharded else None
