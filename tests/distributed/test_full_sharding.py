@@ -552,7 +552,6 @@ def test_a_write_to_a_parameter_is_refused_as_without_sharding(pool: Pool) -> No
     [
         ({"reduction": "native"}, "sharding: got 'full' with reduction native"),
         ({"compile": True}, "sharding: got 'full' with compile true"),
-        ({"determinism": {"recheck": 0.5}}, "sharding: got 'full' with determinism.recheck 0.5"),
     ],
 )
 def test_settings_that_need_a_whole_model_are_refused(more: Document, message: str) -> None:

@@ -401,14 +401,21 @@ def watch_bits(
     step.samples = lambda position, m: sampler.at(position, m).ids
     step.places = sampler.places
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
-    compares &= step.state.sharding is None  # a worker computes none alone
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
     if spec.recheck or by_default:
         memory = partial(memory_of, step.state.job, step.state.model)
         step.recheck = Recheck(
-            spec, plan, step.group, batches, sampler, step.agreement, step.recomputed, memory
+            spec,
+            plan,
+            step.group,
+            batches,
+            sampler,
+            step.agreement,
+            step.recomputed,
+            memory,
+            together=step.state.sharding is not None,
         )
     if origin is not None:
         step.agreement.begin(tell, origin.attempt, origin.doubts)
