@@ -35,7 +35,14 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
-from tests.distributed import batch_kinds, memory_by_stage, phase_kinds, public_kinds, test_same_bits
+from tests.distributed import (
+    batch_kinds,
+    elementwise_jobs,
+    memory_by_stage,
+    phase_kinds,
+    public_kinds,
+    test_same_bits,
+)
 from tests.distributed import kinds as kinds_of_jobs
 from tests.distributed.kinds import train_every
 from tests.distributed.pool import Pool
@@ -724,6 +731,20 @@ def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) 
     if workers == 2:
         kinds += [phase_kinds.Gan, phase_kinds.UnfrozenLayerByLayer]
     check_phased(pool, kinds, sharding, workers)
+
+
+@pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 3), ("full", 2)])
+def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str, workers: int) -> None:
+    """One evaluates the loss again within its update: the ranks evaluate it together, at the weights that all have by then."""
+    check_phased(pool, elementwise_jobs.HELD, sharding, workers)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("sharding", "workers"), list(product(("optimizer", "full"), (1, 2, 3, 4))))
+def test_own_optimizers_that_update_each_element_alone_in_full(
+    pool: Pool, sharding: str, workers: int
+) -> None:
+    check_phased(pool, elementwise_jobs.HELD, sharding, workers, "quick")
 
 
 @pytest.mark.exact

@@ -14,9 +14,10 @@ from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import Optimizer
 from lockstep.training.failure import job_at
+from lockstep.training.step.element_wise import check_shardable
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
-from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.weight_average import has_modes
 
 

@@ -31,7 +31,7 @@ from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.norm import GradientNorm
-from lockstep.training.step.phases import ModelPhase, phases_of, refuse_sharded_closures
+from lockstep.training.step.phases import ModelPhase, phases_of
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -186,8 +186,6 @@ class PhaseStep:
         self.module = LossModule(job, state.model, phase, state.compiled)
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
-        if self.closure_calls:
-            refuse_sharded_closures(spec)
         self._every = phase.parameters(state.model)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
@@ -332,8 +330,8 @@ def copied(batch: Any) -> Any:
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
-    if isinstance(optimizer, ShardedOptimizer):  # it accepts no optimizer with code of the job's own
-        return False
+    if isinstance(optimizer, ShardedOptimizer):  # it accepts none with hooks
+        return not optimizer.kind.__module__.startswith("torch.optim.")
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
     return bool(of_job) or not type(optimizer).__module__.startswith("torch.optim.")

@@ -155,15 +155,6 @@ def check_combination(job: Job, spec: Spec) -> None:
         )
 
 
-def refuse_sharded_closures(spec: Spec) -> None:
-    """SpecError where parameters are sharded and an optimizer evaluates the loss again within its update. On one worker as well."""
-    if spec.sharding == "full":
-        raise SpecError(
-            "sharding: got 'full', and the job has an optimizer that evaluates the loss again: between two evaluations it changes whole parameters, and a worker has "
-            "rows of them; set sharding=none"
-        )
-
-
 def refuse_phases(job: Job, who: str) -> None:
     """SpecError for a job with phases; `who` can only look at one loss and one optimizer."""
     phases = own_phases(job)
