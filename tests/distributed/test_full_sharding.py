@@ -601,6 +601,9 @@ def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
             assert share[name] == pytest.approx(estimated[name], rel=0.05)
         for name in ("communication_bytes", "buffers_bytes"):
             assert share[name] == estimated[name]
+    assert estimated["units"] == 10  # of the sequence: two layers, and eight blocks
+    passes, sets = 4 // workers, 3 * whole["parameters_bytes"]  # gathered twice, and reduced
+    assert estimated["sent_bytes"] == passes * sets * (workers - 1) // workers
 
 
 # --- steps that go over their micro-batches twice, or gather more than gradients ---------------------------------
