@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import AdamW
+from lockstep.training.step.units import members_of
 
 MeanLoss = Callable[[nn.Module, Any], Tensor]
 
@@ -38,8 +40,10 @@ def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
     """Train without end on what `spec` says of batches and optimizer; gives this rank's loss after each step.
 
     It does what is customary: micro-batches of `batch.micro`, accumulated without synchronisation, a clipped norm,
-    and the loss read once a step. It reduces no metric, seeds nothing, checks nothing.
+    and the loss read once a step. It reduces no metric, seeds nothing, checks nothing. With `sharding: full` it is FSDP2, with a unit a block, and the gradients
+    of each micro-batch are reduced: no worker has whole ones.
     """
+    sharded = spec.sharding == "full"
     world, accumulated = dist.get_world_size(), spec.batch.micro_batches // dist.get_world_size()
     dataset = job.train_data()
     sampler = DistributedSampler(dataset, seed=spec.seed, drop_last=True)
@@ -48,7 +52,7 @@ def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
     )
     torch.manual_seed(spec.seed)
     model = job.model()
-    wrapped = in_ddp(model) if world > 1 else model
+    wrapped = in_fsdp(model) if sharded else in_ddp(model) if world > 1 else model
     optimizer = adamw(model, spec)
     for epoch in count():
         sampler.set_epoch(epoch)
@@ -58,7 +62,7 @@ def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
             total = torch.zeros(())
             for i in range(accumulated):
                 last = i == accumulated - 1
-                with nullcontext() if last or world == 1 else wrapped.no_sync():
+                with nullcontext() if last or sharded or world == 1 else wrapped.no_sync():
                     loss = mean_loss(wrapped, next(batches)) / accumulated
                     loss.backward()
                 total += loss.detach()
@@ -66,6 +70,13 @@ def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
                 nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
             optimizer.step()
             yield total.item()
+
+
+def in_fsdp(model: nn.Module) -> nn.Module:
+    """The units are those that Lockstep finds."""
+    for unit in [*members_of(model), model]:
+        fully_shard(unit)
+    return model
 
 
 def in_ddp(model: nn.Module) -> DistributedDataParallel:

@@ -5,7 +5,8 @@ into its buckets. Counted is what torch's allocator gives and takes back from th
 are there before.
 
 Then what a worker of 2 and 4 holds at the most where everything is sharded, beside what the arithmetic of docs/models-that-do-not-fit.md says: parameters,
-gradients and AdamW's state over W, the tree's partial sums of a worker's rows, and a unit three times.
+gradients and AdamW's state over W, the tree's partial sums of a worker's rows, and a unit three times. Last, the anonymous memory of the process by the
+stage of its life, which counts where its memory is limited: also of a process that keeps what it has freed, as glibc does by itself.
 
     python -m tests.benchmarks.memory
 """
@@ -14,11 +15,14 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.checkpoint.runs.run_checkpoints import claim
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
@@ -27,6 +31,7 @@ from lockstep.training.loop import fit
 from lockstep.training.observe.worker_memory import UNIT_COPIES, sums_in_passes
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
+from tests.distributed import memory_by_stage
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_peak_memory import SET, Counting, document, peak
@@ -116,6 +121,25 @@ def main() -> None:
             print(f"{workers:22}{held:10.2f}{by_arithmetic(workers, 8) / MODEL:16.2f}", flush=True)
         finally:
             pool.close()
+    print("stage, fully sharded on 4   anonymous memory   freed memory kept   by arithmetic, in sets")
+    with tempfile.TemporaryDirectory() as folder:
+        of_stages = [most(folder, AttemptOrigin()), most(f"{folder}/kept", AttemptOrigin(), True)]
+        for kept, each in zip((folder, f"{folder}/kept"), of_stages, strict=True):
+            origin = claim(f"{kept}/checkpoints", "run", 1)
+            each["resume"] = most(kept, origin, kept != folder)["resume"]
+        for stage, arithmetic in memory_by_stage.by_arithmetic(4).items():
+            given_back, held_on = (each[stage] for each in of_stages)
+            print(f"{stage:25}{given_back:19.2f}{held_on:20.2f}{arithmetic:16.2f}", flush=True)
+
+
+def most(folder: str, origin: AttemptOrigin, keeps: bool = False) -> dict[str, float]:
+    """The peak of each stage on the worker that has the most, in new processes."""
+    pool = Pool(4)
+    try:
+        every = pool.run(4, memory_by_stage.peaks, memory_by_stage.document(folder), origin, keeps)
+    finally:
+        pool.close()
+    return {stage: max(of_rank[stage] for of_rank in every) for stage in every[0]}
 
 
 if __name__ == "__main__":

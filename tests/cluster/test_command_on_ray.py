@@ -157,17 +157,28 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exact  # a minute; tests/chaos kills a driver in the default run
-def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: Path) -> None:
-    """SIGKILL of the driver, of Ray and of two workers; then three workers take the run up, in the same record."""
+@pytest.mark.parametrize(
+    ("sharding", "other"),
+    [  # a minute each; tests/chaos kills a driver in the default run
+        pytest.param("none", "none", marks=pytest.mark.exact),
+        pytest.param("full", "optimizer", marks=pytest.mark.scenario),
+        pytest.param("optimizer", "full", marks=pytest.mark.exact),
+        pytest.param("none", "full", marks=pytest.mark.exact),
+    ],
+)
+def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(
+    tmp_path: Path, sharding: str, other: str
+) -> None:
+    """SIGKILL of the driver, of Ray and of two workers; then three workers take the run up, in the same record, and share out something else."""
     spec = [
         "jobs/digits/train.yaml", "job.use=tests.untraced_jobs:UntracedDigits", "length.epochs=12", "job.params.width=8",
         "checkpoint.every.steps=5",
     ]  # fmt: skip
     on_ray = ["--address", "local", "workers={min: 1, max: 3, cpus_each: 0.5}"]
     process = call(
-        tmp_path, "train", *spec, "--address", "local", "workers.min=2", f"checkpoint.storage={tmp_path}/runs"
-    )
+        tmp_path, "train", *spec, "--address", "local", "workers.min=2", f"sharding={sharding}",
+        f"checkpoint.storage={tmp_path}/runs",
+    )  # fmt: skip
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
         assert time.monotonic() < deadline, "no checkpoint appeared"
@@ -182,7 +193,7 @@ def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: 
     (owner,) = tmp_path.glob("runs/*/owner.json")
     run_id = owner.parent.name
 
-    resumed = result_of(call(tmp_path, "resume", run_id, *on_ray))
+    resumed = result_of(call(tmp_path, "resume", run_id, *on_ray, f"sharding={other}"))
     whole = result_of(call(tmp_path, "train", *spec, "--local", f"checkpoint.storage={tmp_path}/whole"))
     assert (resumed["run_id"], resumed["attempts"], resumed["workers"]) == (run_id, 2, 3)
     assert resumed["weights_digest"] == whole["weights_digest"]

@@ -492,12 +492,12 @@ def test_a_value_that_is_not_finite_is_looked_for_in_its_phase(tmp_path: Path) -
 # --- what does not go together --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Gan, UnfrozenLayerByLayer])
 @pytest.mark.parametrize(
-    ("field", "more"),
+    ("kind", "field", "more"),
     [
-        ("sharding", {"sharding": "optimizer"}),
-        ("reduction", {"reduction": "native"}),
+        (Gan, "faults.mirror", {"sharding": "optimizer", "faults": {"mirror": True}}),
+        (Gan, "reduction", {"reduction": "native"}),
+        (UnfrozenLayerByLayer, "reduction", {"reduction": "native"}),
     ],
 )
 def test_what_needs_all_parameters_in_every_step_is_refused(kind: Any, field: str, more: Document) -> None:

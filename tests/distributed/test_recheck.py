@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+import lockstep.training.step.full_sharding as full_sharding
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.randomness import digest64
@@ -172,6 +173,53 @@ def test_one_alone_is_held_against_itself(tmp_path: Path) -> None:
     (told,) = found.corrupted
     assert (told.wrong, told.how) == ((0,), "repetition")
     assert "than when it was computed again" in found.error
+
+
+# --- where the parameters are sharded -------------------------------------------------------------------------------
+
+
+def sharded(given: Document) -> Document:
+    return {**given, "sharding": "full"}
+
+
+@pytest.mark.parametrize(
+    ("job", "workers"),
+    [
+        ("gpt", 2),
+        ("centred", 3),
+        *(pytest.param(job, w, marks=pytest.mark.exact) for job in ("digits", "gpt") for w in (3, 4)),
+    ],
+)
+def test_no_bit_of_a_sharded_run_is_another_where_all_is_computed_twice(
+    pool: Pool, job: str, workers: int
+) -> None:
+    """The second computations are passes of their own, of which nothing is added up."""
+    assert pool.run(workers, train, sharded(rechecked(1.0, drawing(job))))[0] == train(drawing(job))
+
+
+def lying_with_rows(document: Document, rank: int, seed: int, share: float) -> Attempted:
+    """As `lying`, in a unit's gradient before its rows go to their workers."""
+    here, scatter, calls = dist.get_rank(), full_sharding._Scatter.__call__, [0]
+
+    def lie(self: Any, **given: Any) -> None:
+        calls[0] += 1
+        if here == rank and digest64((seed, "lie", calls[0])) < share * 2.0**64:
+            flip(given["input_tensor"], bit=calls[0] % 23)
+        scatter(self, **given)
+
+    with mock.patch.object(full_sharding._Scatter, "__call__", lie):
+        return attempted(document, AttemptOrigin())
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_of_three_with_rows_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """The control: of honest ones nobody is."""
+    for liar in (seed % 3, -1):
+        given = sharded(seeded(tmp_path / str(liar), seed))
+        found = pool.run(3, lying_with_rows, given, liar, seed, 0.5)
+        assert len({one.error for one in found}) == 1
+        told = [(one.wrong, one.how) for one in found[0].corrupted]
+        assert told == ([((liar,), "majority")] if liar >= 0 else [])
 
 
 # --- which, and the verdict: pure -----------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ class Measured:
     """Of a step. With several, a worker holds all its micro-batches of the step until the last phase has had them."""
     largest_unit: int = 0
     """Parameters that are gathered at once where they are sharded."""
+    units: int = 0
+    """Modules that are gathered one at a time."""
     apart: int = 0
     """Bytes of the gradients that are not of the phase with most of them: sums wait for one phase at a time."""
 
@@ -118,6 +120,10 @@ class Estimate:
     """Sums of the tree beside the gradients that are being computed."""
     communication_bytes: int
     """With two workers or more: DDP's buckets and the messages on their way."""
+    units: int
+    """With `sharding: full`, the modules that are gathered one at a time; else 0."""
+    sent_bytes: int
+    """What a worker sends in a step, about: gradients, and parameters where they are shared out."""
     checkpoint_bytes: int
     """Tensors of one checkpoint; a save holds as many in host memory, shared out over the workers."""
     total_bytes: int
@@ -212,6 +218,8 @@ def estimated(fixture: Fixture) -> Estimate:
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
+        units=full.units if is_fully_sharded(spec, workers) else 0,
+        sent_bytes=sent_bytes(spec, full, plan.micro_batches, workers),
         checkpoint_bytes=full.checkpoint,
         total_bytes=total_bytes(spec, full, plan.micro_batches, workers),
         available_bytes=available,
@@ -271,6 +279,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
             step_once(state.job, optimizer, lambda: torch.zeros(()))
         updating = max(updating, peak.bytes)
         batch = fixture.fetch(key) if len(modules) > 1 else batch
+    units = units_of(model, calls)
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
@@ -287,7 +296,8 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         computing=computing,
         updating=updating,
         phases=len(modules),
-        largest_unit=largest(model, units_of(model, calls)),
+        largest_unit=largest(model, units),
+        units=len(units),
         apart=gradient_bytes(model) - summed_bytes(state),
     )
 
@@ -412,6 +422,16 @@ def moving_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) 
     return communication_bytes(spec, found.gradients, micro_batches, workers)
 
 
+def sent_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """What a worker sends in a step where each sends one sum of its gradients; the few numbers beside them, and a first pass over the whole batch, apart."""
+    if is_fully_sharded(spec, workers):
+        passes = -(-micro_batches // workers)
+        sets = passes * (2 * found.parameters + found.gradients)
+    else:
+        sets = 2 * found.gradients + (found.gradients if is_sharded(spec, workers) else 0)
+    return sets * (workers - 1) // workers
+
+
 def batches_held(phases: int, micro_batches: int, workers: int) -> int:
     """How many micro-batches a worker has in memory at once: with several phases all its own of a step, and a copy of the one at hand."""
     return 1 if phases == 1 else 1 + max(map(len, worker_ranges(micro_batches, workers)))
@@ -445,6 +465,8 @@ def as_text(found: Estimate) -> str:
         f"{'total':<18}{shown(found.total_bytes):>12}  a worker, at the peak of a step; {shown(found.available_bytes)} for each of "
         f"{found.workers} on this machine ({found.device})",
         f"{'checkpoint':<18}{shown(found.checkpoint_bytes):>12}",
+        f"{'sent':<18}{shown(found.sent_bytes):>12}  by a worker in a step, about",
+        *([f"{'units':<18}{found.units:>12}  gathered one at a time"] if found.units else []),
         f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run"
         if found.tokens is None
         else f"{'tokens':<18}{found.tokens:>12}  a micro-batch, measured with the longest samples; another bound is another run",

@@ -475,17 +475,16 @@ class Spec(Section):
         """On one worker as well: whether a spec is valid must not depend on the number of workers."""
         if self.sharding != "full":
             return self
-        for name, value, remedy in (
-            ("reduction", self.reduction == "native", "set reduction=exact"),
-            ("compile", self.compile, "set compile=false"),
-            (RECHECK, bool(self.recheck), "leave it out"),
-        ):
-            if value:
-                shown_value = {"reduction": "native", "compile": "true"}.get(name, f"{self.recheck}")
-                raise ValueError(
-                    f"sharding: got 'full' with {name} {shown_value}, and no worker has the whole model or a whole gradient; {remedy}, or set "
-                    "sharding=optimizer"
-                )
+        if self.reduction == "native":
+            raise ValueError(
+                "sharding: got 'full' with reduction native, and the workers' rows are summed along the exact tree alone; set reduction=exact, or set "
+                "sharding=optimizer"
+            )
+        if self.compile:
+            raise ValueError(
+                "sharding: got 'full' with compile true, which has one program for the whole loss, and FSDP gathers each unit of it in Python: under FSDP2 alone the "
+                "program is cut at every unit, and computes other bits than that of a run on one worker; set compile=false, or set sharding=optimizer"
+            )
         return self
 
     @model_validator(mode="after")

@@ -84,6 +84,7 @@ from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.tables import declared_tables
 from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
+from lockstep.training.worker_environment import return_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     is_sharded = spec.sharding == "full" and group.size > 1
+    if is_sharded:
+        return_freed_memory()
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     deferred = make_deferred(spec, job, group, warn) if is_sharded else None
@@ -419,14 +422,21 @@ def watch_bits(
     step.samples = lambda position, m: sampler.at(position, m).ids
     step.places = sampler.places
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
-    compares &= step.state.sharding is None  # a worker computes none alone
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
     if spec.recheck or by_default:
         memory = partial(memory_of, step.state.job, step.state.model)
         step.recheck = Recheck(
-            spec, plan, step.group, batches, sampler, step.agreement, step.recomputed, memory
+            spec,
+            plan,
+            step.group,
+            batches,
+            sampler,
+            step.agreement,
+            step.recomputed,
+            memory,
+            together=step.state.sharding is not None,
         )
     if origin is not None:
         step.agreement.begin(tell, origin.attempt, origin.doubts)

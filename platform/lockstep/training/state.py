@@ -27,7 +27,13 @@ from lockstep.training.step.job_weights import JobWeights
 from lockstep.training.step.joined_optimizer import hyperparameters
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.parameter_order import Order, check_order, order_of
-from lockstep.training.step.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.step.phases import (
+    Optimizers,
+    PhaseOptimizers,
+    PhaseSchedules,
+    optimizers_of,
+    sharded_of,
+)
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.schedule import FunctionOfUpdates, RateSchedule
 from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer, counts_on_device
@@ -184,9 +190,10 @@ class TrainState:
     def shard(self, sharding: FullSharding) -> None:
         """Go on with the shards of the parameters: in the optimizer, and in the average."""
         self.sharding = sharding
-        names = [name for group in self.order[""] for name in group]
-        assert isinstance(self.optimizer, FullyShardedOptimizer)
-        self.optimizer.take(names, sharding.local, sharding.whole)
+        for phase, optimizer in sharded_of(self.optimizer).items():
+            assert isinstance(optimizer, FullyShardedOptimizer)
+            names = [name for group in self.order[phase] for name in group]
+            optimizer.take(names, sharding.local, sharding.whole)
         if self.average is not None:
             self.average.local = sharding.local
 
@@ -277,15 +284,17 @@ class TrainState:
 
     def assembled(self, sections: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """`sections` with the tensors of a sharded optimizer that this rank writes. All ranks call it."""
-        if not isinstance(self.optimizer, ShardedOptimizer):
+        sharded = sharded_of(self.optimizer)
+        if not sharded:
             return dict(sections)
         by_rank = writers(sections, ranks)
         mine: dict[int, Tensor] = {}
         for key, (place, shard) in self._placed.items():
-            whole = shard.gathered(self.optimizer.group, by_rank[id(place)])
+            assert self.sharding is not None
+            whole = shard.gathered(self.sharding.group, by_rank[id(place)])
             if whole is not None:
                 mine[key] = whole
-        optimizer = self.optimizer.assembled(sections["optimizer"], by_rank)
+        optimizer = assembled_optimizer(self.optimizer, sections["optimizer"], by_rank)
         return {
             name: _filled(section, mine) for name, section in {**sections, "optimizer": optimizer}.items()
         }
@@ -353,6 +362,17 @@ class TrainState:
             shared = sharing(sections["job"], "job")
             self.job.load_state_dict(sections["job"])
             check_shared(shared, sharing(dict(self.job.state_dict()), "job") if shared else shared)
+
+
+def assembled_optimizer(
+    optimizer: Optimizers, saved: Mapping[str, Any], writers: Mapping[int, int]
+) -> dict[str, Any]:
+    """The `state_dict` of sharded optimizers, with the tensors that this rank writes, as `ShardedOptimizer.assembled` gives them. All ranks call it."""
+    assembled = {
+        phase: member.assembled(saved[phase] if phase else saved, writers)
+        for phase, member in sharded_of(optimizer).items()
+    }
+    return assembled.get("", assembled)
 
 
 def _copied(value: Any) -> Any:

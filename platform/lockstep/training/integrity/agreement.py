@@ -35,8 +35,7 @@ from lockstep.training.integrity.digests import (
     values_digest,
 )
 from lockstep.training.state import TrainState
-from lockstep.training.step.phases import optimizers_of
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.phases import optimizers_of, sharded_of
 
 Held = tuple[int, int, int, int]
 """The digests of what a rank holds, in the order of `QUANTITIES`."""
@@ -108,9 +107,9 @@ class Agreement:
     def _optimizer(self) -> dict[str, Any]:
         """The optimizer's state. The moments of a sharded one differ by rank; its parameter groups do not."""
         optimizer = self._state.optimizer
-        if isinstance(optimizer, ShardedOptimizer):
-            return {"param_groups": optimizer.groups_as_saved()}
-        return optimizer.state_dict()
+        sharded = sharded_of(optimizer)
+        groups = {phase: {"param_groups": member.groups_as_saved()} for phase, member in sharded.items()}
+        return groups.get("", groups) if sharded else optimizer.state_dict()
 
     def _others(self) -> dict[str, Any]:
         state = self._state
@@ -182,7 +181,7 @@ class Agreement:
         state = self._state
         named = {name: value for name, value in state.model_state().items() if isinstance(value, Tensor)}
         names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-        if not isinstance(state.optimizer, ShardedOptimizer):
+        if not sharded_of(state.optimizer):
             for phase, optimizer in optimizers_of(state.optimizer).items():
                 within = f" in phase {phase}" if phase else ""
                 for parameter, values in optimizer.state.items():

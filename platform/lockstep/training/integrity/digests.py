@@ -33,8 +33,8 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
-from lockstep.training.state import TrainState
-from lockstep.training.step.phases import Optimizers
+from lockstep.training.state import TrainState, assembled_optimizer
+from lockstep.training.step.phases import Optimizers, sharded_of
 from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.shards import Shard
 
@@ -183,14 +183,18 @@ def values_digest(tree: Mapping[str, Any]) -> int:
 
 def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
-    if isinstance(optimizer, FullyShardedOptimizer):
-        return _digest_of_parts(digester, optimizer)
+    sharded = sharded_of(optimizer)
+    if not sharded:
+        return optimizer_digest(digester, optimizer.state_dict())
+    group = next(iter(sharded.values())).group
+    if any(isinstance(member, FullyShardedOptimizer) for member in sharded.values()):
+        return _digest_of_parts(digester, sharded, group)
     saved = optimizer.state_dict()
-    if not isinstance(optimizer, ShardedOptimizer):
-        return optimizer_digest(digester, saved)
-    rank, ranks = optimizer.group.rank, optimizer.group.size
+    rank, ranks = group.rank, group.size
     placeholders = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
-    mine = optimizer.assembled(saved, {placeholder: i % ranks for i, placeholder in enumerate(placeholders)})
+    mine = assembled_optimizer(
+        optimizer, saved, {placeholder: i % ranks for i, placeholder in enumerate(placeholders)}
+    )
     saved_values = [value for _, value in leaves(saved, "")]
     tensors = {
         path: value
@@ -202,27 +206,30 @@ def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
         for path, value in leaves(mine, "")
         if rank == 0 and not isinstance(value, Tensor | Elsewhere)
     ]
-    partial: list[int] = optimizer.group.gather(digester.digest(tensors, lines))
+    partial: list[int] = group.gather(digester.digest(tensors, lines))
     return sum(partial) & _MASK
 
 
-def _digest_of_parts(digester: Digester, optimizer: FullyShardedOptimizer) -> int:
-    rank, ranks = optimizer.group.rank, optimizer.group.size
+def _digest_of_parts(digester: Digester, sharded: Mapping[str, ShardedOptimizer], group: Group) -> int:
+    rank, ranks = group.rank, group.size
     summed, lines = [], []
-    for i, is_whole, parameter, state in optimizer.own_parts():
-        for name, value in state.items():
-            path = f"state/{i}/{name}"
-            if isinstance(value, Tensor) and not is_whole and name not in SCALARS:
-                summed.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
-            elif rank == 0 and isinstance(value, Tensor):
-                summed.append(digester.summed(path, value))
-            elif rank == 0:
-                lines.append(f"{path}={_text(value)}")
-    if rank == 0:
-        groups = {"param_groups": optimizer.groups_as_saved()}
-        lines += [f"{path}={_text(value)}" for path, value in leaves(groups)]
+    for phase, optimizer in sharded.items():
+        assert isinstance(optimizer, FullyShardedOptimizer)
+        above = f"{phase}/" if phase else ""
+        for i, is_whole, parameter, state in optimizer.own_parts():
+            for name, value in state.items():
+                path = f"{above}state/{i}/{name}"
+                if isinstance(value, Tensor) and not is_whole and name not in SCALARS:
+                    summed.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
+                elif rank == 0 and isinstance(value, Tensor):
+                    summed.append(digester.summed(path, value))
+                elif rank == 0:
+                    lines.append(f"{path}={_text(value)}")
+        if rank == 0:
+            groups = {"param_groups": optimizer.groups_as_saved()}
+            lines += [f"{above}{path}={_text(value)}" for path, value in leaves(groups)]
     (total,) = resolved([summed])
-    every: list[int] = optimizer.group.gather((total + _of_lines(lines)) & _MASK)
+    every: list[int] = group.gather((total + _of_lines(lines)) & _MASK)
     return sum(every) & _MASK
 
 

@@ -6,15 +6,17 @@ worker with the fewest in this step, which would wait for the others anyway if i
 update. Where they differ, a third worker computes it, and the odd one out is wrong. With only two workers, both compute it once more, and
 the one that contradicts itself is wrong. A single worker is compared with itself.
 
+Where the parameters are sharded no worker computes alone: all compute together, each the micro-batch that it has to compute again, or any other that nobody
+looks at.
+
 It leaves no trace: the generators are seeded anew before anything else draws, and gradients and buffers are put back.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
@@ -26,7 +28,7 @@ from lockstep.randomness import digest64, recheck_key
 from lockstep.record.events.union import Corrupted
 from lockstep.spec.fields import Spec
 from lockstep.training.integrity.agreement import Agreement, outvoted, witness
-from lockstep.training.integrity.digests import resolved
+from lockstep.training.integrity.digests import Summed, resolved
 from lockstep.training.integrity.rehearsal.names_of_objects import named
 from lockstep.training.integrity.rehearsal.object_state import Memory
 
@@ -77,8 +79,8 @@ def odd_ones(found: Found) -> tuple[int, ...]:
 class Recheck:
     """Has some micro-batches of one worker computed again, and computes those of others.
 
-    `compute` gives the gradients of a micro-batch of this step from its batch, by the names of their parameters; `memory` is what the job and
-    its model hold, to name what it keeps.
+    `compute` gives what the gradient of a micro-batch of this step adds to its digest, from its batch; `together` is whether all ranks have to call it.
+    `memory` is what the job and its model hold, to name what it keeps.
     """
 
     def __init__(
@@ -89,13 +91,15 @@ class Recheck:
         batches: MicroBatches,
         sampler: MicroBatchSampler,
         agreement: Agreement,
-        compute: Callable[[Position, int, Any], Mapping[str, Tensor]],
+        compute: Callable[[Position, int, Any], Sequence[Summed]],
         memory: Callable[[], Memory],
+        *,
+        together: bool = False,
     ) -> None:
         self._seed, self._share = spec.seed, spec.recheck
         self._plan, self._group, self._batches = plan, group, batches
         self._agreement, self._compute, self._memory = agreement, compute, memory
-        self._sampler = sampler
+        self._sampler, self._together = sampler, together
         self._owners: dict[int, int] = {}
         """The ranks of the step's micro-batches that are computed again."""
         self._others: dict[int, int] = {}
@@ -104,15 +108,15 @@ class Recheck:
         """The digests of the micro-batches that this rank has computed again."""
 
     def chosen(self, position: Position) -> frozenset[int]:
-        """The micro-batches of a step that are computed again: the same on every rank."""
+        """The micro-batches of a step that are computed again: the same on every rank. Together no rank computes one without samples."""
         if self._share is None:
             looked_at = is_looked_at(self._seed, position.step)
             draw = digest64(recheck_key(self._seed, position.step, "micro-batch"))
-            return frozenset({draw % position.micro_batches} if looked_at else ())
-        share = self._share
-        return frozenset(
-            m for m in range(position.micro_batches) if is_chosen(self._seed, share, position.step, m)
-        )
+            chosen = {draw % position.micro_batches} if looked_at else set[int]()
+        else:
+            each = range(position.micro_batches)
+            chosen = {m for m in each if is_chosen(self._seed, self._share, position.step, m)}
+        return frozenset(m for m in chosen if not self._together or len(self._sampler.at(position, m).ids))
 
     def compute(self, position: Position) -> None:
         """Compute this rank's share of the second computations. It runs before the rank's own micro-batches: ranks with more of those take longer."""
@@ -120,9 +124,12 @@ class Recheck:
         ranges = self._plan.ranges(self._group.size, position.micro_batches)
         self._owners = {m: rank for rank, rank_range in enumerate(ranges) for m in rank_range if m in chosen}
         self._others = assigned_again([len(rank_range) for rank_range in ranges], self._owners)
-        self._again = {
-            m: self._digest(position, m) for m, checker in self._others.items() if checker == self._group.rank
-        }
+        mine = [m for m, checker in self._others.items() if checker == self._group.rank]
+        self._again = {m: self._digest(position, m) for m in mine}
+        if self._together and self._others:
+            most = max(Counter(self._others.values()).values())
+            for _ in range(most - len(mine)):
+                self._digest(position, min(self._others))
 
     def compare(self, position: Position, own: Mapping[int, int]) -> None:
         """Compare the second digests with the first ones; `own` has this rank's. All ranks call it.
@@ -151,7 +158,7 @@ class Recheck:
         arbiters = [worker for worker in range(size) if worker not in digests_by_rank][:1] or list(
             digests_by_rank
         )
-        every = self._group.gather(self._digest(position, m) if rank in arbiters else None)
+        every = self._group.gather(self._digest(position, m) if rank in arbiters or self._together else None)
         for worker in arbiters:
             digests_by_rank.setdefault(worker, []).append(every[worker])
         wrong = odd_ones(digests_by_rank)
@@ -187,9 +194,8 @@ class Recheck:
     def _digest(self, position: Position, m: int) -> int:
         loader = Loader(self._batches, [self._sampler.at(position, m)], self._group.device)
         try:
-            gradients = self._compute(position, m, next(loader))
+            summed = self._compute(position, m, next(loader))
         finally:
             loader.close()
-        digester = self._agreement.digester
-        (digest,) = resolved([[digester.summed(name, gradient) for name, gradient in gradients.items()]])
+        (digest,) = resolved([summed])
         return digest

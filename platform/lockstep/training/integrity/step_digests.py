@@ -13,7 +13,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.integrity.agreement import Agreement, Held
 from lockstep.training.integrity.digests import Summed, held_optimizer_digest, resolved
 from lockstep.training.state import TrainState
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.phases import sharded_of
 
 
 def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
@@ -135,6 +135,6 @@ class StepDigests:
     def _for_ledger(self, held: Held) -> tuple[int, int, int | None]:
         """The digests of weights, optimizer and average; of a sharded optimizer, that of its whole state."""
         weights, optimizer, average, _ = held
-        if isinstance(self._state.optimizer, ShardedOptimizer):
+        if sharded_of(self._state.optimizer):
             optimizer = held_optimizer_digest(self._agreement.digester, self._state.optimizer)
         return weights, optimizer, None if self._state.average is None else average

@@ -15,14 +15,20 @@ from torch import Tensor
 from lockstep.errors import DriftError, JobError, SpecError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
+from lockstep.training.step.sharding import ShardedOptimizer
 
 LINE_SEARCH = 26
 """The most evaluations of torch's line search, beyond `max_eval`: it looks at that bound between two searches alone."""
 
 
+def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Its class; of one that is shared out, that of the job's."""
+    return optimizer.kind if isinstance(optimizer, ShardedOptimizer) else type(optimizer)
+
+
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update cannot be made without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = inspect.signature(kind_of_optimizer(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
@@ -30,22 +36,28 @@ def closure_calls(job: Job, optimizer: torch.optim.Optimizer) -> int:
     """How often an update may call its closure at most; 0 for one that gets none. JobError where it needs one, and the job does not say how often."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return int(optimizer.param_groups[0]["max_eval"]) + LINE_SEARCH
-    if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
+    kind = kind_of_optimizer(optimizer)
+    if kind.__module__.startswith("torch.optim."):
         return 0
     if needs_closure(optimizer) and not job.closure_calls:
         raise JobError(
-            f"job.optimizer: {type(optimizer).__name__} evaluates the loss again within an update (it needs a closure); say how often at most by an "
+            f"job.optimizer: {kind.__name__} evaluates the loss again within an update (it needs a closure); say how often at most by an "
             "attribute of the job's class, such as closure_calls = 2"
         )
-    return job.closure_calls if "closure" in inspect.signature(type(optimizer).step).parameters else 0
+    return job.closure_calls if "closure" in inspect.signature(kind.step).parameters else 0
 
 
 def check_closures(spec: Spec, job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """SpecError for settings under which no optimizer can evaluate the loss again."""
     for optimizer in optimizers:
+        if closure_calls(job, optimizer) and spec.sharding == "optimizer" and spec.faults.mirror:
+            raise SpecError(
+                f"faults.mirror: got true, and {kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which would be evaluated for the "
+                "mirror too; set faults.mirror=false, with which the run resumes from its last checkpoint when a worker is lost"
+            )
         if closure_calls(job, optimizer) and spec.precision == "fp16":
             raise SpecError(
-                f"precision: got 'fp16', and {type(optimizer).__name__} evaluates the loss again within an update, which torch's loss scaler does not "
+                f"precision: got 'fp16', and {kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which torch's loss scaler does not "
                 "allow; set precision to bf16 or fp32"
             )
 
@@ -66,7 +78,13 @@ class Closure:
         parameters: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        self._name, self._most, self._again, self._device = type(optimizer).__name__, most, again, device
+        self._name, self._most, self._again, self._device = (
+            kind_of_optimizer(optimizer).__name__,
+            most,
+            again,
+            device,
+        )
+        self._group = optimizer.group if isinstance(optimizer, ShardedOptimizer) else None
         self.calls = 0
         self._loss: float | None = loss if needs_closure(optimizer) else None
         self._parameters = parameters
@@ -80,7 +98,11 @@ class Closure:
                 "does not end, or raise closure_calls of the job's class"
             )
         known, self._loss = self._loss, None
-        if known is None or [parameter._version for parameter in self._parameters] != self._versions:
+        if known is not None:  # the ranks have other parts, and evaluate the loss together
+            changed = [parameter._version for parameter in self._parameters] != self._versions
+            if changed if self._group is None else any(self._group.gather(changed)):
+                known = None
+        if known is None:
             known = self._again(self.calls)
         return torch.tensor(known, dtype=torch.float64, device=self._device)
 

@@ -155,11 +155,11 @@ class FullSharding:
             for name in self.names
         }
         """What this worker updates of each parameter, in the memory that FSDP gathers from."""
-        self._index = {name: i for i, name in enumerate(name for name in self.names if asking[name])}
-        self._learning = [name for name in self.names if asking[name]]
+        self._index: dict[str, int] = {}
+        """The places of the parameters that learn in the phase under way."""
         self._scatters = self._set_up(modules, asking)
         self._whole_sum: TreeSum | None = None
-        self._whole_learning = [name for name in self._learning if name in self.whole]
+        self._whole_learning: list[str] = []
         self.pass_: range = range(0)
         self.leaves = 0
         self.observe: Observe | None = None
@@ -194,7 +194,7 @@ class FullSharding:
             sharded.set_custom_reduce_scatter(scatter)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            if learning:
+            if learning:  # in some phase
                 scatters.append(scatter)
         return scatters
 
@@ -216,12 +216,18 @@ class FullSharding:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, leaves: int) -> None:
-        """Begin a step, or a phase of it, of so many micro-batches."""
+    def begin_step(self, leaves: int, names: Sequence[str]) -> None:
+        """Begin a step, or a phase of it, of so many micro-batches, in which the parameters `names` get a gradient."""
         self.leaves, self.order = leaves, 0
         self._whole_sum = TreeSum(leaves)
+        self._index = {name: i for i, name in enumerate(names)}
+        self._whole_learning = [name for name in names if name in self.whole]
         for scatter in self._scatters:
-            scatter.tree = TreeSum(leaves)
+            scatter.begin(leaves, self._index)
+
+    def as_computed(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """Those of the parameters as a micro-batch sees them: what a backward leaves gradients in."""
+        return [self._gathered.get(name, self.local[name]) for name in names]
 
     def begin_pass(self, together: range, *, empty: bool, last: bool, observe: Observe | None) -> None:
         """Begin a pass over the micro-batches `together`, of which this worker computes one; `last` is whether it is the step's last pass.
@@ -253,7 +259,7 @@ class FullSharding:
                     "with sharding=full the rest would be lost; set sharding=optimizer"
                 )
         for scatter in self._scatters:
-            if scatter.calls != 1:
+            if scatter.calls != bool(scatter.learning):
                 raise _not_once(scatter.learning, scatter.calls, where)
         self._add_whole(where)
         for name, parameter in self.model.named_parameters():
@@ -406,15 +412,23 @@ class _Gather:
 class _Scatter:
     """Brings the rows of a unit's gradients to their workers, and adds those of W micro-batches along the tree."""
 
-    def __init__(self, sharding: FullSharding, learning: list[str]) -> None:
-        self._sharding, self.learning = sharding, learning
+    def __init__(self, sharding: FullSharding, asking: list[str]) -> None:
+        """`asking` are the parameters of the unit that ask for a gradient, in FSDP's order."""
+        self._sharding, self._asking = sharding, asking
+        self.learning: list[str] = []
+        """Those that get one in the phase under way."""
         self.tree = TreeSum(0)
         self.calls = 0
-        ranks = sharding.group.size
-        self._shapes = [sharding.shards[name].shape for name in learning]
+
+    def begin(self, leaves: int, places: Mapping[str, int]) -> None:
+        """Begin a phase of a step in which the parameters of `places` learn."""
+        ranks, shards = self._sharding.group.size, self._sharding.shards
+        self.tree = TreeSum(leaves)
+        self.learning = [name for name in self._asking if name in places]
+        self._shapes = [shards[name].shape for name in self.learning]
         self._elements = [element_ranges(shape, ranks) for shape in self._shapes]
         self._widths = [len(elements[0]) for elements in self._elements]
-        self._indices = [sharding._index[name] for name in learning]
+        self._indices = [places[name] for name in self.learning]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

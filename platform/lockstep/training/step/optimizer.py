@@ -16,10 +16,11 @@ from lockstep.spec.optimizers import Optimizer
 from lockstep.training import problems
 from lockstep.training.failure import job_at
 from lockstep.training.step.closures import needs_closure
+from lockstep.training.step.element_wise import check_shardable
 from lockstep.training.step.joined_optimizer import JoinedOptimizer
 from lockstep.training.step.mirrored import MirroredOptimizer
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
-from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer, check_shardable
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.weight_average import has_modes
 
 
@@ -30,8 +31,13 @@ def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None =
     """
     phases = phases_of(job, model)
     if phases[0].name:
-        return PhaseOptimizers(_of_phases(phases, model, spec.optimizer))
-    optimizer = _whole_optimizer(job, model, spec.optimizer)
+        of_phases = _of_phases(phases, model, spec.optimizer).items()
+        return PhaseOptimizers({name: _shared_out(each, spec, group) for name, each in of_phases})
+    return _shared_out(_whole_optimizer(job, model, spec.optimizer), spec, group)
+
+
+def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | None) -> torch.optim.Optimizer:
+    """What stands in for the optimizer where the `group` shares its state out."""
     if spec.sharding == "none":
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.

@@ -33,6 +33,7 @@ from lockstep.randomness import seed_all, step_key, update_key, whole_batch_key
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.integrity.agreement import Agreement
+from lockstep.training.integrity.digests import Summed
 from lockstep.training.integrity.probe import NoProbe, Probe
 from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.step_digests import StepDigests
@@ -327,17 +328,17 @@ class Stepper:
         self.watched.note()  # the update since the last step wrote to parameters rightly
         sharding = self.state.sharding
         if sharding is not None:
-            sharding.begin_step(position.micro_batches)
+            sharding.begin_step(position.micro_batches, phase.names)
         if phase.whole is not None:
             batches = self._first_pass(phase, phase.whole, position, batches, scale_down)
+        if self.recheck is not None and not self._evaluates_again:
+            self.recheck.compute(position)
         if sharding is not None:
             self._accumulate_in_passes(sharding, phase, position, batches, scale_down)
             return
         assigned = self.assigned(position)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.tables.begin(position.micro_batches)
-        if self.recheck is not None and not self._evaluates_again:
-            self.recheck.compute(position)
         for m in assigned[:-1]:
             with self._no_sync(phase):
                 self._compute(phase, position, m, batches, scale_down, last=False)
@@ -598,11 +599,34 @@ class Stepper:
             loss = replace(loss, parts=dict.fromkeys(phase.exchange.parts, Mean(0.0, 0.0)))
         return loss
 
-    def recomputed(self, position: Position, m: int, batch: Any) -> dict[str, Tensor]:
-        """The gradients of a micro-batch of this step, by name, computed as by `beside`."""
+    def recomputed(self, position: Position, m: int, batch: Any) -> list[Summed]:
+        """What the gradient of a micro-batch of this step adds to its digest, computed as by `beside`. Where parameters are sharded all ranks call it."""
         (phase,) = self.each_phase
-        _, gradients = self.beside(phase, position, m, batch, self.state.precision)
-        return dict(zip(phase.digested_as, gradients, strict=True))
+        summed: list[Summed] = []
+
+        def note(gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
+            digester, names = self.agreement.digester, phase.digested_as
+            summed.extend(digester.summed(names[i], one) for one, i in zip(gradients, indices, strict=True))
+
+        sharding, precision = self.state.sharding, self.state.precision
+        if sharding is None:
+            _, gradients = self.beside(phase, position, m, batch, precision)
+            note(gradients, range(len(gradients)))
+            return summed
+        where, order = self._where(phase, position, m), sharding.order
+        sharding.begin_step(self.group.size, phase.names)
+        sharding.begin_pass(range(self.group.size), empty=False, last=True, observe=note)
+        with advised():
+            loss = self._forward(phase, phase.wrapped, position, m, batch, precision)
+            with self._of_job(phase, position, m):
+                phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
+        sharding.end_pass(where)
+        sharding.forget_gradients()
+        self.watched.check(where)
+        self._leave_no_trace()
+        sharding.begin_step(position.micro_batches, phase.names)
+        sharding.order = order
+        return summed
 
     def beside(
         self, phase: PhaseStep, position: Position, m: int, batch: Any, precision: Precision

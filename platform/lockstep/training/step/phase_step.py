@@ -34,7 +34,7 @@ from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer
 from lockstep.training.step.norm import GradientNorm
 from lockstep.training.step.parameters import missing_gradient
-from lockstep.training.step.phases import ModelPhase, phases_of, refuse_sharded_closures
+from lockstep.training.step.phases import ModelPhase, phases_of
 from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.schedule import Rates
@@ -205,8 +205,6 @@ class PhaseStep:
         self.module.tables = tables
         self.whole = whole_batch(job, phase, group, plan, parts, terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
-        if self.closure_calls:
-            refuse_sharded_closures(spec)
         self._every = phase.parameters(state.model)
         self._learning: list[str] = []
         self.names: list[str] = []
@@ -234,6 +232,7 @@ class PhaseStep:
             self.names = names = [name for name in learning if name not in tables]
             self.parameters = [every[name] for name in names]
             if names and self.sharding is not None:
+                self.module.parameters_that_learn = self.sharding.as_computed(names)
                 self.parameters = [self.sharding.local[name] for name in names]
                 self.norm = ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
                 self.wrapped = ShardedLoss(self.module, self.sharding)
@@ -370,8 +369,8 @@ def copied(batch: Any) -> Any:
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
-    if isinstance(optimizer, ShardedOptimizer):  # it accepts no optimizer with code of the job's own
-        return False
+    if isinstance(optimizer, ShardedOptimizer):  # it accepts none with hooks
+        return not optimizer.kind.__module__.startswith("torch.optim.")
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
     if isinstance(optimizer, JoinedOptimizer):

@@ -19,6 +19,7 @@ from lockstep.randomness import frozen_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 from lockstep.training.step.schedule import RateSchedule
+from lockstep.training.step.sharding import ShardedOptimizer
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -138,10 +139,10 @@ def check_combination(job: Job, spec: Spec) -> None:
     if not phased and not rests:
         return
     feature = "phases" if phased else "frozen_parameters"
-    if spec.sharding != "none":
+    if phased and spec.sharding == "optimizer" and spec.faults.mirror:
         raise SpecError(
-            f"sharding: got {spec.sharding!r}, and the job has {feature}: only one optimizer that updates all its parameters in every step is "
-            "shared out; set sharding=none"
+            "faults.mirror: got true, and the job has phases: the state of one optimizer alone is mirrored, and a run with several resumes from its last "
+            "checkpoint when a worker is lost; set faults.mirror=false"
         )
     if spec.reduction == "native":
         raise SpecError(
@@ -151,15 +152,6 @@ def check_combination(job: Job, spec: Spec) -> None:
         raise SpecError(
             f"determinism.recheck: got {spec.recheck:g}, and the job has phases: a micro-batch is computed again for one loss alone; "
             "set determinism.recheck=0"
-        )
-
-
-def refuse_sharded_closures(spec: Spec) -> None:
-    """SpecError where parameters are sharded and an optimizer evaluates the loss again within its update. On one worker as well."""
-    if spec.sharding == "full":
-        raise SpecError(
-            "sharding: got 'full', and the job has an optimizer that evaluates the loss again: between two evaluations it changes whole parameters, and a worker has "
-            "rows of them; set sharding=none"
         )
 
 
@@ -240,6 +232,12 @@ Optimizers = torch.optim.Optimizer | PhaseOptimizers
 def optimizers_of(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
     """Each optimizer by the name of its phase; without phases, the only one by the empty name."""
     return optimizer.by_phase if isinstance(optimizer, PhaseOptimizers) else {"": optimizer}
+
+
+def sharded_of(optimizer: Optimizers) -> dict[str, ShardedOptimizer]:
+    """As `optimizers_of`, where the workers share them out; empty where they do not."""
+    every = optimizers_of(optimizer).items()
+    return {name: member for name, member in every if isinstance(member, ShardedOptimizer)}
 
 
 class PhaseSchedules:

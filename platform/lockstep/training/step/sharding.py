@@ -10,6 +10,7 @@ split. In a checkpoint each tensor is whole again: its parts go to the rank that
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -95,26 +96,6 @@ def flat(tensor: Tensor) -> Tensor | None:
     return in_order.reshape(-1) if in_order.is_contiguous() else None
 
 
-def check_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
-    kind = type(optimizer)
-    if kind not in ELEMENT_BY_ELEMENT:
-        supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
-        raise SpecError(
-            f"sharding: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
-            "bits of the whole only if each element is updated independently; set sharding=none"
-        )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise SpecError(
-            f"sharding: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
-            "take the hooks out, or set sharding=none"
-        )
-    if optimizer.state:
-        raise SpecError(
-            f"sharding: the job's {kind.__name__} comes with state; wanted one that has taken no step, or sharding=none"
-        )
-
-
 def check_threads(model: nn.Module, device: torch.device, threads: int, sharding: str) -> None:
     """SpecError for parameters in a short type that several threads of a processor update.
 
@@ -132,12 +113,33 @@ def check_threads(model: nn.Module, device: torch.device, threads: int, sharding
             )
 
 
+def over(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer with the settings of `whole`, over the parameters of other `groups`, and without state."""
+    kind = type(whole)
+    if kind in ELEMENT_BY_ELEMENT and groups:
+        make: Callable[[Any], torch.optim.Optimizer] = kind
+        return make(groups)
+    # Not by its class: which arguments that takes, and what they become, the job alone knows.
+    optimizer = object.__new__(kind)
+    vars(optimizer).update(vars(whole))
+    optimizer.state, optimizer.param_groups = defaultdict(dict), groups
+    return optimizer
+
+
+def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> None:
+    if closure is None:
+        optimizer.step()
+    else:
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Stands in for the optimizer that it is made from: the same groups, whose rates may be set. It holds only this rank's state."""
 
     def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(whole.param_groups, whole.defaults)
         self.kind = type(whole)
+        self._made_as = over(whole, [])
         self.group = group
         self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
         self._built = False
@@ -175,8 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params = [parts[i].value for i in numbers if i in parts and self.parameters[i].requires_grad]
             groups.append({**every, "params": params})
             index = numbers.stop
-        make: Callable[[Any], torch.optim.Optimizer] = self.kind
-        return make(groups)
+        return over(self._made_as, groups)
 
     def _of(self, span: Span) -> Tensor:
         """A view of a span in its parameter's memory; a parameter with gaps as it is."""
@@ -194,22 +195,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- the update -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's spans, and gather those of the other ranks. All ranks call it."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        """Update this rank's spans, and gather those of the other ranks. All ranks call it; a `closure` evaluates the loss again at what all have by then."""
         self._build()
-        self._updated(self._parts, self._own)
+
+        def versions() -> list[int]:
+            return [part.value._version for part in self._parts.values()]
+
+        known = versions()
+
+        def evaluated() -> Tensor:
+            nonlocal known
+            assert closure is not None
+            if any(self.group.gather(versions() != known)):
+                self._gathering()
+                known = versions()
+            loss = closure()
+            self._take_gradients(self._parts)
+            return loss
+
+        self._updated(self._parts, self._own, None if closure is None else evaluated)
         self._gathering()
 
-    def _updated(self, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer) -> None:
+    def _updated(
+        self,
+        parts: Mapping[int, Part],
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Tensor] | None = None,
+    ) -> None:
         """Update a rank's parts by the optimizer that has their state."""
         for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in every.items() if name != "params"})
-        for i, part in parts.items():
-            if (gradient := self.parameters[i].grad) is not None:
-                part.value.grad = self._gradient(part.span, gradient)
-        optimizer.step()
+        self._take_gradients(parts)
+        _step(optimizer, closure)
         for part in parts.values():
             part.value.grad = None
+
+    def _take_gradients(self, parts: Mapping[int, Part]) -> None:
+        for i, part in parts.items():
+            gradient = self.parameters[i].grad
+            part.value.grad = None if gradient is None else self._gradient(part.span, gradient)
 
     def _gradient(self, span: Span, gradient: Tensor) -> Tensor:
         if self._uncut[span.parameter]:
@@ -373,11 +398,11 @@ class FullyShardedOptimizer(ShardedOptimizer):
         """`take` does."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this worker's rows. FSDP gathers the others' before they are needed."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        """Update this worker's rows. FSDP gathers the others' before they are needed, also where a `closure` evaluates the loss again."""
         for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in every.items() if name != "params"})
-        self._own.step()
+        _step(self._own, closure)
 
     def state_dict(self) -> dict[str, Any]:
         """As of a sharded optimizer, in the order in which the parameters were first updated: every worker has a part of each."""

@@ -19,8 +19,8 @@ class Calls:
     def __init__(self, loss: type[nn.Module]) -> None:
         """`loss` is the class of the modules that compute a loss."""
         self._loss = loss
-        self._calls: Counter[int] = Counter()
-        self._losses = 0
+        self._counts: dict[str, list[Counter[int]]] = {}
+        """How often each loss of a phase has called each module, by phase name."""
         self._computing: Any = None
         self._of_whole_batch: set[int] = set()
         """What a loss over the whole batch calls: a step computes it once, and no micro-batch does."""
@@ -29,8 +29,7 @@ class Calls:
     def of_units(cls, units: Iterable[nn.Module]) -> Calls:
         """The calls of a loss that is known to call these modules once."""
         calls = cls(nn.Module)
-        calls._losses = 1
-        calls._calls.update(map(id, units))
+        calls._counts[""] = [Counter(map(id, units))]
         return calls
 
     @contextmanager
@@ -45,9 +44,10 @@ class Calls:
 
     def _enter(self, module: nn.Module, _arguments: Any) -> None:
         if isinstance(module, self._loss):
-            self._losses, self._computing = self._losses + 1, module
+            self._computing = module
+            self._counts.setdefault(self._computing.phase.name, []).append(Counter())
         elif self._computing is not None:
-            self._calls[id(module)] += 1
+            self._counts[self._computing.phase.name][-1][id(module)] += 1
             if self._computing.of_whole_batch:
                 self._of_whole_batch.add(id(module))
 
@@ -56,8 +56,13 @@ class Calls:
             self._computing = None
 
     def once(self, module: nn.Module) -> bool:
-        """Whether every loss of a micro-batch has called the module exactly once."""
-        return id(module) not in self._of_whole_batch and self._calls[id(module)] == self._losses > 0
+        """Whether every loss of a micro-batch has called the module exactly once; of several phases some may never call it."""
+        by_phase = [{counts[id(module)] for counts in losses} for losses in self._counts.values()]
+        return (
+            id(module) not in self._of_whole_batch
+            and all(times in ({0}, {1}) for times in by_phase)
+            and {1} in by_phase
+        )
 
 
 def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from lockstep.checkpoint.snapshot import snapshot, writers
 from lockstep.checkpoint.tree import Elsewhere, pack
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
-from lockstep.training.step.sharding import UNIT, ShardedOptimizer, check_shardable, flat, spans
+from lockstep.training.step.element_wise import check_shardable
+from lockstep.training.step.sharding import UNIT, ShardedOptimizer, flat, spans
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
 
@@ -163,3 +165,56 @@ def test_a_rank_that_lacks_what_it_writes_is_found_out() -> None:
     assert writers({"optimizer": {"a": place}}, 2) == {id(place): 0}
     with pytest.raises(RuntimeError, match="rank 0 was not given 1 of the tensors that it writes"):
         snapshot({"optimizer": {"a": place}}, ranks=2)
+
+
+class Signed(torch.optim.Optimizer):
+    """Sign descent with a momentum, each element by itself; `wrong` breaks that in a way that a run would not show at once."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, wrong: str = "") -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.wrong = wrong
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.1)
+                update = momentum.sign()
+                if self.wrong == "norm":
+                    update = update / p.grad.norm()
+                if self.wrong == "draws":
+                    update = update + torch.randn_like(p)
+                if self.wrong == "state":
+                    state["rows"] = torch.zeros(3)
+                if self.wrong == "group":
+                    group["lr"] *= 0.9
+                p.add_(update, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("norm", "updates a row of numbers otherwise in two parts than whole"),
+        ("draws", "changes the generator of random numbers in its updates"),
+        ("state", "keeps 'rows' of the shape (3,)"),
+        ("group", "changes lr in its updates"),
+    ],
+)
+def test_an_own_optimizer_that_says_it_is_elementwise_is_tried(wrong: str, words: str) -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    check_shardable(Signed(parameters))
+    with pytest.raises(
+        SpecError, match=f"^sharding: the job's Signed .*{re.escape(words)}.*set sharding=none$"
+    ):
+        check_shardable(Signed(parameters, wrong))
+
+
+def test_a_search_along_a_line_is_named() -> None:
+    with pytest.raises(SpecError, match=r"LBFGS.*dot products over all parameters"):
+        check_shardable(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]))

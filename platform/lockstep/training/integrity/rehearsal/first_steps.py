@@ -31,8 +31,7 @@ from lockstep.training.step.closures import step_once
 from lockstep.training.step.means import number
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
-from lockstep.training.step.phases import optimizers_of
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.phases import optimizers_of, sharded_of
 from lockstep.training.step.statistics import rehearsed, takes_statistics
 from lockstep.training.step.tables import numbers_of
 
@@ -92,10 +91,7 @@ class FirstSteps:
     @property
     def can_update(self) -> bool:
         """Whether this process can update by itself: the ranks of a sharded optimizer do it together."""
-        return not any(
-            isinstance(optimizer, ShardedOptimizer)
-            for optimizer in optimizers_of(self.state.optimizer).values()
-        )
+        return not sharded_of(self.state.optimizer)
 
     def straight(self, fetched: Fetched) -> Straight | None:
         """Take the first step and the second. None where a gradient is not finite: fp16 skips such a step, any other precision fails in it.

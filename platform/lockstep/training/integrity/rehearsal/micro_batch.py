@@ -219,6 +219,7 @@ def compute_sharded(
     The results are the same; the gradients are not kept.
     """
     model, where = module.model, "first micro-batch, before training"
+    where += f", phase {module.phase.name!r}" if module.phase.name else ""
     seeded = partial(seed_all, rehearsal_key(seed), device)
     seeded()
     buffers, digests = KeptBuffers(model), dict[str, str]()
@@ -228,12 +229,13 @@ def compute_sharded(
             digests[module.names[i]] = tensor_digest(gradient)
 
     try:
-        sharding.begin_step(sharding.group.size)
+        module.parameters_that_learn = sharding.as_computed(module.names)
+        sharding.begin_step(sharding.group.size, module.names)
         sharding.begin_pass(range(sharding.group.size), empty=False, last=True, observe=observe)
         with advised(), job_at(where):
             with precision.autocast():
                 loss = sharding.computed(lambda: module(batch))
-            check_loss(loss, precision, first=True, label=module.phase.loss_label)
+            check_loss(loss, precision, first=True, label=module.phase.loss_label, phase=module.phase.name)
             module.backward(loss.total)
         sharding.end_pass(f" ({where})")
         written, results = buffers.written(), _results(loss, {}, buffers)

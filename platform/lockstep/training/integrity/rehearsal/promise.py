@@ -152,14 +152,17 @@ class StepRehearsal:
         pack(dict(self.job.state_dict()), "job")
         key = self._keys()[0]
         self.batches.check_draws_nothing(key)
-        (module,) = self._modules()
+        modules, shown = self._modules(), dict[str, Rehearsal]()
         batch, _ = self._fetch_drawing(key)
-        with filled_memory(True):
-            first = compute_sharded(
-                module, batch, self.state.precision, sharding, seed=self.spec.seed, device=self.device
-            )
+        for module in modules:
+            batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
+            with filled_memory(True):
+                first = compute_sharded(
+                    module, batch, self.state.precision, sharding, seed=self.spec.seed, device=self.device
+                )
+            shown[module.phase.name] = _shown(first)
         pack(unlisted_tensors(self.state.model), "model")
-        return {module.phase.name: _shown(first)}
+        return shown
 
     def units(self, deferred: DeferredModel) -> list[str]:
         """The names of the modules that the loss of the first micro-batch calls once, found out in another process, which has memory for one member's parameters at a
@@ -179,15 +182,15 @@ class StepRehearsal:
                 names = [name for name in deferred.names_in([member]) if name not in shared]
                 member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True))
                 member.register_forward_hook(lambda *_, names=names: deferred.empty(names))
-            (module,) = self._modules()
-            key, calls = self._keys()[0], Calls(LossModule)
+            modules, key, calls = self._modules(), self._keys()[0], Calls(LossModule)
             where = "first micro-batch, before training"
 
             def forward() -> None:
-                batch = self._fetch(key)
-                seed_all(rehearsal_key(seed), self.device)
-                with torch.no_grad(), self.state.precision.autocast(), job_at(where):
-                    module(batch)
+                for module in modules:
+                    batch = self._fetch(key)
+                    seed_all(rehearsal_key(seed), self.device)
+                    with torch.no_grad(), self.state.precision.autocast(), job_at(where):
+                        module(batch)
 
             check_norms(model, self.plan, len(key.ids), forward)
             with calls.counted():

@@ -14,8 +14,7 @@ from lockstep.record.ledger.comparison import differing
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.object_state import Memory
 from lockstep.training.setup import Run
-from lockstep.training.step.phases import optimizers_of
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.phases import optimizers_of, sharded_of
 
 LARGEST_LOOKED_AT = 1 << 16
 """The largest array, in bytes, that is looked into to name a cause: the trainer waits meanwhile."""
@@ -47,7 +46,7 @@ class Evidence:
             run.step.digests.gradients(),
             agreement.tensor_digests(),
             agreement.value_digests(),
-            not any(isinstance(one, ShardedOptimizer) for one in optimizers_of(run.state.optimizer).values()),
+            not sharded_of(run.state.optimizer),
         )
 
     def first_difference(self, other: Evidence) -> str:

@@ -1,0 +1,124 @@
+"""Which optimizers update each element by that element's own numbers, so that the workers may share a parameter out and get the bits of the whole.
+
+Those of torch that a spec can name do. A job's own says so, by an attribute `elementwise = True` of its class or of itself, and is tried: on a
+few hundred numbers, whole and in two parts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import SpecError
+from lockstep.training.failure import job_at
+from lockstep.training.step.closures import needs_closure
+from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
+from lockstep.training.step.sharding import SCALARS, UNIT, over
+from lockstep.training.step.weight_average import has_modes
+
+_STEPS, _ELEMENTS = 4, 4 * UNIT
+_ADVICE = "the workers would get other bits than one that has all; let it compute each element from that element's own numbers, or set sharding=none"
+
+
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
+    name, kind = type(optimizer).__name__, type(optimizer)
+    if kind not in ELEMENT_BY_ELEMENT and not getattr(optimizer, "elementwise", False):
+        supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
+        why = (
+            "it searches along a line, by dot products over all parameters, which the workers would add up in another order"
+            if isinstance(optimizer, torch.optim.LBFGS)
+            else "parts of a parameter get the bits of the whole only if each element is updated by its own numbers; if this one does so, say elementwise = True in its class"
+        )
+        raise SpecError(
+            f"sharding: the job's optimizer is {name}, wanted one of {supported}, or one that updates each element alone: {why}; or set sharding=none"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise SpecError(
+            f"sharding: the job's {name} has hooks, which would see a part of the parameters and of the state; "
+            "take the hooks out, or set sharding=none"
+        )
+    if optimizer.state:
+        raise SpecError(
+            f"sharding: the job's {name} comes with state; wanted one that has taken no step, or sharding=none"
+        )
+    if kind not in ELEMENT_BY_ELEMENT:
+        if has_modes(optimizer):
+            raise SpecError(
+                f"sharding: the job's {name} has weights of its own to evaluate (train() and eval()), which it would swap in parts of the parameters; set sharding=none"
+            )
+        _try(optimizer, name)
+
+
+def _try(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """SpecError where an optimizer that says it is elementwise is not, on a row of numbers."""
+    with torch.random.fork_rng(), job_at(f"while {name} was tried on a few numbers"):
+        whole, parts = _updated(optimizer, [_ELEMENTS]), _updated(optimizer, [UNIT, _ELEMENTS - UNIT])
+    if whole.changed:
+        raise SpecError(
+            f"sharding: the job's {name} changes {whole.changed} in its updates, beside the state of its parameters: no worker would know of what another one "
+            "changes; keep it in the state, or set sharding=none"
+        )
+    if not torch.equal(whole.values, parts.values):
+        raise SpecError(
+            f"sharding: the job's {name} says elementwise, and updates a row of numbers otherwise in two parts than whole: {_ADVICE}"
+        )
+    for key, value in whole.state.items():
+        if isinstance(value, Tensor) and value.shape != (_ELEMENTS,) and key not in SCALARS:
+            raise SpecError(
+                f"sharding: the job's {name} keeps {key!r} of the shape {tuple(value.shape)} for a parameter of {_ELEMENTS} elements, wanted one number for each "
+                "element, or a plain number; or set sharding=none"
+            )
+        if isinstance(value, Tensor) and value.shape == (_ELEMENTS,):
+            rows = [state[key] for state in parts.states]
+            if not torch.equal(value, torch.cat(rows)):
+                raise SpecError(
+                    f"sharding: the job's {name} says elementwise, and keeps another {key!r} in two parts than whole: {_ADVICE}"
+                )
+
+
+class _Tried:
+    """What some steps on a row of numbers came to."""
+
+    def __init__(self, values: Tensor, states: list[dict[str, Any]], changed: str) -> None:
+        self.values, self.states, self.changed = values, states, changed
+        self.state = states[0]
+
+
+def _updated(optimizer: torch.optim.Optimizer, lengths: list[int]) -> _Tried:
+    torch.manual_seed(1)
+    row = torch.randn(_ELEMENTS)
+    parameters = [nn.Parameter(part.clone()) for part in torch.split(row, lengths)]
+    gradients = torch.randn(_STEPS, _ELEMENTS)
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    tried = over(optimizer, [{**settings, "params": parameters}])
+    before = _numbers(tried)
+
+    def evaluate(step: int) -> Tensor:
+        for parameter, gradient in zip(parameters, torch.split(gradients[step], lengths), strict=True):
+            parameter.grad = gradient + 0.1 * parameter.detach()
+        return torch.ones((), dtype=torch.float64)
+
+    drawn = torch.get_rng_state()
+    for step in range(_STEPS):
+        evaluate(step)
+        if needs_closure(tried):
+            tried.step(partial(evaluate, step))  # type: ignore[arg-type]
+        else:
+            tried.step()
+    after = _numbers(tried)
+    changed = next((name for name in after if name in before and before[name] != after[name]), "")
+    if not torch.equal(drawn, torch.get_rng_state()):
+        changed = "the generator of random numbers"
+    values = torch.cat([parameter.detach() for parameter in parameters])
+    return _Tried(values, [dict(tried.state.get(parameter, {})) for parameter in parameters], changed)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The plain values of its group, and of its own attributes."""
+    own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    every = {**own, **{name: value for name, value in optimizer.param_groups[0].items() if name != "params"}}
+    return {name: value for name, value in every.items() if isinstance(value, bool | int | float | str)}

@@ -1,0 +1,82 @@
+"""Jobs with optimizers of their own that update each element by that element's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, as lucidrains/lion-pytorch has it; an argument without a default."""
+
+    elementwise = True
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(average.clone().mul_(beta1).add_(p.grad, alpha=1 - beta1).sign_(), alpha=-lr)
+                average.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class LionInTwoGroups(Kind):
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES, nn.Dropout(0.1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        deep = [p for p in model.parameters() if p.dim() > 1]
+        flat = [p for p in model.parameters() if p.dim() == 1]
+        return Lion([{"params": deep, "weight_decay": 0.1}, {"params": flat, "lr": 0.02}], lr=0.01)
+
+
+class Extragradient(torch.optim.Optimizer):
+    """Korpelevich 1976: a step to look from, and the step by the gradient there."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        closure()
+        start: list[Tensor] = []
+        every = [(p, group["lr"]) for group in self.param_groups for p in group["params"]]
+        for p, lr in every:
+            start.append(p.clone())
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-lr)
+        closure()
+        for (p, lr), value in zip(every, start, strict=True):
+            p.copy_(value)
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-lr)
+
+
+class LooksAhead(Kind):
+    """Its statistics are those of the first evaluation."""
+
+    closure_calls = 2
+
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES, nn.BatchNorm1d(8), nn.Dropout(0.1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Extragradient(model.parameters(), lr=0.1)
+
+
+HELD = held_in(__name__, {})
+"""Jobs whose bits do not depend on who runs them."""
