@@ -42,6 +42,7 @@ from lockstep.record.events.union import (
     StepRow,
     Straggling,
     TakenOver,
+    TimeSpent,
     Violated,
     Warned,
     Witness,
@@ -110,6 +111,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "corrupted", asdict(event)
         case ResumeChecked():
             return "resume_checked", asdict(event)
+        case TimeSpent():
+            return "time_spent", asdict(event)
         case Delivered():
             return "delivered", {}
         case _:
@@ -271,6 +274,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
         case "resume_checked":
             return ResumeChecked(**value)
+        case "time_spent":
+            return TimeSpent(**value)
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")
