@@ -50,8 +50,7 @@ def time_spent(
         return None
     account, away = _account(events), _away(events)
     workers = _workers(events)
-    attempt = min(account, default=None)
-    reached = began
+    attempt, reached = 1, began
     counted_s = lost_s = lost_worker_s = 0.0
     interruptions = 0
 
@@ -72,13 +71,12 @@ def time_spent(
 
     for row in rows:
         counted_s += row.step_s
-        attempt = row.attempt if attempt is None else attempt
         if row.attempt > attempt:
             interrupted(attempt, row.attempt - 1, row.wall_clock - row.step_s)
             attempt = row.attempt
         reached = max(reached, row.wall_clock)
     last = next((event for event in reversed(events) if isinstance(event, Failed | Finished | Started)), None)
-    if attempt is not None and isinstance(last, Failed) and last.status == "FAILED":
+    if isinstance(last, Failed) and last.status == "FAILED":
         interrupted(attempt, max(account, default=attempt), ended)
     absent_s = sum(max(0.0, min(each.until, ended) - max(each.since, began)) for each in away)
     return TimeSpent(

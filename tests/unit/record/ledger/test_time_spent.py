@@ -104,6 +104,15 @@ def test_a_driver_that_is_killed_loses_the_time_until_its_end_is_recorded_and_th
     assert found.lost_worker_h == 11.0 * 3 / 3600
 
 
+def test_a_loss_that_nobody_could_record_is_one() -> None:
+    """Everything was killed at once, before the account or an end was told; the rows come from the checkpoint."""
+    rows = [*steps(1, 5, at=5.0), *steps(6, 7, at=120.5, attempt=2)]
+    events = [Opened(BEGAN), Opened(BEGAN + 112), Started({"workers": 3}), attempts((2, 3, True))]
+    found = spent(events, rows, 125.0)
+    assert (found.away_s, found.interruptions, found.lost_s) == (0.0, 1, 111.0)
+    assert spent([], steps(1, 2, at=50.0, attempt=3), 60.0).lost_s == 49.5  # nor had any step been done
+
+
 def test_a_run_that_ends_in_losses_has_lost_the_time_since_its_last_step() -> None:
     end = Failed("2 attempts in a row", at=BEGAN + 30)
     events = [Opened(BEGAN), Started({}), attempts((1, 2, False), (2, 2, False)), end]
