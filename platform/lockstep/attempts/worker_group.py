@@ -266,7 +266,7 @@ def ended_by(error: BaseException, workers: int) -> str:
         )  # Ray's own words for it say no more
         if _ACTOR_LOST.search(text := f"{failed}\n{failed.__cause__}"):
             return f"one of {workers} workers was lost as it was started: {why_lost(text)}"
-        return f"the attempt on {workers} workers ended: {first_line(failed)}"
+        return f"the attempt on {workers} workers ended: {_telling_line(failed)}"
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
@@ -275,6 +275,13 @@ def ended_by(error: BaseException, workers: int) -> str:
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+
+
+def _telling_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message; where that line only announces others, with the last of those."""
+    line = first_line(error)
+    rest = [text.strip() for text in f"{error}\n{error.__cause__ or ''}".splitlines() if text.strip()]
+    return f"{line} {rest[-1]}" if line.endswith(":") and len(rest) > 1 else line
 
 
 _ACTOR_LOST = re.compile(r"The actor (?:died|is dead)|Worker exit detail: ")
@@ -289,11 +296,11 @@ def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray knows."""
     if of_memory(text):
         return "it was killed: its node ran out of memory"
-    match = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
+    match = re.search(r"Worker exit detail:[ \t]*(\S.*)", text)
     if match is None:
-        because = re.search(r"The actor (?:died|is dead) because (?:of )?(.+)", text)
+        because = re.search(r"The actor (?:died|is dead) because (?:of )?(\S.*)", text)
         if because is not None:
-            return because[1].strip().rstrip(".")
+            return because[1].partition(" Worker exit type:")[0].strip().rstrip(".") or "no message"
         return next(iter(text.strip().splitlines()), "no message")
     detail = match[1].strip()
     if (

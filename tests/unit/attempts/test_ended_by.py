@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ray.train.v2.api.exceptions import ControllerError
 
 from lockstep.attempts.worker_group import ended_by, why_lost
@@ -56,3 +57,25 @@ def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
     never = "The actor is dead because its worker process has died.\nThe actor never ran"
     assert why_lost(f"gone\n{never}") == "its worker process has died"
     assert why_lost("") == "no message"
+
+
+@pytest.mark.parametrize("detail", ["", " ", "  \n", " \nThe actor never ran"])
+def test_a_process_that_ended_without_a_detail_has_a_reason_all_the_same(detail: str) -> None:
+    """As Ray tells of one that was killed before it had said anything."""
+    text = f"gone\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}"
+    assert why_lost(text) == "its worker process has died"
+    assert ended_by(Failed({0: RuntimeError(text)}), 2) == "rank 0 of 2 was lost: its worker process has died"
+    assert why_lost(f"Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}") != ""
+
+
+def test_a_line_that_only_announces_others_is_no_reason() -> None:
+    """A survivor whose call fails because another worker was killed while the group was formed."""
+    failed = RuntimeError(
+        "One of the worker actors failed to initialize due to error:\nTraceback …\nConnection closed by peer"
+    )
+    assert ended_by(ControllerError(failed), 3) == (
+        "the attempt on 3 workers ended: RuntimeError: One of the worker actors failed to initialize due to error: Connection closed by peer"
+    )
+    silent = RuntimeError("One of the worker actors failed to initialize due to error:")
+    silent.__cause__ = TimeoutError("the workers did not answer")
+    assert ended_by(ControllerError(silent), 3).endswith("due to error: the workers did not answer")

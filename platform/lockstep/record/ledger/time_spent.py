@@ -49,6 +49,9 @@ def time_spent(
     if any(isinstance(event, Started) and "reused_from" in event.facts for event in events):
         return None
     account, away = _account(events), _away(events)
+    # The journal is opened when the first worker is ready: attempts that were lost before belong to the run as well.
+    begins = [attempt.get("began") for attempt in account.values()]
+    began = min([began, *(float(at) for at in begins if isinstance(at, float | int) and at > 0)])
     workers = _workers(events)
     attempt, reached = 1, began
     counted_s = lost_s = lost_worker_s = 0.0

@@ -113,6 +113,17 @@ def test_a_loss_that_nobody_could_record_is_one() -> None:
     assert spent([], steps(1, 2, at=50.0, attempt=3), 60.0).lost_s == 49.5  # nor had any step been done
 
 
+def test_attempts_that_were_lost_before_there_was_a_run_belong_to_it() -> None:
+    account = AttemptsSummarised(
+        [
+            {"attempt": 1, "workers": 2, "planned": False, "began": BEGAN - 30},
+            {"attempt": 2, "workers": 2, "planned": True, "began": BEGAN - 5},
+        ]
+    )
+    found = spent([Opened(BEGAN), account], steps(1, 2, at=5.0, attempt=2), 10.0)
+    assert (found.wall_s, found.interruptions, found.lost_s) == (40.0, 1, 34.5)
+
+
 def test_a_run_that_ends_in_losses_has_lost_the_time_since_its_last_step() -> None:
     end = Failed("2 attempts in a row", at=BEGAN + 30)
     events = [Opened(BEGAN), Started({}), attempts((1, 2, False), (2, 2, False)), end]
