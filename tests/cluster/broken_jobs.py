@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -315,8 +316,6 @@ class KilledOnce(SlowDigits):
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Any) -> None:
-        import ray
-
         self.steps = state["steps"]
-        if "JoiningWorker" in repr(ray.get_runtime_context().current_actor if ray.is_initialized() else ""):
+        if "JoiningWorker" in psutil.Process().cmdline()[0]:
             self._reach("join")

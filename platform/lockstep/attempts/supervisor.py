@@ -178,8 +178,10 @@ class Supervisor:
         at_fault = self._blame.end(view, account.current, self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
         # The ranks of a hung attempt that are killed last tell the loss of the others.
-        hung = isinstance(workers.error, SilentError) and type(view.error) is ClusterError
-        if view.summary is None and (view.error is None or hung):
+        # So do those of an attempt in which a process has ended, where Ray can say which.
+        named = isinstance(workers.error, SilentError) or workers.names_lost
+        consequence = named and type(view.error) is ClusterError
+        if view.summary is None and (view.error is None or consequence):
             view.error = view.lost(workers.error or ClusterError("the workers ended without a result"))
         return view, watch.moving
 

@@ -48,6 +48,8 @@ class WorkerGroup:
         """`shown_as` is the same for all attempts that Ray's dashboard should show as one run."""
         self.over = threading.Event()
         self.error: LockstepError | None = None
+        self.names_lost = False
+        """Whether `error` says which workers' processes are gone: then what others met of that is a consequence."""
         self.stage_ends = StageEnds()
         self.lost: dict[int, str] = {}
         """Why lost workers are gone although the others go on, by their numbers at rendezvous: a worker's first rank, or a joining worker's number."""
@@ -194,6 +196,7 @@ class WorkerGroup:
                 self._trainer = self._make_trainer(storage)
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
+            self.names_lost = self.error is None and names_lost(error)
             self.error = self.error or ClusterError(ended_by(error, self._place.workers))
         finally:
             if self.error is None and self.lost:
@@ -267,6 +270,9 @@ def ended_by(error: BaseException, workers: int) -> str:
         if _ACTOR_LOST.search(text := f"{failed}\n{failed.__cause__}"):
             return f"one of {workers} workers was lost as it was started: {why_lost(text)}"
         return f"the attempt on {workers} workers ended: {_telling_line(failed)}"
+    # Whoever met the loss of another in a call of its own has failed as well, and is not the cause.
+    died = {rank: failure for rank, failure in failures.items() if has_died(failure)}
+    failures = died or failures
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
@@ -285,6 +291,17 @@ def _telling_line(error: BaseException) -> str:
 
 
 _ACTOR_LOST = re.compile(r"The actor (?:died|is dead)|Worker exit detail: ")
+
+
+def has_died(failure: BaseException) -> bool:
+    """Whether Ray's error of a worker says that its process is gone, rather than what its function raised."""
+    text = f"{failure}\n{getattr(failure, 'health_check_failure', '')}"
+    return of_memory(text) or _ACTOR_LOST.search(text) is not None
+
+
+def names_lost(error: BaseException) -> bool:
+    """Whether Ray's error of an attempt says of some worker that its process is gone."""
+    return any(has_died(failure) for failure in getattr(error, "worker_failures", {}).values())
 
 
 def of_memory(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.train.v2.api.exceptions import ControllerError
 
-from lockstep.attempts.worker_group import ended_by, why_lost
+from lockstep.attempts.worker_group import ended_by, names_lost, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
@@ -66,6 +66,15 @@ def test_a_process_that_ended_without_a_detail_has_a_reason_all_the_same(detail:
     assert why_lost(text) == "its worker process has died"
     assert ended_by(Failed({0: RuntimeError(text)}), 2) == "rank 0 of 2 was lost: its worker process has died"
     assert why_lost(f"Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}") != ""
+
+
+def test_whoever_met_the_loss_of_another_is_not_told_as_lost() -> None:
+    peer = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:65164")
+    error = Failed({0: peer, 1: RuntimeError(DIED)})
+    assert ended_by(error, 2) == f"rank 1 of 2 was lost: {WITHOUT_A_WORD}"
+    assert names_lost(error)
+    assert not names_lost(Failed({0: peer}))
+    assert not names_lost(ValueError(DIED))
 
 
 def test_a_line_that_only_announces_others_is_no_reason() -> None:
