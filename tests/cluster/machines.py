@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,9 @@ class Machines:
         self.folder, self.redis = folder, redis
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.others: list[subprocess.Popen[bytes]] = []
+        self.booted: list[subprocess.Popen[bytes]] = []
+        self._inside: list[int] = []
+        """The first process of each machine."""
         token = folder / "token"
         write_token(token)
         kept = {
@@ -47,7 +49,7 @@ class Machines:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_TMPDIR": str(folder),
+            "RAY_TMPDIR": str(folder / "ray"),
             "GLOO_SOCKET_IFNAME": WIRE,
         }
         if redis:
@@ -61,9 +63,42 @@ class Machines:
         return f"{self.addresses[0]}:{PORT}"
 
     def on(self, machine: int, *words: str) -> list[str]:
-        return ["ip", "netns", "exec", self.names[machine], *words]
+        """A command on a machine, which has processes and files of Ray of its own: by them a driver finds the node that it belongs to."""
+        inside = str(self._inside[machine])
+        return ["nsenter", "--target", inside, "--mount", "--pid", "--net", f"--wdns={ROOT}", *words]
+
+    def _boot(self, machine: int) -> int:
+        """The first process of a machine, with which all of its others end."""
+        mounted = 'mount --bind "$0" "$1" && echo up && exec sleep infinity'
+        places = [str(self.folder / f"ray-{machine}"), str(self.folder / "ray")]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.names[machine],
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+        ]
+        booted = subprocess.Popen(
+            [*words, "sh", "-c", mounted, *places], stdout=subprocess.PIPE, start_new_session=True
+        )
+        self.booted.append(booted)
+        assert booted.stdout is not None
+        assert booted.stdout.readline() == b"up\n"
+        (first,) = psutil.Process(booted.pid).children()
+        return first.pid
 
     def start(self) -> None:
+        for name in ("ray", *(f"ray-{machine}" for machine in range(len(self.names)))):
+            (self.folder / name).mkdir()
+        self._inside += [self._boot(machine) for machine in range(len(self.names))]
+        for (
+            name
+        ) in self.names:  # Ray finds out which of the nodes is a driver's own by the way to the outside
+            ip("-n", name, "route", "add", "default", "dev", WIRE)
         if self.redis:
             words = [
                 "redis-server",
@@ -140,26 +175,22 @@ class Machines:
 
     def train(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
         """A driver on a machine; its answer is the file `<log>.json`."""
+        words += ("--address", self.address, "--json")
         with log.open("w") as err, log.with_suffix(".json").open("w") as out:
             return subprocess.Popen(
-                self.on(machine, sys.executable, "-m", "lockstep", "train", *words, "--address", self.address, "--json"),
+                self.on(machine, sys.executable, "-m", "lockstep", "train", *words),
                 env=self.environment, cwd=ROOT, stdout=out, stderr=err, text=True,
             )  # fmt: skip
 
     def end(self) -> None:
-        started = [*self.nodes.values(), *self.others]
-        left = list[psutil.Process]()
-        for each in started:
+        """A machine ends with its first process."""
+        for pid in self._inside:
             with suppress(psutil.NoSuchProcess):
-                left += [psutil.Process(each.pid), *psutil.Process(each.pid).children(recursive=True)]
-        for each in started:
-            each.send_signal(signal.SIGTERM)
-        psutil.wait_procs(left, timeout=5)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        for each in started:
-            each.wait()
+                psutil.Process(pid).kill()
+        for each in [*self.booted, *self.nodes.values(), *self.others]:
+            each.wait(60)
+            if each.stdout is not None:
+                each.stdout.close()
 
 
 @contextmanager
