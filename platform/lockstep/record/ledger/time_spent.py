@@ -10,11 +10,10 @@ step before it to the beginning of the first new step after it, less the time in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import merge
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from lockstep.record.events.codec import StepTime
 from lockstep.record.events.union import (
     AttemptsSummarised,
     Failed,
@@ -40,7 +39,7 @@ class _Away(NamedTuple):
 
 
 def time_spent(
-    events: Sequence[Recorded], rows: Iterable[StepRow], began: float, ended: float
+    events: Sequence[Recorded], rows: Iterable[StepRow | StepTime], began: float, ended: float
 ) -> TimeSpent | None:
     """What became of the time from `began` to `ended` (Unix seconds), by the `rows` of a run's steps, in order, and the other events of its journal.
 
@@ -137,18 +136,17 @@ def with_time(journal: Journal, events: Sequence[Recorded]) -> list[Recorded]:
     for event in events:
         if isinstance(event, Finished | Failed) and event.at is not None:
             new = {row.step: row for row in timed if isinstance(row, StepRow)}
-            known = (row for row in journal.steps() if row.step not in new)
-            rows = merge(known, (new[step] for step in sorted(new)), key=attrgetter("step"))
+            rows: list[StepRow | StepTime] = [row for row in journal.step_times() if row.step not in new]
+            rows = sorted([*rows, *new.values()], key=attrgetter("step"))
             past = [*journal.events, *timed, event]
-            first = next(rows, None)
-            if first is not None:
-                spent = time_spent(past, chain([first], rows), began_at(past, first), event.at)
+            if rows:
+                spent = time_spent(past, rows, began_at(past, rows[0]), event.at)
                 timed += [] if spent is None else [spent]
         timed.append(event)
     return timed
 
 
-def began_at(events: Sequence[Recorded], first: StepRow) -> float:
+def began_at(events: Sequence[Recorded], first: StepRow | StepTime) -> float:
     """When a run with this first step began, Unix seconds. A journal that was lost and begun again is younger than its first step."""
     opened = [event.at for event in events if isinstance(event, Opened)][:1]
     return min([*opened, first.wall_clock - first.step_s])
