@@ -290,7 +290,10 @@ def _telling_line(error: BaseException) -> str:
     return f"{line} {rest[-1]}" if line.endswith(":") and len(rest) > 1 else line
 
 
-_ACTOR_LOST = re.compile(r"The actor (?:died|is dead)|Worker exit detail: ")
+_ANNOUNCED = "A worker health check failed."
+"""Ray's first line where a worker does not answer; what it knows of that follows."""
+
+_ACTOR_LOST = re.compile(r"The actor (?:died|is dead|\w+ is unavailable)|Worker exit detail: ")
 
 
 def has_died(failure: BaseException) -> bool:
@@ -318,7 +321,11 @@ def why_lost(text: str) -> str:
         because = re.search(r"The actor (?:died|is dead) because (?:of )?(\S.*)", text)
         if because is not None:
             return because[1].partition(" Worker exit type:")[0].strip().rstrip(".") or "no message"
-        return next(iter(text.strip().splitlines()), "no message")
+        unavailable = re.search(r"The actor \w+ is unavailable: (\S.*?)\.?(?: The task may|$)", text, re.M)
+        if unavailable is not None:
+            return f"its process cannot be reached ({unavailable[1]})"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return next((line for line in lines if line != _ANNOUNCED), "no message")
     detail = match[1].strip()
     if (
         "connection error code 2" in detail

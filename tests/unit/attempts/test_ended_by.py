@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError
 
 from lockstep.attempts.worker_group import ended_by, names_lost, why_lost
@@ -66,6 +68,18 @@ def test_a_process_that_ended_without_a_detail_has_a_reason_all_the_same(detail:
     assert why_lost(text) == "its worker process has died"
     assert ended_by(Failed({0: RuntimeError(text)}), 2) == "rank 0 of 2 was lost: its worker process has died"
     assert why_lost(f"Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}") != ""
+
+
+def test_a_worker_that_does_not_answer_has_the_reason_that_ray_knows() -> None:
+    cut = ActorUnavailableError("RpcError: Connection reset by peer rpc_code: 14", b"x" * 16)
+    error = WorkerHealthCheckFailedError("A worker health check failed.", cut)
+    told = "its process cannot be reached (RpcError: Connection reset by peer rpc_code: 14)"
+    assert ended_by(Failed({2: error}), 3) == f"rank 2 of 3 was lost: {told}"
+    assert names_lost(Failed({2: error}))
+    died = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+    assert ended_by(Failed({0: died}), 3) == (
+        "rank 0 of 3 was lost: The actor died unexpectedly before finishing this task."
+    )
 
 
 def test_whoever_met_the_loss_of_another_is_not_told_as_lost() -> None:
