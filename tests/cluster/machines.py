@@ -166,6 +166,10 @@ class Machines:
                 process.kill()
         node.wait()
 
+    def power_off(self, machine: int) -> None:
+        """All that runs on a machine is gone at once: node, drivers, guardians."""
+        psutil.Process(self._inside[machine]).kill()
+
     def link(self, machine: int, state: str) -> None:
         ip("-n", self.names[machine], "link", "set", WIRE, state)
 
@@ -173,12 +177,12 @@ class Machines:
         below = psutil.Process(self.nodes[machine].pid).children(recursive=True)
         return [*named("ray::RayTrainWorker", among=below), *named("ray::JoiningWorker", among=below)]
 
-    def train(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
-        """A driver on a machine; its answer is the file `<log>.json`."""
+    def lockstep(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
+        """A command on a machine and this cluster; its answer is the file `<log>.json`."""
         words += ("--address", self.address, "--json")
         with log.open("w") as err, log.with_suffix(".json").open("w") as out:
             return subprocess.Popen(
-                self.on(machine, sys.executable, "-m", "lockstep", "train", *words),
+                self.on(machine, sys.executable, "-m", "lockstep", *words),
                 env=self.environment, cwd=ROOT, stdout=out, stderr=err, text=True,
             )  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_a_run_goes_on_through_the_loss_of_a_head_whose_state_is_in_redis(tmp_pa
     """All of the head's processes are killed, and the head is started again; the driver is on another machine. No worker is lost by it."""
     log = tmp_path / "log"
     with running(3, redis=True) as machines:
-        run = machines.train(1, log, *words(tmp_path / "runs", 400, 0.05))
+        run = machines.lockstep(1, log, "train", *words(tmp_path / "runs", 400, 0.05))
         wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
         before = [process.pid for machine in (1, 2) for process in machines.workers(machine)]
         machines.kill_node(0)
@@ -93,7 +93,7 @@ def test_a_run_goes_on_through_the_loss_of_a_head_whose_state_is_in_redis(tmp_pa
 def test_two_machines_that_are_lost_at_once_are_outlived(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(4) as machines:
-        run = machines.train(0, log, *words(tmp_path / "runs", 400, 0.03))
+        run = machines.lockstep(0, log, "train", *words(tmp_path / "runs", 400, 0.03))
         wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
         machines.kill_node(2)
         machines.kill_node(3)
@@ -109,7 +109,7 @@ def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_pat
     """One of three workers is cut off for good. It writes nothing from then on, and its processes end; the others train to the end."""
     log = tmp_path / "log"
     with running(4) as machines:
-        run = machines.train(0, log, *words(tmp_path / "runs", 1500, 0.03))
+        run = machines.lockstep(0, log, "train", *words(tmp_path / "runs", 1500, 0.03))
         wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
         (cut_off,) = machines.workers(3)
         machines.link(3, "down")
@@ -119,3 +119,31 @@ def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_pat
     found = accounts(told)
     assert (found[0]["workers"], found[-1]["workers"]) == (3, 2)
     assert told["weights_digest"] == alone(tmp_path, 1500)
+
+
+def test_a_run_whose_drivers_machine_is_lost_is_resumed_on_another_with_the_same_bits(tmp_path: Path) -> None:
+    """The driver, its guardian, its recorder and a worker are gone at once. The run was not submitted: a person resumes it."""
+    log, again = tmp_path / "log", tmp_path / "again"
+    with running(3) as machines:
+        run = machines.lockstep(1, log, "train", *words(tmp_path / "runs", 200, 0.05))
+        wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
+        machines.power_off(1)
+        assert run.wait(30) != 0
+        (folder,) = [path.parent for path in tmp_path.glob("runs/*/owner.json")]
+        assert json.loads((folder / "run.json").read_text())["status"] == "RUNNING"
+        mark = saved(tmp_path / "runs")
+        resumed = machines.lockstep(
+            2,
+            again,
+            "resume",
+            folder.name,
+            "--uri",
+            "off",
+            "workers.max=1",
+            f"checkpoint.storage={tmp_path}/runs",
+        )
+        told = finished(resumed, again)
+    assert (told["run_id"], told["status"], told["attempts"]) == (folder.name, "FINISHED", 2)
+    assert mark >= 20
+    assert told["lost_worker_h"] > 0
+    assert told["weights_digest"] == alone(tmp_path, 200)
