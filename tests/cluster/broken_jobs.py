@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -283,3 +285,37 @@ class FailingSample(SlowDigits):
         if file.exists() and file.read_text() == digest:
             raise RuntimeError("CUDA error: unspecified launch failure")
         return super().loss(model, batch)
+
+
+class KilledOnce(SlowDigits):
+    """One worker is killed, once, at the moment that `at` names: in an `evaluation`, in a `save`, or as a joining worker gets the state (`join`)."""
+
+    class Params(SlowDigits.Params):
+        at: lockstep.Placement[str] = ""
+        file: lockstep.Placement[str] = ""
+
+    params: Params
+    steps = 0
+
+    def _reach(self, moment: str) -> None:
+        if moment == self.params.at and self.steps > 2:
+            with suppress(FileExistsError):
+                Path(self.params.file).touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if not model.training:
+            self._reach("evaluation")
+        return super().loss(model, batch)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.steps = step
+
+    def state_dict(self) -> dict[str, Any]:
+        self._reach("save")
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+        if "JoiningWorker" in psutil.Process().cmdline()[0]:
+            self._reach("join")

@@ -196,6 +196,8 @@ def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(
     resumed = result_of(call(tmp_path, "resume", run_id, *on_ray, f"sharding={other}"))
     whole = result_of(call(tmp_path, "train", *spec, "--local", f"checkpoint.storage={tmp_path}/whole"))
     assert (resumed["run_id"], resumed["attempts"], resumed["workers"]) == (run_id, 2, 3)
+    assert resumed["lost_worker_h"] > whole["lost_worker_h"] == 0
+    assert 0 < resumed["effective"] < whole["effective"] < 1
     assert resumed["weights_digest"] == whole["weights_digest"]
     assert resumed["metrics"] == whole["metrics"]
     ledgers = [

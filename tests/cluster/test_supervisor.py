@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from lockstep.attempts.stages import STAGES
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
+from lockstep.record.events.union import TimeSpent
+from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.ledger.time_spent import spent_text, text_of_tags
 from tests.cluster.test_ray_train import columns
 from tests.processes import named
 
@@ -99,6 +103,28 @@ def assert_stages_are_all(account: dict[str, Any]) -> None:
     assert sum(account["seconds"].values()) == lost_s
 
 
+def assert_time(result: Result, interruptions: int) -> TimeSpent:
+    """What the record, its tags and the result say of the run's time is what its rows do."""
+    folder = Path(result.folder)
+    rows = read_parquet(folder / "ledger.parquet")
+    (spent,) = [event for event in Journal(folder, read_only=True).events if isinstance(event, TimeSpent)]
+    counted_s = sum(row.step_s for row in rows)
+    assert (spent.counted_s, spent.interruptions) == (counted_s, interruptions)
+    gaps = [
+        (row.wall_clock - row.step_s - before.wall_clock, before.attempt)
+        for before, row in pairwise(rows)
+        if row.attempt > before.attempt
+    ]
+    assert spent.lost_s == pytest.approx(sum(gap for gap, _ in gaps))
+    workers = {account["attempt"]: account["workers"] for account in accounts(result)}
+    lost_h = sum(gap * workers[attempt] / 3600 for gap, attempt in gaps)
+    assert (result.effective, result.lost_worker_h) == (counted_s / spent.wall_s, pytest.approx(lost_h))
+    tags = json.loads((folder / "run.json").read_text())["tags"]
+    assert text_of_tags(tags) == spent_text(spent)
+    assert 0 < spent.effective < 1
+    return spent
+
+
 MIRRORED = {"sharding": "optimizer", "faults": {"mirror": True}}
 
 
@@ -130,6 +156,8 @@ def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, 
     assert (second["in_memory"], second["repeated"], second["why"]) == (True, 0, "finished")
     assert second["from_step"] == first["last_step"]
     assert tuple(second["seconds"]) == ("detection", "first_step")
+    assert (first["planned"], second["planned"]) == (False, True)
+    assert_time(result, 1)
     assert result.weights_digest == whole.weights_digest
     assert result.metrics == whole.metrics
     assert columns(result) == columns(whole)
@@ -181,6 +209,11 @@ def test_lost_workers_are_replaced_while_the_others_train(
     ]
     assert [one["repeated"] for one in found] == [0, 0, 0, 0, 0]
     assert [one["from_step"] for one in found[1:]] == [one["last_step"] for one in found[:-1]]
+    assert [one["planned"] for one in found] == [False, True, False, True, True]
+    spent = next(
+        event for event in Journal(Path(result.folder), read_only=True).events if isinstance(event, TimeSpent)
+    )
+    assert spent.interruptions == 2  # and not the two times that a worker joined
     whole = train(
         spec(tmp_path, **changes | {"checkpoint": {"storage": str(tmp_path / "whole")}}), local=True
     )
@@ -215,6 +248,7 @@ def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
         assert account["from_step"] % 4 == 0
         assert account["from_step"] > 0
         assert account["lost_s"] > 0
+    assert assert_time(result, 2).lost_worker_h > 0
     assert {row.attempt for row in read_parquet(Path(result.folder, "ledger.parquet"))} <= {1, 2, 3}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -242,3 +243,5 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
     journals = [path.read_text() for path in (tmp_path / "disturbed").glob("runs/*/journal.jsonl")]
     outlived = r"rank [12] of trial [01] was lost: .*; the others go on without it"
     assert any(re.search(outlived, text) for text in journals) == (not restarts)
+    tags = [json.loads(path.read_text())["tags"] for path in (tmp_path / "disturbed").glob("runs/*/run.json")]
+    assert sum(int(each["lockstep.interruptions"]) for each in tags if "lockstep.interruptions" in each) == 1

@@ -13,7 +13,11 @@ from lockstep.driver.result import Result, result_of
 
 def summary(first_step_at: float | None) -> dict[str, Any]:
     given = set(inspect.signature(result_of).parameters)
-    rest = {one.name for one in fields(Result)} - given - {"status", "first_step_s"}
+    rest = (
+        {one.name for one in fields(Result)}
+        - given
+        - {"status", "first_step_s", "effective", "lost_worker_h"}
+    )
     return {**dict.fromkeys(rest), "stopped": False, "first_step_at": first_step_at}
 
 

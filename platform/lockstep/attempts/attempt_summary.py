@@ -26,6 +26,8 @@ class AttemptSummary:
     """The last step that it is known to have done."""
     ended: float | None = None
     why: str | None = None
+    planned: bool = False
+    """Whether it ended as planned: with the run, by a signal, to move, or so that workers join or leave. Else the run was interrupted."""
     repeated: int = 0
     """Steps at its beginning that an earlier attempt had already done."""
     lost_s: float | None = None

@@ -221,6 +221,7 @@ class AttemptWatch:
         why = [lost[worker] for worker in sorted(lost.keys() - self._outlived)]
         self._outlived |= lost.keys()
         self._workers.let_in(status.numbers)
+        planned = not why and change is not None and change.is_done(status)
         if change is not None and change.is_done(status):
             self._change = None
             why.append(change.why)
@@ -228,7 +229,7 @@ class AttemptWatch:
         else:
             self._cluster.outlived(began.workers)
         text = "; ".join(why) or "a connection between workers was lost"
-        self._account.went_on(status.view.attempt, began, text)
+        self._account.went_on(status.view.attempt, began, text, planned=planned)
 
     def _end_hung(self, patience: Patience, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""

@@ -61,10 +61,10 @@ class RunAccount:
         self.current.ended = time.time()
         self._previous_ends = stage_ends
 
-    def went_on(self, attempt: int, began: WentOn, why: str) -> None:
+    def went_on(self, attempt: int, began: WentOn, why: str, *, planned: bool) -> None:
         """The newest attempt has ended, and workers of it go on in their processes as another one."""
         previous = self.current
-        previous.why, previous.ended = why, began.at
+        previous.why, previous.ended, previous.planned = why, began.at, planned
         previous.last_step = max(previous.last_step, began.step)
         self.attempts.append(
             AttemptSummary(

@@ -39,6 +39,7 @@ from lockstep.errors import (
     SilentError,
     StorageError,
 )
+from lockstep.record.ledger.time_spent import spent_text
 from lockstep.spec.fields import Spec
 
 
@@ -80,6 +81,8 @@ class Supervisor:
         if failure is not None:
             raise failure
         state = self._recording.state
+        if state.time_spent is not None and state.time_spent.interruptions:
+            self._account.say(spent_text(state.time_spent))
         check_saved(summary, state.run_id or "", state.folder)
         return result_of(
             summary,
@@ -91,6 +94,7 @@ class Supervisor:
             warnings=self._account.warnings,
             attempts=self._account.current.attempt,
             signal_number=self._stop.number,
+            time_spent=state.time_spent,
         )
 
     def _attempts(self, placement: WorkerPlacement) -> tuple[Mapping[str, Any], RecordError | None]:
@@ -104,7 +108,7 @@ class Supervisor:
             current, error = account.current, ended.error
             if ended.summary is not None:
                 stopped = ended.summary["stopped"]
-                current.why = moving or "stopped" if stopped else "finished"
+                current.why, current.planned = moving or "stopped" if stopped else "finished", True
                 account.publish()
                 if stopped and moving and not stop.asked:
                     account.say(f"attempt {current.attempt} ended after a checkpoint: {moving}")
@@ -174,8 +178,10 @@ class Supervisor:
         at_fault = self._blame.end(view, account.current, self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
         # The ranks of a hung attempt that are killed last tell the loss of the others.
-        hung = isinstance(workers.error, SilentError) and type(view.error) is ClusterError
-        if view.summary is None and (view.error is None or hung):
+        # So do those of an attempt in which a process has ended, where Ray can say which.
+        named = isinstance(workers.error, SilentError) or workers.names_lost
+        consequence = named and type(view.error) is ClusterError
+        if view.summary is None and (view.error is None or consequence):
             view.error = view.lost(workers.error or ClusterError("the workers ended without a result"))
         return view, watch.moving
 

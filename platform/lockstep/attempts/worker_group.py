@@ -48,6 +48,8 @@ class WorkerGroup:
         """`shown_as` is the same for all attempts that Ray's dashboard should show as one run."""
         self.over = threading.Event()
         self.error: LockstepError | None = None
+        self.names_lost = False
+        """Whether `error` says which workers' processes are gone: then what others met of that is a consequence."""
         self.stage_ends = StageEnds()
         self.lost: dict[int, str] = {}
         """Why lost workers are gone although the others go on, by their numbers at rendezvous: a worker's first rank, or a joining worker's number."""
@@ -194,6 +196,7 @@ class WorkerGroup:
                 self._trainer = self._make_trainer(storage)
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
+            self.names_lost = self.error is None and names_lost(error)
             self.error = self.error or ClusterError(ended_by(error, self._place.workers))
         finally:
             if self.error is None and self.lost:
@@ -266,7 +269,10 @@ def ended_by(error: BaseException, workers: int) -> str:
         )  # Ray's own words for it say no more
         if _ACTOR_LOST.search(text := f"{failed}\n{failed.__cause__}"):
             return f"one of {workers} workers was lost as it was started: {why_lost(text)}"
-        return f"the attempt on {workers} workers ended: {first_line(failed)}"
+        return f"the attempt on {workers} workers ended: {_telling_line(failed)}"
+    # Whoever met the loss of another in a call of its own has failed as well, and is not the cause.
+    died = {rank: failure for rank, failure in failures.items() if has_died(failure)}
+    failures = died or failures
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
@@ -277,7 +283,28 @@ def ended_by(error: BaseException, workers: int) -> str:
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
 
 
-_ACTOR_LOST = re.compile(r"The actor (?:died|is dead)|Worker exit detail: ")
+def _telling_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message; where that line only announces others, with the last of those."""
+    line = first_line(error)
+    rest = [text.strip() for text in f"{error}\n{error.__cause__ or ''}".splitlines() if text.strip()]
+    return f"{line} {rest[-1]}" if line.endswith(":") and len(rest) > 1 else line
+
+
+_ANNOUNCED = "A worker health check failed."
+"""Ray's first line where a worker does not answer; what it knows of that follows."""
+
+_ACTOR_LOST = re.compile(r"The actor (?:died|is dead|\w+ is unavailable)|Worker exit detail: ")
+
+
+def has_died(failure: BaseException) -> bool:
+    """Whether Ray's error of a worker says that its process is gone, rather than what its function raised."""
+    text = f"{failure}\n{getattr(failure, 'health_check_failure', '')}"
+    return of_memory(text) or _ACTOR_LOST.search(text) is not None
+
+
+def names_lost(error: BaseException) -> bool:
+    """Whether Ray's error of an attempt says of some worker that its process is gone."""
+    return any(has_died(failure) for failure in getattr(error, "worker_failures", {}).values())
 
 
 def of_memory(text: str) -> bool:
@@ -289,12 +316,16 @@ def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray knows."""
     if of_memory(text):
         return "it was killed: its node ran out of memory"
-    match = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
+    match = re.search(r"Worker exit detail:[ \t]*(\S.*)", text)
     if match is None:
-        because = re.search(r"The actor (?:died|is dead) because (?:of )?(.+)", text)
+        because = re.search(r"The actor (?:died|is dead) because (?:of )?(\S.*)", text)
         if because is not None:
-            return because[1].strip().rstrip(".")
-        return next(iter(text.strip().splitlines()), "no message")
+            return because[1].partition(" Worker exit type:")[0].strip().rstrip(".") or "no message"
+        unavailable = re.search(r"The actor \w+ is unavailable: (\S.*?)\.?(?: The task may|$)", text, re.M)
+        if unavailable is not None:
+            return f"its process cannot be reached ({unavailable[1]})"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return next((line for line in lines if line != _ANNOUNCED), "no message")
     detail = match[1].strip()
     if (
         "connection error code 2" in detail

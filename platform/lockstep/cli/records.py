@@ -407,6 +407,8 @@ def _table(found: list[RunInfo]) -> str:
 
 
 def _page(run: RunInfo, artifacts: list[str]) -> str:
+    from lockstep.record.ledger.time_spent import text_of_tags
+
     shown = {
         "run": run.run_id,
         "name": run.name,
@@ -421,6 +423,7 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
             for name, value in sorted(run.metrics.items())
             if name.startswith(("train/", "eval/"))
         ),
+        "effective": text_of_tags(run.tags),
         "resume proven": _proven(run.tags.get("lockstep.resumed_step", "")),
         "identity": run.tags.get("lockstep.identity", ""),
         "weights_digest": run.tags.get("lockstep.weights_digest", ""),

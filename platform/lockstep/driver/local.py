@@ -38,6 +38,7 @@ from lockstep.record.events.union import (
     Warned,
     tell_nobody,
 )
+from lockstep.record.ledger.time_spent import spent_text
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
@@ -190,6 +191,8 @@ def train_here(
     if record.violation:
         run.view.take(Warned(record.violation))
         options.progress.say(f"warning: {record.violation}")
+    if record.time_spent is not None and record.time_spent.interruptions:
+        options.progress.say(spent_text(record.time_spent))
     check_saved(summary, record.run_id or "", record.folder)
     return result_of(
         summary,
@@ -201,6 +204,7 @@ def train_here(
         warnings=[*warnings, *run.view.warnings],
         attempts=origin.attempt,
         signal_number=stop.number,
+        time_spent=record.time_spent,
     )
 
 

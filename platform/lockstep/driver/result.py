@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.driver.notebook import as_table
 from lockstep.driver.resume_hint import look_at, resume_call
 from lockstep.errors import StorageError
-from lockstep.record.events.union import Finished
+from lockstep.record.events.union import Finished, TimeSpent
 from lockstep.record.mirror.documents import without_password
 from lockstep.spec.locations import RECORD_OFF
 
@@ -51,6 +51,10 @@ class Result:
     signal_number: int | None = None
     """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)
+    effective: float | None = None
+    """The share of the run's time that went into steps that count, as `TimeSpent` defines it. None where the command recorded no end."""
+    lost_worker_h: float | None = None
+    """Hours of workers that interruptions of the run took."""
 
     def _repr_html_(self) -> str:
         """The result as a notebook shows it."""
@@ -97,8 +101,9 @@ def result_of(
     warnings: list[str],
     attempts: int,
     signal_number: int | None,
+    time_spent: TimeSpent | None = None,
 ) -> Result:
-    """The result of a run that came to its end, from the summary that its workers agreed on."""
+    """The result of a run that came to its end, from the summary that its workers agreed on, and what became of its time."""
     remaining = {key: value for key, value in summary.items() if key not in _OF_THE_END}
     first = summary["first_step_at"]
     return Result(
@@ -111,5 +116,7 @@ def result_of(
         tracking_uri=tracking_uri,
         folder=folder,
         warnings=warnings,
+        effective=None if time_spent is None else time_spent.effective,
+        lost_worker_h=None if time_spent is None else time_spent.lost_worker_h,
         **remaining,
     )

@@ -143,7 +143,13 @@ class RunView:
                 self.saved = self.saved or event.uri is not None
             case union.Observation() | union.Sampled():
                 pass  # of interest to the record alone, as are those below
-            case union.PeakMemory() | union.Document() | union.ResumeChecked() | union.Violated():
+            case (
+                union.PeakMemory()
+                | union.Document()
+                | union.ResumeChecked()
+                | union.Violated()
+                | union.TimeSpent()
+            ):
                 pass
             case union.AttemptsSummarised() | union.Diagnosed() | union.Failed() | union.TakenOver():
                 pass

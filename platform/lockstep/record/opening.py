@@ -77,13 +77,10 @@ class OpenRecord:
         self.folder = request.spec.folder / self._open_store()
         try:
             self.journal = self._open_journal()
-            try:
-                self._begin()
-            except Exception:
-                if hasattr(self, "reconciler"):
-                    self.reconciler.stop()
-                self.journal.close()  # so that another try, also in this process, finds it free
-                raise
+            with contextlib.ExitStack() as begun:
+                begun.callback(self.journal.close)  # so that another try, also in this process, finds it free
+                self._begin(begun)
+                begun.pop_all()
         except Exception:
             if request.run_id is None:  # an existing run may belong to another process: leave it
                 # Raise the cause, even if the run stays RUNNING.
@@ -116,7 +113,8 @@ class OpenRecord:
                     raise
                 time.sleep(0.5)
 
-    def _begin(self) -> None:
+    def _begin(self, begun: contextlib.ExitStack) -> None:
+        """Begin the run's page. `begun` gets what is to be ended if this fails."""
         request, spec = self._request, self._request.spec
         if spec.record.private:  # also if the folder existed
             self.folder.chmod(0o700)
@@ -132,6 +130,7 @@ class OpenRecord:
         self.projection.end = None  # that of an earlier attempt, or `last_end`
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
         self._make_parts(doubted=doubted, thorough=thorough)
+        begun.callback(self.reconciler.stop)
         for error in errors:
             self.reconciler.refuse(error)
         self.projection.describe(_sources(spec.job.use))

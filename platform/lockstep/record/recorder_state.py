@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
+from lockstep.record.events.union import TimeSpent
 
 
 class RecorderState(NamedTuple):
@@ -24,5 +25,7 @@ class RecorderState(NamedTuple):
     """What the run has shown to be wrong with it since it was opened, one line each."""
     journaled: int = 0
     """How many of the reported events are in the journal (or have no place there) and are shown: they no longer depend on the recorder."""
+    time_spent: TimeSpent | None = None
+    """What became of the run's time, once its end is recorded."""
     pid: int | None = None
     """The process that writes."""

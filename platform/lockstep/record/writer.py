@@ -34,8 +34,10 @@ from lockstep.record.events.union import (
     Printed,
     Recorded,
     TakenOver,
+    TimeSpent,
     Violated,
 )
+from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.mirror.projection import log_line
 from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
@@ -178,7 +180,8 @@ class Writer:
         why = f"the run ended without a result{f' ({failure})' if failure else ''}"
         end = Failed(why, at=time.time())
         with contextlib.suppress(RecordError):  # the disk refuses, but the store still hears of it
-            self._record.journal.add([end])
+            self._record.journal.add(events := self._with_time([end]))
+            self._untaken.extend(events[:-1])
         self._untaken.append(end)
 
     def _finish(self) -> None:
@@ -243,7 +246,8 @@ class Writer:
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put the admitted ones of these events into the journal, and return them. RecordError where the disk refuses them all."""
         try:
-            recorded = self._diagnosing.with_diagnoses(events, self._record.admission.admit(events))
+            admitted = self._diagnosing.with_diagnoses(events, self._record.admission.admit(events))
+            recorded = self._with_time(admitted)
             self._record.journal.add(recorded)
         except RecordError:
             self._diagnosing = self._diagnosing.again()  # the rows will come again
@@ -256,10 +260,21 @@ class Writer:
             return [added for event in events for added in self._add([event])]
         diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
         violation = next((event.text for event in recorded if isinstance(event, Violated)), "")
+        spent = next((event for event in recorded if isinstance(event, TimeSpent)), self._state.time_spent)
         self._state = self._state._replace(
-            diagnosed=self._state.diagnosed + diagnoses, violation=self._state.violation or violation
+            diagnosed=self._state.diagnosed + diagnoses,
+            violation=self._state.violation or violation,
+            time_spent=spent,
         )
         return recorded
+
+    def _with_time(self, events: list[Recorded]) -> list[Recorded]:
+        """These events, with what became of the run's time before each end of it. A step that cannot be read costs that, and not the end."""
+        try:
+            return with_time(self._record.journal, events)
+        except RecordError as error:
+            self._record.files.log(f"what became of the run's time is not known: {error}")
+            return events
 
     def _not_written(self, error: RecordError) -> None:
         """The disk refuses: keep the events in memory and try again, until the patience after closing is over."""

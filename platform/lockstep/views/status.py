@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 from lockstep.checkpoint.runs.run_checkpoints import steps_of
 from lockstep.errors import LockstepError, RecordError, SpecError
-from lockstep.record.events.union import StepRow
+from lockstep.record.events.union import StepRow, TimeSpent
 from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.time_spent import time_spent, time_text
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.spec.loading import load_spec
 from lockstep.views.curves import Curves, curves_of
@@ -24,8 +26,7 @@ RECENT = 200
 class RunStatus:
     """A run at one moment. `step` counts from 1 and is 0 before the first; what is not known is None.
 
-    `effective` is the share of the time since the run began, until it ended or now, that went into the steps that count: what was
-    repeated, waited for, started or saved is the rest.
+    `effective`, `away_s`, `interruptions` and `lost_worker_h` are those of `TimeSpent`, until the run ended or now.
     """
 
     run_id: str
@@ -36,6 +37,9 @@ class RunStatus:
     effective: float | None
     last_checkpoint: int | None
     workers: int | None
+    away_s: float | None = None
+    interruptions: int | None = None
+    lost_worker_h: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -46,15 +50,17 @@ def status_of(run: RunInfo, uri: str, folder: Path, now: float) -> RunStatus:
     """The status of a recorded run, whose `folder` may be elsewhere; `now` is Unix time in seconds."""
     curves = _curves(run.run_id, uri, folder)
     total = int(number) if (number := run.params.get("plan.total_steps", "")).isdigit() else None
-    step, eta_s, effective = run.step, None, None
+    step, eta_s, spent = run.step, None, None
     if curves is not None:
-        rows = curves.rows.steps() if isinstance(curves.rows, RowsSoFar) else iter(curves.rows.steps)
-        trained_s, recent = 0.0, deque[StepRow](maxlen=RECENT)
-        for row in rows:
-            trained_s += row.step_s
-            recent.append(row)
+        recent = deque[StepRow](maxlen=RECENT)
+        if isinstance(curves.rows, RowsSoFar):
+            rows, events = curves.rows.steps(), curves.rows.events
+        else:
+            rows, events = iter(curves.rows.steps), []
+        spent = time_spent(events, _noted(rows, recent), run.started, run.ended or now)
+        if run.status != "RUNNING":
+            spent = next((event for event in reversed(events) if isinstance(event, TimeSpent)), spent)
         step = recent[-1].step
-        effective = min(1.0, trained_s / max((run.ended or now) - run.started, trained_s, 1e-9))
         if run.status == "RUNNING" and total is not None:
             eta_s = _left_s(recent, total)
     workers = run.tags.get("lockstep.workers", "")
@@ -64,10 +70,19 @@ def status_of(run: RunInfo, uri: str, folder: Path, now: float) -> RunStatus:
         step,
         total,
         eta_s,
-        effective,
+        None if spent is None else spent.effective,
         _last_checkpoint(run.run_id, curves),
         int(workers) if workers.isdigit() else None,
+        None if spent is None else spent.away_s,
+        None if spent is None else spent.interruptions,
+        None if spent is None else spent.lost_worker_h,
     )
+
+
+def _noted(rows: Iterator[StepRow], recent: deque[StepRow]) -> Iterator[StepRow]:
+    for row in rows:
+        recent.append(row)
+        yield row
 
 
 def _curves(run_id: str, uri: str, folder: Path) -> Curves | None:
@@ -109,7 +124,9 @@ def as_text(status: RunStatus, resume_command: str) -> str:
         "time left": "" if status.eta_s is None else duration(status.eta_s),
         "effective": ""
         if status.effective is None
-        else f"{status.effective:.0%} of its time went into steps that count",
+        else time_text(
+            status.effective, status.away_s or 0.0, status.interruptions or 0, status.lost_worker_h or 0.0
+        ),
         "last checkpoint": "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}",
         "workers": "" if status.workers is None else str(status.workers),
     }

@@ -26,6 +26,9 @@ _HELP = {
     "effective_ratio": "Share of the time since the run began that went into steps that count",
     "last_checkpoint_step": "The newest step with a checkpoint",
     "workers": "Workers of the run",
+    "away_seconds": "Seconds since the run began in which no command was at it",
+    "interruptions": "How often the run was interrupted, other than as planned",
+    "lost_worker_hours": "Hours of workers that interruptions of the run took",
 }
 
 
@@ -38,6 +41,9 @@ def metrics(status: RunStatus) -> str:
         status.effective,
         status.last_checkpoint,
         status.workers,
+        status.away_s,
+        status.interruptions,
+        status.lost_worker_h,
     )
     run = f'run="{status.run_id}"'
     lines = []

@@ -147,7 +147,7 @@ class Workers:
         *_: Any,
     ) -> None:
         self.spec, self.origin, self.place = spec, origin, place
-        self.over, self.error = self, None
+        self.over, self.error, self.names_lost = self, None, False
         self.stage_ends, self.lost = StageEnds(), dict[int, str]()
         self.can_regroup, self.replaced_by_ray, self.run_id = False, False, origin.run_id
         self.attempt = origin.attempt

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError
 
-from lockstep.attempts.worker_group import ended_by, why_lost
+from lockstep.attempts.worker_group import ended_by, names_lost, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
@@ -56,3 +59,46 @@ def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
     never = "The actor is dead because its worker process has died.\nThe actor never ran"
     assert why_lost(f"gone\n{never}") == "its worker process has died"
     assert why_lost("") == "no message"
+
+
+@pytest.mark.parametrize("detail", ["", " ", "  \n", " \nThe actor never ran"])
+def test_a_process_that_ended_without_a_detail_has_a_reason_all_the_same(detail: str) -> None:
+    """As Ray tells of one that was killed before it had said anything."""
+    text = f"gone\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}"
+    assert why_lost(text) == "its worker process has died"
+    assert ended_by(Failed({0: RuntimeError(text)}), 2) == "rank 0 of 2 was lost: its worker process has died"
+    assert why_lost(f"Worker exit type: SYSTEM_ERROR Worker exit detail:{detail}") != ""
+
+
+def test_a_worker_that_does_not_answer_has_the_reason_that_ray_knows() -> None:
+    cut = ActorUnavailableError("RpcError: Connection reset by peer rpc_code: 14", b"x" * 16)
+    error = WorkerHealthCheckFailedError("A worker health check failed.", cut)
+    told = "its process cannot be reached (RpcError: Connection reset by peer rpc_code: 14)"
+    assert ended_by(Failed({2: error}), 3) == f"rank 2 of 3 was lost: {told}"
+    assert names_lost(Failed({2: error}))
+    died = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+    assert ended_by(Failed({0: died}), 3) == (
+        "rank 0 of 3 was lost: The actor died unexpectedly before finishing this task."
+    )
+
+
+def test_whoever_met_the_loss_of_another_is_not_told_as_lost() -> None:
+    peer = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:65164")
+    error = Failed({0: peer, 1: RuntimeError(DIED)})
+    assert ended_by(error, 2) == f"rank 1 of 2 was lost: {WITHOUT_A_WORD}"
+    assert names_lost(error)
+    assert not names_lost(Failed({0: peer}))
+    assert not names_lost(ValueError(DIED))
+
+
+def test_a_line_that_only_announces_others_is_no_reason() -> None:
+    """A survivor whose call fails because another worker was killed while the group was formed."""
+    failed = RuntimeError(
+        "One of the worker actors failed to initialize due to error:\nTraceback …\nConnection closed by peer"
+    )
+    assert ended_by(ControllerError(failed), 3) == (
+        "the attempt on 3 workers ended: RuntimeError: One of the worker actors failed to initialize due to error: Connection closed by peer"
+    )
+    silent = RuntimeError("One of the worker actors failed to initialize due to error:")
+    silent.__cause__ = TimeoutError("the workers did not answer")
+    assert ended_by(ControllerError(silent), 3).endswith("due to error: the workers did not answer")

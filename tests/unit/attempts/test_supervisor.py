@@ -96,6 +96,24 @@ def test_a_run_that_moves_outlives_any_number_of_losses_and_one_that_does_not_is
     assert [workers.origin.attempt for workers in stuck.workers] == [1, 2]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_the_loss_of_a_process_is_told_rather_than_what_another_one_met_of_it(
+    tmp_path: Path, named: bool
+) -> None:
+    """Where Ray does not know whose process has ended, the consequence is all that can be told."""
+    met = "the other workers cannot be reached (rank 0): RuntimeError: Connection closed by peer"
+
+    def storm(workers: Workers) -> Generator[None]:
+        yield
+        workers.break_with(ClusterError(met))
+        workers.lose("rank 1 of 2 was lost: it was killed")
+        workers.names_lost = named
+
+    run = Supervised(tmp_path, [storm, trains(1, ends=None)])
+    run.run()
+    assert run.recording.summaries[0]["why"] == ("rank 1 of 2 was lost: it was killed" if named else met)
+
+
 def test_attempts_are_counted_though_none_has_saved(tmp_path: Path) -> None:
     """The first one's workers may still live: what they publish is to be told from what the second does."""
     run = Supervised(tmp_path, [trains(1), trains(1, ends=None)])

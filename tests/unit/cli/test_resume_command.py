@@ -147,6 +147,8 @@ def test_a_killed_run_is_taken_up_with_the_same_bits(
     result, _ = done(tmp_path, "resume", run_id, f"data.loader_processes={2 * (seed % 2)}")
     assert result["run_id"] == run_id
     assert result["attempts"] > 1
+    assert 0 < result["effective"] < 1
+    assert result["lost_worker_h"] > 0
     assert told(tmp_path, result) == whole
 
 
@@ -240,6 +242,8 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     undisturbed = whole(tmp_path)
     assert result["weights_digest"] == undisturbed.weights_digest
     assert result["status"] == "FINISHED"
+    assert result["lost_worker_h"] == 0  # a signal is no interruption
+    assert 0 < result["effective"] < 1
     assert (result["step"], result["metrics"]) == (undisturbed.step, undisturbed.metrics)
 
     # A finished run is left as it is; a fork extends it.

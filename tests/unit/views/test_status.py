@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.events.union import Failed, TimeSpent
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.views import status
 from lockstep.views.status import RunStatus, as_text, duration, status_of
@@ -43,12 +44,24 @@ def test_a_run_that_trains_has_a_pace_of_its_newest_attempt(tmp_path: Path) -> N
     rows += [step_row(n, wall_clock=BEGAN + 3600 + n, step_s=0.5, attempt=2) for n in range(11, 21)]
     folder = record(tmp_path, rows, checkpoint={"storage": str(tmp_path)})
     found = status_of(known(), "off", folder, BEGAN + 4000)
-    assert found == RunStatus(RUN, "RUNNING", 20, 100, 80.0, 10 / 4000, None, 2)
+    assert found == RunStatus(RUN, "RUNNING", 20, 100, 80.0, 10 / 4000, None, 2, 0.0, 1, 3600.5 / 3600)
     ended = status_of(known(status="KILLED", ended=BEGAN + 100.0), "off", folder, BEGAN + 4000)
     assert (ended.eta_s, ended.effective) == (None, 0.1)
     assert as_text(ended, "lockstep resume X").splitlines()[-1] == "resume it with    lockstep resume X"
     assert "resume it with" not in as_text(found, "lockstep resume X")
     assert "time left         1:20" in as_text(found, "")
+    assert "0.2% of its time went into steps that count; one interruption took 1 worker-hours" in as_text(
+        found, ""
+    )
+
+
+def test_a_run_that_has_ended_has_the_time_that_its_record_tells(tmp_path: Path) -> None:
+    told = TimeSpent(BEGAN + 100, 100.0, 25.0, 50.0, 2, 10.0, 0.5)
+    end = Failed("lost", at=BEGAN + 100)
+    folder = record(tmp_path, [step_row(1), told, end], checkpoint={"storage": str(tmp_path)})
+    found = status_of(known(status="FAILED", ended=BEGAN + 101), "off", folder, BEGAN + 4000)
+    assert (found.effective, found.away_s, found.interruptions, found.lost_worker_h) == (0.25, 50.0, 2, 0.5)
+    assert status_of(known(), "off", folder, BEGAN + 4000).effective != 0.25  # it goes on
 
 
 def test_a_run_without_a_step_is_known_by_its_facts(tmp_path: Path) -> None:
@@ -89,7 +102,8 @@ def test_the_command_answers_with_one_object(
     assert code == 0, err
     answer = json.loads(out)
     assert list(answer) == [
-        "run_id", "state", "step", "steps", "eta_s", "effective", "last_checkpoint", "workers"
+        "run_id", "state", "step", "steps", "eta_s", "effective", "last_checkpoint", "workers", "away_s", "interruptions",
+        "lost_worker_h",
     ]  # fmt: skip
     assert (answer["state"], answer["step"], answer["steps"]) == ("FINISHED", 3, 3)
     code, _, err = here(monkeypatch, capfd, tmp_path, "status", "f" * 32, "--uri", "off")
@@ -141,6 +155,9 @@ def test_the_server_has_the_status_as_json_and_as_metrics(tmp_path: Path) -> Non
             ("lockstep_run_eta_seconds", None): (90.0, RUN),
             ("lockstep_run_effective_ratio", None): (0.25, RUN),
             ("lockstep_run_workers", None): (2.0, RUN),
+            ("lockstep_run_away_seconds", None): (0.0, RUN),
+            ("lockstep_run_interruptions", None): (0.0, RUN),
+            ("lockstep_run_lost_worker_hours", None): (0.0, RUN),
             ("lockstep_run_state", "RUNNING"): (1.0, RUN),
         }
         assert len(reads) == 1

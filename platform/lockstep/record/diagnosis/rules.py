@@ -144,7 +144,13 @@ class Diagnosis:
                 return
             case union.Finished() | union.Failed() | union.TakenOver():
                 return
-            case union.Corrupted() | union.ResumeChecked() | union.Warned() | union.Straggling():
+            case (
+                union.Corrupted()
+                | union.ResumeChecked()
+                | union.Warned()
+                | union.Straggling()
+                | union.TimeSpent()
+            ):
                 return
             case (
                 union.Violated()

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.parsing import OtherVersionError, check_version, conforms, json_mapping
@@ -42,6 +42,7 @@ from lockstep.record.events.union import (
     StepRow,
     Straggling,
     TakenOver,
+    TimeSpent,
     Violated,
     Warned,
     Witness,
@@ -110,6 +111,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "corrupted", asdict(event)
         case ResumeChecked():
             return "resume_checked", asdict(event)
+        case TimeSpent():
+            return "time_spent", asdict(event)
         case Delivered():
             return "delivered", {}
         case _:
@@ -128,6 +131,35 @@ def step_number(line: bytes) -> int | None:
     """The number of a step by its line, if the checksum is right; None for any other line. Its values are not looked at: that is the faster by far."""
     found = _NUMBERED.match(line)
     return int(found[1]) if found and line[-9:] == b" %08x" % zlib.crc32(line[:-9]) else None
+
+
+class StepTime(NamedTuple):
+    """What the line of a step says of its time; as in `StepRow`."""
+
+    step: int
+    attempt: int
+    step_s: float
+    wall_clock: float
+
+
+_NO_DIGESTS = b",null]}"
+"""How the line of a step without digests ends: its attempt is before that, and the times before the attempt."""
+
+_OF_TIME = tuple(StepRow._fields.index(name) for name in StepTime._fields)
+
+
+def step_time(line: bytes) -> StepTime | None:
+    """The time of a step by its line, whose checksum is known to be right; None where it is not as it was written. Ten times as fast as to read the row."""
+    try:
+        number = step_number(line)
+        if number is not None and line[:-9].endswith(_NO_DIGESTS):
+            _, step_s, wall_clock, attempt = line[: -9 - len(_NO_DIGESTS)].rsplit(b",", 3)
+            return StepTime(number, int(attempt), float(step_s), float(wall_clock))
+        values = json.loads(line[:-9])["step"]
+        step, attempt, step_s, wall_clock = (values[index] for index in _OF_TIME)
+        return StepTime(int(step), int(attempt), float(step_s), float(wall_clock))
+    except (ValueError, TypeError, LookupError):
+        return None
 
 
 def from_line(line: bytes, folder: Path) -> Recorded | None:
@@ -271,6 +303,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
         case "resume_checked":
             return ResumeChecked(**value)
+        case "time_spent":
+            return TimeSpent(**value)
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")

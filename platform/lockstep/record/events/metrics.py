@@ -20,6 +20,10 @@ EVERY_STEP = (LOSS, "train/lr", "train/grad_norm", "train/clipped_norm", "perf/s
 """The keys that every step has."""
 
 
+OF_TIME = ("perf/effective_ratio", "perf/lost_worker_hours")
+"""The keys of what became of a run's time: a point for each of its ends, by whichever journal had that end."""
+
+
 def is_of_step(key: str) -> bool:
     """Whether a key is one of a step's, and of no other row."""
     return key.startswith("train/") or key in (*EVERY_STEP, "perf/samples_per_s")
@@ -49,6 +53,8 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return checkpoint_points(event)
         case union.Finished():
             return test_points(event)
+        case union.TimeSpent():
+            return time_points(event, started_at)
         case union.Started() | union.PeakMemory() | union.AttemptsSummarised():
             return iter(())
         case union.Document() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
@@ -101,6 +107,16 @@ def test_points(end: union.Finished) -> Iterator[Point]:
         yield Point(store_key(name), float(value), int(at * 1000), step)
 
 
+def time_points(spent: union.TimeSpent, started_at: float) -> Iterator[Point]:
+    """The points of a run's time, when it ended. Their steps are seconds since the run began, as those of a node's samples: a run that is interrupted again
+    before its next step has other values.
+    """
+    if spent.at >= started_at:
+        step = int(spent.at - started_at)
+        for key, value in zip(OF_TIME, (spent.effective, spent.lost_worker_h), strict=True):
+            yield Point(key, value, int(spent.at * 1000), step)
+
+
 def observation_points(row: Observation) -> Iterator[Point]:
     """The points of an observation."""
     timestamp_ms = int(row.wall_clock * 1000)
@@ -108,7 +124,7 @@ def observation_points(row: Observation) -> Iterator[Point]:
 
 
 def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:
-    """The points of a node's sample. Their steps are seconds since the run began; no other metric counts in seconds.
+    """The points of a node's sample. Their steps are seconds since the run began; but for those of `time_points` no other metric counts in seconds.
 
     A sample from before that, while a slow store was opened, has no such step and is left out.
     """

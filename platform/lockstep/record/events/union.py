@@ -333,6 +333,30 @@ class ResumeChecked:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeSpent:
+    """What became of the time of a run up to `at` (Unix seconds); `ledger.time_spent` defines the figures. Told with each end of the run."""
+
+    at: float
+    wall_s: float
+    """Seconds since the run began."""
+    counted_s: float
+    """Seconds in steps that count."""
+    away_s: float
+    """Seconds in which no command was at the run."""
+    interruptions: int
+    """How often the run was interrupted, other than as planned."""
+    lost_s: float
+    """Seconds that the interruptions took."""
+    lost_worker_h: float
+    """Hours of workers that the interruptions took: their time, by the workers of the attempt that each ended."""
+
+    @property
+    def effective(self) -> float:
+        """The share of the run's time that went into steps that count, from 0 to 1."""
+        return self.counted_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """Everything told before this has reached the store."""
 
@@ -443,6 +467,7 @@ Recorded = (
     | Mended
     | Corrupted
     | ResumeChecked
+    | TimeSpent
     | Delivered
 )
 Passing = Restored | Alive | Printed | Joined | StageEnded | Broke

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 from lockstep.errors import RecordError
 from lockstep.job.identity import forked_step
 from lockstep.paths import open_beneath
-from lockstep.record.events.codec import from_line, held_by, step_number, to_line
+from lockstep.record.events.codec import StepTime, from_line, held_by, step_number, step_time, to_line
 from lockstep.record.events.union import (
     CheckpointRow,
     Delivered,
@@ -240,6 +240,17 @@ class Journal:
                     f"record: {str(self._file.path)!r} was damaged since it was opened; resume the run"
                 )
             yield row
+
+    def step_times(self) -> Iterator[StepTime]:
+        """The times of all steps, each once, in the order in which they were recorded."""
+        for line, begin, _ in self._file.lines(0):
+            number = step_number(line)
+            if (
+                number is not None
+                and self._steps.start_of(number) == begin
+                and (time := step_time(line)) is not None
+            ):
+                yield time
 
     def read(self, start: int) -> Iterator[Entry]:
         """The whole lines from the offset `start` on."""

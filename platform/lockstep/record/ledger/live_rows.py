@@ -11,6 +11,7 @@ from lockstep.record.events.codec import from_line
 from lockstep.record.events.union import EvaluationRow, Failed, Finished, Observation, Recorded, StepRow
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.step_offsets import StepOffsets
+from lockstep.record.ledger.time_spent import TIMED
 
 
 class RowsSoFar:
@@ -23,6 +24,8 @@ class RowsSoFar:
         self._folder, self._offsets = folder, StepOffsets()
         self.failed: bool | None = None
         """Whether the run ended in failure; None if it goes on, or its process was killed."""
+        self.events: list[Recorded] = []
+        """What `time_spent` needs beside the steps, in order."""
         evaluations: dict[int, EvaluationRow] = {}
         observations: dict[int, Observation] = {}
         start = 0
@@ -43,6 +46,8 @@ class RowsSoFar:
         evaluations: dict[int, EvaluationRow],
         observations: dict[int, Observation],
     ) -> None:
+        if isinstance(event, TIMED):
+            self.events.append(event)
         match event:
             case Finished():
                 self.failed = event.status == "FAILED"
@@ -61,7 +66,13 @@ class RowsSoFar:
                 pass
             case union.PeakMemory() | union.AttemptsSummarised() | union.Document():
                 pass
-            case union.TakenOver() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
+            case (
+                union.TakenOver()
+                | union.Diagnosed()
+                | union.Corrupted()
+                | union.ResumeChecked()
+                | union.TimeSpent()
+            ):
                 pass
             case union.Warned() | union.Straggling() | union.Violated():
                 pass

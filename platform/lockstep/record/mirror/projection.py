@@ -17,6 +17,7 @@ from lockstep.record.events import union
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
 from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.time_spent import time_tags
 from lockstep.record.mirror import documents
 from lockstep.record.mirror.data_sets import DataSet, data_sets
 from lockstep.record.mirror.final_model_files import model_folder
@@ -77,6 +78,8 @@ class Projection:
         self._attempts: dict[int, Mapping[str, Any]] = {}
         self._stragglers: list[str] = []
         self._diagnoses: list[union.Diagnosed] = []
+        self._time: union.TimeSpent | None = None
+        """What became of the run's time up to its last end."""
 
     def describe(self, sources: Mapping[str, bytes]) -> None:
         """Add what is known of a run before it does anything: its spec, the parameters, and its job's `sources` by path."""
@@ -129,6 +132,8 @@ class Projection:
                 self._tags["corrupted"] = str(event)
             case union.ResumeChecked():
                 self._tags["resumed_step"] = event.step
+            case union.TimeSpent():
+                self._time = event
             case union.Violated():
                 self._tags.setdefault("violation", event.text)
             case union.StepRow() | union.EvaluationRow() | union.Observation() | union.Sampled():
@@ -199,6 +204,7 @@ class Projection:
         """The run's tags with its note, which shows `trouble` with the record and names the `figures`. The end counts only if it is `ended`."""
         tags, end = dict(self._tags), self.end if ended else None
         tags |= end.tags if end else {"error": ""}  # that of an earlier attempt, or of a hasty reader
+        tags |= self._time_tags(ended=end is not None)
         wrong = {"not exact": tags.get("violation"), "not recorded": trouble}
         verdict, details = (end.verdict, end.details) if end else (self._running, {})
         verdict = verdict._replace(troubles=[f"{what}: {text}" for what, text in wrong.items() if text])
@@ -207,6 +213,13 @@ class Projection:
         names = [f"{run_figures.FOLDER}/{path.name}" for path in figures]
         tags["note"] = documents.note(verdict, details, names, self._folder.name)
         return {f"lockstep.{name}": documents.as_value(value) for name, value in tags.items()}
+
+    def _time_tags(self, *, ended: bool) -> dict[str, Any]:
+        """What became of the run's time; empty while it goes on after an end."""
+        if self._time is None:
+            return {}
+        tags = time_tags(self._time)
+        return tags if ended else dict.fromkeys(tags, "")
 
     def _failed(self, end: Failed) -> Ending:
         last = self._journal.last_step

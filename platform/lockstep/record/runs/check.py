@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.errors import StorageError
 from lockstep.parsing import MOST_BYTES
 from lockstep.paths import read_beneath
-from lockstep.record.events.metrics import Point, points_of
+from lockstep.record.events.metrics import OF_TIME, Point, points_of
 from lockstep.record.events.union import (
     Corrupted,
     EvaluationRow,
@@ -152,7 +152,7 @@ def check_store(
         expected.setdefault(point.key, {})[point.step] = point
     corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
     doubted = {step for event in corrupted for step in range(event.since + 1, event.step + 1)}
-    for key in sorted({*expected, *store.points}):
+    for key in sorted({*expected, *store.points}.difference(OF_TIME)):
         if key in expected or key.startswith(("train/", "eval/")):
             yield from _points(
                 key, *_undoubted(key, expected.get(key, {}), store.points.get(key, ()), doubted)

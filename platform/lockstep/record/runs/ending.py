@@ -22,6 +22,7 @@ from lockstep.record.events.union import Document, Failed, Finished, Opened, Rec
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME, LockedError
 from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import vanished
 from lockstep.spec.fields import Spec
@@ -66,11 +67,18 @@ def record_end(
             return None
         ends = not isinstance(journal.events[-1], Finished | Failed | TakenOver)
         if ends:
-            journal.add([*documents, failed])
+            journal.add(_timed(journal, [*documents, failed]))
     recorder = Recorder(spec, run_id=run_id, replay=True)
     recorder.start()
     recorder.close()
     return run_id if ends else None
+
+
+def _timed(journal: Journal, events: Sequence[Recorded]) -> Sequence[Recorded]:
+    """These events, with what became of the run's time, as far as its steps can be read."""
+    with suppress(RecordError):
+        return with_time(journal, events)
+    return events
 
 
 def _abandoned(run_id: str, events: Sequence[Recorded], recorders: Sequence[str], release_s: float) -> bool:

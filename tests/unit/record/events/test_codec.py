@@ -10,8 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from lockstep.record.events.codec import from_line, to_line
-from lockstep.record.events.union import Alive, Recorded
+from lockstep.record.events.codec import from_line, step_time, to_line
+from lockstep.record.events.union import Alive, Digests, Recorded
+from tests.unit.record.rows import step_row
 
 FOLDER = Path("/runs/abc")
 SCALARS: dict[Any, Any] = {
@@ -61,3 +62,13 @@ def test_an_event_without_its_case_is_none_of_the_others() -> None:
     with pytest.raises(AssertionError):
         to_line(Alive(), FOLDER)  # type: ignore[arg-type]
     assert from_line(b'{"alive":{}}', FOLDER) is None
+
+
+@pytest.mark.parametrize("digests", [None, Digests(1, 2, (3, 4)), Digests(1, 2, None, 5)])
+def test_the_time_of_a_step_is_read_without_the_rest_of_its_line(
+    tmp_path: Path, digests: Digests | None
+) -> None:
+    row = step_row(7, digests=digests, step_s=1 / 3, wall_clock=1_700_000_000.1, attempt=4, loss=float("nan"))
+    line = to_line(row, tmp_path).rstrip(b"\n")
+    assert step_time(line) == (7, 4, 1 / 3, 1_700_000_000.1)
+    assert step_time(b'{"step":[7,"x",null]} ' + b"0" * 8) is None

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from lockstep.training.elastic.membership import (
     Arrival,
     Dismissed,
@@ -184,3 +191,101 @@ def test_nobody_is_let_in_any_more_once_the_run_has_ended() -> None:
     calls.refuse("the run has ended")
     assert calls.plan() is None
     assert calls.ask(None, 1) == Refused("the run has ended")
+
+
+WORKERS = 4
+
+
+class Cut(RuleBasedStateMachine):
+    """A run whose network is cut wherever it may be: workers that cannot reach the rendezvous do not come, may be taken for lost, and come back late.
+
+    Each believes in the newest group that it was told of. Only a member of the newest group of all may claim the run's checkpoints
+    with its first save (`claim` in checkpoint/runs), which ends the claims of all groups before: so it is enough that the groups come one after another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = training(WORKERS)
+        self.next = WORKERS
+        self.believes: dict[int, int] = dict.fromkeys(range(WORKERS), 1)
+        """Of each worker, the attempt that it trains in."""
+        self.waits: dict[int, int | None] = {}
+        """Of each worker that has left its step, the attempt that it has left; None for one that joins."""
+        self.out: set[int] = set()
+        """Those that were told to end, or were dismissed."""
+        self.lost: set[int] = set()
+        self.formed: dict[int, Formation] = {}
+
+    @rule(worker=st.integers(0, WORKERS + 5), step=st.integers(5, 6))
+    def leave_step(self, worker: int, step: int) -> None:
+        if worker in self.believes and worker not in self.waits and worker not in self.out:
+            self.waits[worker] = self.believes[worker]
+            self.calls.arrive(self.believes[worker], worker, arrival(step))
+
+    @rule(worker=st.integers(0, WORKERS + 5))
+    def taken_for_lost(self, worker: int) -> None:
+        """Its process may well live, on the other side of the cut."""
+        if worker < self.next:
+            self.lost.add(worker)
+            self.calls.lose(worker)
+
+    @rule()
+    def join(self) -> None:
+        if self.next < WORKERS + 6:
+            self.waits[self.next] = None
+            self.calls.enter(self.next, Arrival(None, "host", 1))
+            self.next += 1
+
+    @rule(leaving=st.sets(st.integers(0, WORKERS + 5), max_size=2))
+    def plan(self, leaving: set[int]) -> None:
+        self.calls.plan(leaving)
+
+    @rule(worker=st.integers(0, WORKERS + 5))
+    def ask(self, worker: int) -> None:
+        if worker not in self.waits or worker in self.out:
+            return
+        answer = self.calls.ask(self.waits[worker], worker)
+        if isinstance(answer, Formation):
+            assert worker in answer.workers
+            assert self.formed.setdefault(answer.attempt, answer) == answer, "two groups of one number"
+            self.believes[worker] = answer.attempt
+            del self.waits[worker]
+            self.calls.ready(worker)
+        elif answer is not None:
+            self.out.add(worker)
+
+    @invariant()
+    def no_two_groups_go_on(self) -> None:
+        newest = max(self.formed, default=1)
+        members = set(self.formed[newest].workers) if newest > 1 else set(range(WORKERS))
+        for worker, attempt in self.believes.items():
+            assert attempt < newest or worker in members
+        numbers = sorted(self.formed)
+        for before, after in pairwise(numbers):
+            earlier, later = self.formed[before], self.formed[after]
+            joined = set(later.workers) - set(earlier.workers)
+            # Whoever was left out of a group is in none after it, unless it never was in one.
+            if after == before + 1:
+                assert all(worker >= WORKERS for worker in joined), joined
+        assert self.calls.newest is None or self.calls.newest.attempt >= newest
+
+
+TestCut = Cut.TestCase
+TestCut.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_rendezvous_that_forms_a_group_for_each_side_of_a_cut_is_found() -> None:
+    """The control: two keepers of the same run, one on each side, form two groups of one number."""
+    sides = training(WORKERS), training(WORKERS)
+    for side, (there, gone) in zip(sides, [((0, 1), (2, 3)), ((2, 3), (0, 1))], strict=True):
+        for worker in there:
+            side.arrive(1, worker, arrival(5))
+        for worker in gone:
+            side.lose(worker)
+    machine = Cut()
+    machine.waits = dict.fromkeys(range(WORKERS), 1)
+    machine.calls = sides[0]
+    machine.ask(0)
+    machine.calls = sides[1]
+    with pytest.raises(AssertionError, match="two groups of one number"):
+        machine.ask(2)
