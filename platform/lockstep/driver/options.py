@@ -39,10 +39,12 @@ class RunOptions:
 
     progress: Progress = field(default_factory=Silent)
     local: bool = _taken(
-        "train resume verify", False, "train in this process, without Ray; works under torchrun"
+        "train resume verify promote", False, "train in this process, without Ray; works under torchrun"
     )
     """Train in this process without Ray, or as one rank under torchrun."""
-    address: str | None = _taken("train resume sweep verify", None, "Ray cluster: an address, auto or local")
+    address: str | None = _taken(
+        "train resume sweep verify promote", None, "Ray cluster: an address, auto or local"
+    )
     """The Ray cluster, as `cluster_address` reads it."""
     verbose: bool = False
     """Show what Ray itself logs."""

@@ -79,6 +79,7 @@ def test_what_python_takes_are_fields_of_the_options() -> None:
         "resume": ("local", "address", "chaos", "retries", "notify"),
         "sweep": ("address", "notify"),
         "verify": ("local", "address"),
+        "promote": ("local", "address"),
     }
     for name in COMMANDS:
         taken = {parameter.name for parameter in COMMANDS[name].params}

@@ -15,6 +15,7 @@ from lockstep.record.events.union import CheckpointRow, EvaluationRow, Event, Fi
 from lockstep.record.mirror import lanes
 from lockstep.record.mirror.data_sets import DataSet, measured_by
 from lockstep.record.mirror.folder import FolderStore
+from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.mlflow.models import Models
 from lockstep.record.mirror.run_store import Measured, UnavailableError
 from lockstep.record.recorder import Recorder
@@ -322,3 +323,27 @@ def test_a_metric_is_of_the_set_that_it_names() -> None:
     assert [one and one.name for one in found] == [
         "Job.eval_data.clean", None, "Job.test_data", "Job.test_data", None,
     ]  # fmt: skip
+
+
+@pytest.mark.scenario
+def test_a_server_registers_a_checkpoint_that_the_recorder_then_keeps(
+    own_server: Server, spec: Specs, tmp_path: Path
+) -> None:
+    """A reference gets its files and an alias, for which the run keeps the checkpoint from then on."""
+    recorder = start(spec(own_server.uri))
+    recorder.tell(*told(tmp_path, 1, 3), *told(tmp_path, 4, 5))
+    until = time.monotonic() + 60
+    while "checkpoint-4" not in models(own_server.uri, recorder.run_id()):  # the reference comes last
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    run_id, folder = recorder.run_id(), tmp_path / "step-4"
+    made = registry.promote(
+        own_server.uri, run_id, 4, str(folder), folder, name="digits", alias="champion", tags={"lockstep.step": "4"}
+    )  # fmt: skip
+    recorder.tell(*told(tmp_path, 6, 6), step_row(7), saved(tmp_path, 7, [7, 4, 3]), Finished({"step": 7}))
+    recorder.close()
+    version = client(own_server.uri).get_model_version_by_alias("digits", "champion")
+    assert (version.version, version.tags) == (made.version, {"lockstep.step": "4"})
+    model = models(own_server.uri, run_id)["checkpoint-4"]
+    assert (model.model_id, model.status, metrics(model)) == (made.model_id, "READY", linked(4))
+    assert has_files(own_server.uri, model)

@@ -48,14 +48,18 @@ class Models:
         """Publish a model of the run. Returns its id. A model of that name that is already READY is kept, with or without files.
 
         `files` is their folder, or a function that puts them into an empty folder for a model of the given id, or None for a model
-        whose tags say where it is. A model with files replaces one without.
+        whose tags say where it is. A model without files gets those of a folder, and stays the same model.
         """
         ready, torn = self._known(name)
         for model in torn:
             self._delete(model)
-        bare = [model for model in ready if isinstance(files, Path) and not self.has_files(model)]
-        if len(bare) < len(ready):
-            return str(next(model.model_id for model in ready if model not in bare))
+        for model in ready:
+            if isinstance(files, Path) and not self.has_files(model):
+                self._client.finalize_logged_model(model.model_id, "FAILED")
+                self._client.set_logged_model_tags(model.model_id, dict(tags))
+                self._send(model, files, sent)
+                self._client.finalize_logged_model(model.model_id, "READY")
+            return str(model.model_id)
         model = self._announce(name, step, tags)
         model_id = str(model.model_id)
         if isinstance(files, Path):
@@ -69,8 +73,6 @@ class Models:
                     raise
                 self._client.log_model_artifacts(model_id, folder)
         self._commit(model_id, step)
-        for model in bare:
-            self._delete(model)
         return model_id
 
     def publish_reference(self, name: str, step: int, tags: Mapping[str, str]) -> None:
