@@ -68,7 +68,8 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        placement = self._around.first_place(self._spec, self._stop, self._account.say)
+        with self._account.waiting() as say:
+            placement = self._around.first_place(self._spec, self._stop, say)
         try:
             summary, failure = self._attempts(placement)
             self._end.show(summary)
@@ -132,7 +133,8 @@ class Supervisor:
                 account.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 stop.wait(decision.pause_s)
             try:
-                placement = self._around.next_place(self._spec, self._blame.left_out, stop, account.say)
+                with account.waiting() as say:
+                    placement = self._around.next_place(self._spec, self._blame.left_out, stop, say)
                 self._origin = self._next()
             except (ClusterError, StorageError) as refused:
                 self._end.give_up(stop.ended(refused) if stop.asked else refused, ended.details)

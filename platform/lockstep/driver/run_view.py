@@ -145,7 +145,13 @@ class RunView:
                 pass  # of interest to the record alone, as are those below
             case union.PeakMemory() | union.Document() | union.ResumeChecked() | union.Violated():
                 pass
-            case union.AttemptsSummarised() | union.Diagnosed() | union.Failed() | union.TakenOver():
+            case (
+                union.AttemptsSummarised()
+                | union.Diagnosed()
+                | union.Alerted()
+                | union.Failed()
+                | union.TakenOver()
+            ):
                 pass
             case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
                 pass

@@ -31,7 +31,7 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events.union import Document, Failed, Finished, Joined, Straggling, Warned
+from lockstep.record.events.union import Alerted, Document, Failed, Finished, Joined, Straggling, Warned
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
 from tests.unit.record.rows import corrupted
 
@@ -663,3 +663,32 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     why = run.recording.summaries[0]["why"]
     assert why.startswith("no rank made progress for " if begun else "no first step within ")
     assert "what each was doing is in stacks-attempt-1.txt" in why
+
+
+@pytest.mark.parametrize(("waiting_s", "waits", "alerts"), [(0.1, True, 1), (None, True, 0), (0.1, False, 0)])
+def test_a_run_that_waits_for_room_for_too_long_is_told_once(
+    tmp_path: Path, waiting_s: float | None, waits: bool, alerts: int
+) -> None:
+    """Between its attempts, twice; one that finds room at once is not told, however long it trains."""
+
+    def room(spec: Any, left_out: Any, stop: Any, say: Any) -> WorkerPlacement:
+        if waits:
+            say("waiting for workers: no room for 1")
+            time.sleep(0.3)
+        return WorkerPlacement(1, {"CPU": 1.0}, frozenset({"node-a"}), frozenset())
+
+    def slow(workers: Workers) -> Generator[None]:
+        time.sleep(0.3)
+        yield from trains(2, save=2)(workers)
+
+    def last(workers: Workers) -> Generator[None]:
+        yield
+        workers.finish(2)
+
+    sections = {"alert": {"waiting_s": waiting_s}}
+    run = Supervised(tmp_path, [trains(1, save=1), slow, last], sections, around={"next_place": room})
+    run.run()
+    told = [event for event in run.recording.told if isinstance(event, Alerted)]
+    assert {event.rule for event in told} == {"waiting"} & {event.rule for event in told}
+    assert bool(told) == bool(alerts)
+    assert sum(line.startswith("alert: waiting: waiting for workers") for line in run.told.lines) == alerts

@@ -61,7 +61,13 @@ class RowsSoFar:
                 pass
             case union.PeakMemory() | union.AttemptsSummarised() | union.Document():
                 pass
-            case union.TakenOver() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
+            case (
+                union.TakenOver()
+                | union.Diagnosed()
+                | union.Alerted()
+                | union.Corrupted()
+                | union.ResumeChecked()
+            ):
                 pass
             case union.Warned() | union.Straggling() | union.Violated():
                 pass

@@ -81,6 +81,7 @@ class Projection:
         self._attempts: dict[int, Mapping[str, Any]] = {}
         self._stragglers: list[str] = []
         self._diagnoses: list[union.Diagnosed] = []
+        self._alerts: list[union.Alerted] = []
 
     def describe(self, sources: Mapping[str, bytes]) -> None:
         """Add what is known of a run before it does anything: its spec, the parameters, and its job's `sources` by path."""
@@ -130,6 +131,10 @@ class Projection:
                 rules = dict.fromkeys(diagnosed.rule for diagnosed in self._diagnoses)
                 self._tags["diagnosed"] = "; ".join(rules)
                 self.documents["diagnosis.json"] = documents.as_json([asdict(d) for d in self._diagnoses])
+            case union.Alerted():
+                self._alerts.append(event)
+                self._tags["alerts"] = "; ".join(f"step {one.step}: {one.rule}" for one in self._alerts)
+                self.documents["alerts.json"] = documents.as_json([asdict(one) for one in self._alerts])
             case union.Corrupted():
                 self._tags["corrupted"] = str(event)
             case union.ResumeChecked():
@@ -308,7 +313,7 @@ def log_line(event: Recorded) -> str:
             return event.message
         case union.Violated():
             return f"determinism violation: {event.text}"
-        case union.Diagnosed() | union.Corrupted():
+        case union.Diagnosed() | union.Corrupted() | union.Alerted():
             return str(event)
         case union.Warned() | union.Straggling():
             return f"warning: {event.text}"
