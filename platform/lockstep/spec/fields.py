@@ -286,6 +286,7 @@ class Faults(Section):
     longest_start_s: PositiveFloat = 3600.0
     longest_silence_s: PositiveFloat = 300.0
     mirror: bool = False
+    health: bool = False
 
 
 class AlertRule(Section):
