@@ -137,3 +137,15 @@ def test_of_two_workers_the_second_attempt_tells_which_was_wrong(tmp_path: Path)
     whole = train(flipped(tmp_path / "whole", 1), local=True)
     assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)
+
+
+@pytest.mark.scenario
+def test_every_node_is_measured_with_its_link(tmp_path: Path) -> None:
+    """On a real cluster of two nodes; what follows from such figures is in tests/unit/checks/test_health.py."""
+    told = in_a_process("tests.cluster.measured_nodes", tmp_path)
+    assert sorted(one["node"] for one in told["fleet"]) == sorted(told["nodes"]) and len(told["fleet"]) == 2
+    first, second = (one["vitals"] for one in told["fleet"])
+    assert first["problem"] == second["problem"] == ""
+    assert first["products_per_s"]["cpu"] > 0 and first["digests"] == second["digests"]
+    assert second["link"]["bytes_per_s"] > 0 and first["link"]["all_reduce_s"] > 0
+    assert abs(second["clock_offset_s"]) <= second["clock_error_s"] + 0.1

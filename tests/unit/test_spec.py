@@ -299,7 +299,7 @@ def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path)
         ("evaluate: {steps: 3}", "evaluate.steps: unknown key; did you mean 'every.steps'?"),
         (
             "zzz: 3",
-            "zzz: unknown key; known here: activation_checkpointing, batch, checkpoint, clip_norm, compile, data, determinism, early_stop, "
+            "zzz: unknown key; known here: activation_checkpointing, alert, batch, checkpoint, clip_norm, compile, data, determinism, early_stop, "
             "ema, evaluate, faults, fork, initial_weights, job, length, name, optimizer, precision, record, reduction, rehearsal, "
             "schedule, seed, sharding, threads, workers",
         ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from lockstep.attempts.node_health import fleet_health
 from lockstep.attempts.shared_files import check_shared, patience_s
 from lockstep.checks.findings import Finding, advised, failure_of
+from lockstep.checks.health import findings as health_findings
 from lockstep.checks.node_view import Sight, compared, look_from_here
 from lockstep.clusters.connection import connected
 from lockstep.driver.signals import StopSignal
@@ -14,15 +16,16 @@ from lockstep.errors import LockstepError, SpecError, first_line
 from lockstep.spec.fields import Spec
 
 
-def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
-    """Findings of all nodes that could run workers. Raises ClusterError where the cluster does not answer."""
+def seen_from_nodes(spec: Spec, address: str | None, *, health: bool = False) -> list[Finding]:
+    """Findings of all nodes that could run workers, with their `health` on request. Raises ClusterError where the cluster does not answer."""
     with connected(address, verbose=False, for_workers=True):
         findings = []
         try:
             findings += [advised("folders", text) for text in check_shared(spec, StopSignal())]
         except SpecError as error:  # the spec may be right for another cluster
             findings.append(failure_of("folders", error))
-        return [*findings, *compared(_asked(spec))]
+        measured = health_findings(fleet_health(spec)) if health else []
+        return [*findings, *compared(_asked(spec)), *measured]
 
 
 def _asked(spec: Spec) -> dict[str, Sight]:

@@ -34,7 +34,7 @@ def train_on_ray(
     """
     say = options.progress.say
     with (
-        Guardian(spec.document(), spec.folder, notify=options.notify) as guardian,
+        Guardian(spec.document(), spec.folder, notify=options.notify, webhook=options.webhook) as guardian,
         connected(
             options.address,
             verbose=options.verbose,

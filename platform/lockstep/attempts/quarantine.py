@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.policy import FailedNodes
@@ -27,6 +27,10 @@ class Blame:
     def left_out(self) -> frozenset[str]:
         """The nodes that get no more workers, as long as the others have room for enough."""
         return self._nodes.left_out
+
+    def unwell(self, nodes: Iterable[str]) -> frozenset[str]:
+        """Leave out these nodes, which are slow or wrong. Returns those that are left out from now on."""
+        return self._nodes.computed_wrong(nodes)
 
     @property
     def doubts(self) -> tuple[Corrupted, ...]:

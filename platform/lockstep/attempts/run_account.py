@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.mailbox import WentOn
 from lockstep.attempts.recording import Recording
-from lockstep.driver.options import RunOptions
+from lockstep.driver.options import HeardAlerts, RunOptions
 from lockstep.driver.run_view import RunView
-from lockstep.record.events.union import AttemptsSummarised, StepRow, Warned
+from lockstep.record.alerts import WAITING
+from lockstep.record.events.union import Alerted, AttemptsSummarised, StepRow, Warned
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
@@ -29,6 +32,7 @@ class RunAccount:
         on_run_id: Callable[[str], None],
     ) -> None:
         self.say = options.progress.say
+        self._alerts, self._waiting_s = HeardAlerts(options), spec.alert.waiting_s
         self.warnings = list(warnings)
         self.attempts: list[AttemptSummary] = []
         self.saved = False
@@ -137,6 +141,34 @@ class RunAccount:
         for text in recorder.diagnosed:
             if text not in self.warnings:
                 self.warn(text)
+        self._alerts.hear(recorder.alerted)
+
+    @contextmanager
+    def waiting(self) -> Iterator[Callable[[str], None]]:
+        """What the search for room is told with: where it goes on for as long as the spec says, that is an alert."""
+        reasons: list[str] = []
+
+        def tell(text: str) -> None:
+            reasons.append(text)
+            self.say(text)
+
+        def fire() -> None:
+            if reasons:
+                step = self.attempts[-1].last_step if self.attempts else 0
+                alert = Alerted(WAITING, step, reasons[-1])
+                if self._recording.run_id is not None:  # else there is no record yet, and the person is told
+                    self._recording.tell(alert)
+                self._alerts.hear([alert])
+
+        timer = None if self._waiting_s is None else threading.Timer(self._waiting_s, fire)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield tell
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def warn(self, text: str) -> None:
         """Tell the person."""

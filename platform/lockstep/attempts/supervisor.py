@@ -39,7 +39,9 @@ from lockstep.errors import (
     SilentError,
     StorageError,
 )
+from lockstep.record.events.union import Document
 from lockstep.record.ledger.time_spent import spent_text
+from lockstep.record.mirror.documents import as_json
 from lockstep.spec.fields import Spec
 
 
@@ -69,7 +71,8 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        placement = self._around.first_place(self._spec, self._stop, self._account.say)
+        with self._account.waiting() as say:
+            placement = self._around.first_place(self._spec, self._stop, say)
         try:
             summary, failure = self._attempts(placement)
             self._end.show(summary)
@@ -104,6 +107,7 @@ class Supervisor:
         """
         budget, account, stop = RetryBudget(self._spec.faults), self._account, self._stop
         while True:
+            placement = self._healthy(placement)
             ended, moving = self._attempt(placement, saves_at_once=budget.lost > 1)
             current, error = account.current, ended.error
             if ended.summary is not None:
@@ -136,10 +140,27 @@ class Supervisor:
                 account.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 stop.wait(decision.pause_s)
             try:
-                placement = self._around.next_place(self._spec, self._blame.left_out, stop, account.say)
+                with account.waiting() as say:
+                    placement = self._around.next_place(self._spec, self._blame.left_out, stop, say)
                 self._origin = self._next()
             except (ClusterError, StorageError) as refused:
                 self._end.give_up(stop.ended(refused) if stop.asked else refused, ended.details)
+
+    def _healthy(self, placement: WorkerPlacement) -> WorkerPlacement:
+        """The placement without the nodes that are found slow or wrong, if the spec asks for that. What is found is recorded."""
+        if not self._spec.faults.health:
+            return placement
+        fleet = self._around.health(self._spec)
+        self._recording.tell(Document("health.json", as_json([health.as_dict() for health in fleet])))
+        reasons = {health.node: "; ".join(health.unwell) for health in fleet if health.unwell}
+        left_out = self._blame.unwell(reasons)
+        for health in fleet:
+            if health.node in left_out:
+                host = f" ({health.vitals.host})" if health.vitals.host else ""
+                self._account.warn_and_record(
+                    f"node {health.node[:8]}{host} is left out from now on: {reasons[health.node]}"
+                )
+        return self._around.find_place(self._spec, self._blame.left_out) if left_out else placement
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""

@@ -30,9 +30,10 @@ def check_spec(
     local: bool = False,
     address: str | None = None,
     uri: str | None = None,
+    health: bool = False,
     say: Callable[[Finding], None] | None = None,
 ) -> Report:
-    """Check a run before it is started, in this process, and unless `local` from every node of the cluster that it would join.
+    """Check a run before it is started, in this process, and unless `local` from every node of the cluster that it would join; their `health` on request.
 
     Without a cluster to join none is started. Raises SpecError for a wrong spec, ClusterError where a named cluster does
     not answer; what is wrong with the run is in the report.
@@ -46,7 +47,11 @@ def check_spec(
     if not local and cluster_address(address) != LOCAL:
         from lockstep.attempts.node_checks import seen_from_nodes
 
-        further += seen_from_nodes(loaded, address)
+        further += seen_from_nodes(loaded, address, health=health)
+    elif health:
+        from lockstep.checks.health import findings, judged, measure
+
+        further += findings(judged({"this machine": measure(loaded.folder, threads=loaded.threads)}))
     return Report([*further, *report.checks], report.not_reached)
 
 

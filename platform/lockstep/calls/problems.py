@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import Problem, SpecError
+from lockstep.errors import Problem, RecordError, SpecError
 
 # --- training and resuming --------------------------------------------------------------------------------------
 
@@ -76,6 +76,62 @@ PIN_WITHOUT_CHECKPOINT = Problem(
     "it has {wanted}",
     cause="`lockstep pin` of a step that was never saved, or was deleted, perhaps at the same moment",
     advice="a step that has a checkpoint",
+)
+
+# --- promoting a checkpoint -------------------------------------------------------------------------------------
+
+PROMOTION_NAME = Problem(
+    "promote.name",
+    SpecError,
+    "as: got {got!r}, wanted NAME@ALIAS, such as digits@champion: each of letters, digits, dots, dashes and underscores, the alias not a number",
+    cause="a wrong `--as` of `lockstep promote`",
+    advice="a name and an alias with `@` between them",
+)
+
+PROMOTION_STORE = Problem(
+    "promote.store",
+    SpecError,
+    "uri: got off, and the model registry is MLflow's",
+    "name the store of the run with --uri",
+    cause="`lockstep promote` of a run that MLflow does not have",
+    advice="the store that knows the run",
+)
+
+PROMOTION_CHOICES = Problem(
+    "promote.choices",
+    SpecError,
+    "promote: got --best and --step, wanted one of them",
+    "leave out one; without both the newest checkpoint is promoted",
+    cause="two choices of a checkpoint",
+    advice="leave out one",
+)
+
+PROMOTION_STEP = Problem(
+    "promote.no_checkpoint",
+    SpecError,
+    "step: run {run} has no checkpoint of step {got}",
+    "it has {wanted}",
+    cause="`lockstep promote` of a step that was never saved, or was deleted",
+    advice="a step that has a checkpoint",
+)
+
+PROMOTION_BEST = Problem(
+    "promote.no_best",
+    SpecError,
+    "best: no checkpoint of run {run} was evaluated with {wanted}",
+    "choose one with --step; it has {got}",
+    cause="the run does not evaluate, or not at the steps whose checkpoints it has kept; `checkpoint.keep_best` keeps them",
+    advice="`--step`",
+)
+
+PROMOTION_REFUSED = Problem(
+    "promote.not_verified",
+    RecordError,
+    "promote: run {run} does not verify: step {step}: {quantity} is recorded as {wanted} and was found as {got}",
+    "nothing was registered; `lockstep verify {run}` tells more",
+    shown="promote: run … does not verify: …",
+    cause="steps up to the checkpoint, taken again, have other bits than the record",
+    advice="find out why with `lockstep verify`; do not serve these weights",
 )
 
 # --- leaving samples out ----------------------------------------------------------------------------------------

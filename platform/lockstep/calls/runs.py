@@ -106,8 +106,9 @@ def _run_attempt(
         raise problems.CHAOS_LOCAL()
     shown = HeldProgress(options.progress)
     options = replace(options, progress=shown)
-    command = options.notify if leads() else None
-    notifications = Notifications(command, spec.folder, shown.say, origin.run_id)
+    command, webhook = (options.notify, options.webhook) if leads() else (None, None)
+    notifications = Notifications(command, spec.folder, shown.say, origin.run_id, webhook=webhook)
+    options = replace(options, on_alert=notifications.alerted)
     with ExitStack() as stack, StopSignal() as stop:
 
         def keep(held: Lease | None) -> None:

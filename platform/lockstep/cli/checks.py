@@ -33,6 +33,10 @@ def check(
     ] = False,
     address: Address = None,
     uri: Uri = None,
+    health: Annotated[
+        bool,
+        typer.Option("--health", help="also measure the machines: speed, bits, memory, disk, links, clocks"),
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Find out before a long run what would go wrong in it. Keeps nothing that it trains."""
@@ -42,7 +46,9 @@ def check(
         from lockstep.checks.findings import as_text
 
         hear = _heard if verbose else None
-        report = check_spec(spec, overrides or [], local=local, address=address, uri=uri, say=hear)
+        report = check_spec(
+            spec, overrides or [], local=local, address=address, uri=uri, health=health, say=hear
+        )
         answer(report.as_dict(), lambda: as_text(report))
     if not report.passed:
         raise typer.Exit(ExitCode.FAILED)

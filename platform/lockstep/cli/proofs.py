@@ -26,6 +26,7 @@ from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from lockstep.calls.attestation import Attested, Checked
+    from lockstep.calls.promotion import Promoted
     from lockstep.calls.replay_call import Inspected
     from lockstep.proof.difference import Difference, Parted
     from lockstep.proof.guard import Guarded
@@ -56,6 +57,12 @@ def register(app: typer.Typer) -> None:
     command(app, "prove", "lockstep guard jobs/digits/train.yaml --base HEAD~1")(guard)
     command(app, "prove", "lockstep replay RUN --step 412 --inspect")(replay)
     command(app, "prove", "lockstep attest RUN --key signer-private.pem")(attest)
+    command(
+        app,
+        "serve",
+        "lockstep promote RUN --best --as digits@champion",
+        "lockstep promote RUN --step 275 --as digits@candidate --key signer-private.pem",
+    )(promote)
 
 
 def verify(
@@ -289,6 +296,65 @@ def attest(
 
         result = attest_run(run, key=key, out=out, uri=uri, storage=storage)
         answer(result.as_dict(), lambda: attested_as_text(result))
+
+
+def promote(
+    run: RunId,
+    as_: Annotated[
+        str,
+        typer.Option(
+            "--as", metavar="NAME@ALIAS", help="the registered model, and the alias that is to point to it"
+        ),
+    ],
+    best: Annotated[bool, typer.Option("--best", help="the best checkpoint by the run's own rule")] = False,
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="the checkpoint of this step; default: the newest")
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, metavar="K", help="how many steps up to the checkpoint are repeated at least"),
+    ] = 20,
+    key: Annotated[
+        Path | None, typer.Option(metavar="PRIVATE", help="the private key, PEM, that signs the statement")
+    ] = None,
+    *,
+    given: Given,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Verify a checkpoint, and register it in MLflow under a name."""
+    began_at = began()
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.promotion import promote as promote_checkpoint
+
+        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+            result = promote_checkpoint(
+                run,
+                as_,
+                best=best,
+                step=step,
+                steps=steps,
+                key=key,
+                uri=uri,
+                storage=storage,
+                options=options,
+            )
+        answer(result.as_dict(), lambda: promoted_as_text(result))
+
+
+def promoted_as_text(found: Promoted) -> str:
+    """A checkpoint that was registered, for a person."""
+    before = f" (before: version {found.previous})" if found.previous not in (None, found.version) else ""
+    return "\n".join(
+        [
+            f"promoted: run {found.run_id}, step {found.step}, is version {found.version} of {found.name}",
+            f"alias             {found.name}@{found.alias}{before}",
+            f"verified          {found.verified}",
+            f"attestation       {found.tags['lockstep.attestation']}",
+        ]
+    )
 
 
 def attested_as_text(found: Attested) -> str:

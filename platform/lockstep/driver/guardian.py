@@ -68,11 +68,12 @@ class Guardian:
         sweep: Mapping[str, Any] | None = None,
         recorded_by: str = "lockstep.record.runs.ending",
         notify: str | Sequence[str] | None = None,
+        webhook: str | None = None,
     ) -> None:
         """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
 
         A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials. `recorded_by` is the
-        module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it.
+        module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it, and `webhook` its address.
         """
         self._path = [path for path in sys.path if path]
         self.what = "run" if sweep is None else "sweep"
@@ -83,6 +84,7 @@ class Guardian:
             "sweep": None if sweep is None else dict(sweep),
             "recorded_by": recorded_by,
             "notify": notify,
+            "webhook": webhook,
             "folder": str(folder),
             "path": self._path,
             "watched": watched,
@@ -448,7 +450,9 @@ class _Guard:
 
         folder, run_id = Path(self._facts["folder"]), answer["run_id"] or self._facts.get("run_id")
         newest = newest_step(folder / run_id) if run_id else None
-        notifications = Notifications(self._facts["notify"], folder, _write, run_id)
+        notifications = Notifications(
+            self._facts["notify"], folder, _write, run_id, webhook=self._facts["webhook"]
+        )
         notifications.lost(end["message"], end["status"], newest.step if newest else 0)
 
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group, distributed, local_device
 from lockstep.driver.failure_report import with_run
 from lockstep.driver.guardian import Guardian, ending_line
-from lockstep.driver.options import RunOptions
+from lockstep.driver.options import HeardAlerts, RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
@@ -68,7 +68,9 @@ class LocalRun:
         on_run_id: Callable[[str], None],
         attempt: int,
         guardian: Guardian,
+        alerts: HeardAlerts,
     ) -> None:
+        self._alerts = alerts
         self.recorder, self.view = recorder, RunView(attempt)
         self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
         self._named = self._stopped = False
@@ -148,6 +150,7 @@ class LocalRun:
             if text not in self.view.warnings:
                 self.view.take(Warned(text))
                 self._progress.say(f"warning: {text}")
+        self._alerts.hear(self.recorder.state.alerted)
 
     def show(self) -> None:
         """Bring the progress line up to now."""
@@ -180,10 +183,12 @@ def train_here(
         watched = spec.faults.longest_silence_s, spec.faults.longest_start_s
         with (
             stacks_on_signal() as stacks,
-            Guardian(spec.document(), spec.folder, watched=watched, notify=options.notify) as guardian,
+            Guardian(
+                spec.document(), spec.folder, watched=watched, notify=options.notify, webhook=options.webhook
+            ) as guardian,
         ):
             guardian.tell(stacks=stacks)
-            run = _start(spec, options.progress, stop, origin, on_run_id, guardian)
+            run = _start(spec, options, stop, origin, on_run_id, guardian)
             guardian.on_hung = run.end_hung
             summary = _fit_recorded(spec, group, run, origin, guardian)
     run.hear()
@@ -210,7 +215,7 @@ def train_here(
 
 def _start(
     spec: Spec,
-    progress: Progress,
+    options: RunOptions,
     stop: StopSignal,
     origin: AttemptOrigin,
     on_run_id: Callable[[str], None],
@@ -228,7 +233,8 @@ def _start(
     recorder.warm_up()
     if origin.run_id is not None:  # it exists: how this attempt ends belongs to it
         recorder.start()
-    return LocalRun(recorder, stop, progress, on_run_id, origin.attempt, guardian)
+    alerts = HeardAlerts(options)
+    return LocalRun(recorder, stop, options.progress, on_run_id, origin.attempt, guardian, alerts)
 
 
 def _fit_recorded(

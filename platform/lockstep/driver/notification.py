@@ -7,21 +7,27 @@ someone resumes from a shared store must not bring a command along.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import tempfile
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
+from urllib.parse import urlsplit
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import SpecError
+from lockstep.record.events.union import Alerted
 from lockstep.record.redaction import redacted
 
 LIMIT_S = 30.0
@@ -30,6 +36,9 @@ LIMIT_S = 30.0
 VARIABLE = "LOCKSTEP_NOTIFY"
 """Environment variable with the command, where no option gives one. The command itself does not inherit it."""
 
+WEBHOOK = "LOCKSTEP_WEBHOOK"
+"""The same for the address that gets each notification."""
+
 _LONGEST_VARIABLE = 10_000
 """Characters; Linux refuses a variable of 128 KiB."""
 
@@ -37,11 +46,14 @@ _TOLD_CHARACTERS = 200
 """Of what a command that fails has printed last."""
 
 
+EventName = Literal["start", "failure", "end", "alert"]
+
+
 @dataclass(frozen=True, slots=True)
 class Notification:
     """What the command is told: each as the environment variable `LOCKSTEP_<NAME>`, all as JSON on standard input."""
 
-    event: Literal["start", "failure", "end"]
+    event: EventName
     status: str
     run_id: str
     """Empty where a run failed before it existed."""
@@ -50,6 +62,10 @@ class Notification:
     error: str
     folder: str
     """That of the run's record."""
+    alert: str = ""
+    """The rule that has fired, for an alert."""
+    evidence: str = ""
+    """What it has fired for."""
 
 
 class Notifications:
@@ -61,8 +77,15 @@ class Notifications:
         folder: Path,
         say: Callable[[str], None],
         run_id: str | None = None,
+        *,
+        webhook: str | None = None,
     ) -> None:
+        if webhook is not None and urlsplit(webhook).scheme not in ("http", "https"):
+            raise SpecError(
+                f"webhook: got {redacted(webhook)!r}, wanted an address that begins with http:// or https://"
+            )
         self._command, self._folder, self._say, self._run_id = command, folder, say, run_id
+        self._webhook = webhook
         self._running: list[threading.Thread] = []
         self.warnings: list[str] = []
         """How the command failed, the first time that it did."""
@@ -72,11 +95,15 @@ class Notifications:
         self._run_id = run_id
         self._tell("start", "RUNNING", step)
 
+    def alerted(self, alert: Alerted) -> None:
+        """An alert of the run has fired. Returns at once."""
+        self._tell("alert", "RUNNING", alert.step, alert=alert.rule, evidence=redacted(alert.evidence))
+
     def ended(self, status: str, step: int) -> None:
         """The run came to its end, or was stopped. Returns when the command has ended."""
-        self._wait()  # for the start: what is told comes in order
+        self.wait()  # for the start: what is told comes in order
         self._tell("end", status, step)
-        self._wait()
+        self.wait()
 
     def failed(self, error: BaseException, step: int) -> None:
         """What this command did of the run ended with an error, likewise.
@@ -87,11 +114,11 @@ class Notifications:
         if was_signalled(error):
             self.ended("KILLED", step)
             return
-        self._wait()
+        self.wait()
         if isinstance(error, StaleAttemptError) or (isinstance(error, SpecError) and self._run_id is None):
             return
         self._tell("failure", "FAILED", step, redacted(str(error)))
-        self._wait()
+        self.wait()
 
     def lost(self, message: str, status: str, step: int) -> None:
         """The run ended with `message`, and this process tells so for one that could not, likewise."""
@@ -99,15 +126,19 @@ class Notifications:
             self.ended(status, step)
         else:
             self._tell("failure", status, step, redacted(message))
-            self._wait()
+            self.wait()
 
     def _tell(
-        self, event: Literal["start", "failure", "end"], status: str, step: int, error: str = ""
+        self, event: EventName, status: str, step: int, error: str = "", alert: str = "", evidence: str = ""
     ) -> None:
+        folder = str(self._folder / self._run_id) if self._run_id else ""
+        notification = Notification(event, status, self._run_id or "", step, error, folder, alert, evidence)
+        if self._webhook:
+            self._begin(threading.Thread(
+                target=self._post, args=(notification,), name="lockstep-webhook", daemon=True
+            ))  # fmt: skip
         if not self._command:
             return
-        folder = str(self._folder / self._run_id) if self._run_id else ""
-        notification = Notification(event, status, self._run_id or "", step, error, folder)
         try:
             process, output = _started(self._command, notification)
         except OSError as failure:
@@ -117,10 +148,36 @@ class Notifications:
         waiting = threading.Thread(
             target=self._await, args=(process, output, event), name="lockstep-notify", daemon=True
         )
-        waiting.start()
-        self._running.append(waiting)
+        self._begin(waiting)
 
-    def _wait(self) -> None:
+    def _begin(self, thread: threading.Thread) -> None:
+        thread.start()
+        self._running.append(thread)
+
+    def _post(self, notification: Notification) -> None:
+        """Send a notification to the webhook, again after a while where it does not answer."""
+        assert self._webhook is not None
+        request = urllib.request.Request(
+            self._webhook,
+            json.dumps(asdict(notification)).encode(),
+            {"Content-Type": "application/json", "User-Agent": "lockstep"},
+        )
+        failure = ""
+        for pause_s in (0.0, 1.0, 3.0):
+            time.sleep(pause_s)
+            try:
+                with urllib.request.urlopen(request, timeout=LIMIT_S / 3):
+                    return
+            except urllib.error.HTTPError as error:
+                failure = f"was answered with status {error.code}"
+                if error.code < 500:
+                    break
+            except (OSError, http.client.HTTPException) as error:
+                failure = f"does not answer: {redacted(str(getattr(error, 'reason', error)))}"
+        self._warn(notification.event, failure, what="webhook")
+
+    def wait(self) -> None:
+        """Wait until everything is told."""
         while self._running:
             self._running.pop().join()
 
@@ -137,9 +194,10 @@ class Notifications:
             if code:
                 self._warn(event, f"ended with exit code {code}{_last_line(output)}")
 
-    def _warn(self, event: str, what: str) -> None:
+    def _warn(self, event: str, failure: str, *, what: str = "command") -> None:
         if not self.warnings:
-            self.warnings.append(f"notify: the command for the {event} of the run {what}")
+            option = "notify" if what == "command" else what
+            self.warnings.append(f"{option}: the {what} for the {event} of the run {failure}")
             self._say(f"warning: {self.warnings[0]}")
 
 
@@ -149,7 +207,7 @@ def _started(
     """The command's process, and what it prints. Files, for a pipe is also held by what the command leaves behind."""
     values: dict[str, Any] = asdict(notification)
     variables = {f"LOCKSTEP_{name.upper()}": _variable(str(value)) for name, value in values.items()}
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, WEBHOOK)}
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the thread that waits
     with tempfile.TemporaryFile() as input_file:
         input_file.write(json.dumps(values).encode())

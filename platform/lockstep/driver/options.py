@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 from lockstep.driver.progress import Progress, Silent
+from lockstep.record.events.union import Alerted
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,22 @@ def _taken(commands: str, default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"declared": Declared(text, tuple(commands.split()), **more)})
 
 
+def _nobody(alert: Alerted) -> None:
+    """The callback of calls that have nobody to tell of an alert."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options that train, resume and sweep have in common."""
 
     progress: Progress = field(default_factory=Silent)
     local: bool = _taken(
-        "train resume verify", False, "train in this process, without Ray; works under torchrun"
+        "train resume verify promote", False, "train in this process, without Ray; works under torchrun"
     )
     """Train in this process without Ray, or as one rank under torchrun."""
-    address: str | None = _taken("train resume sweep verify", None, "Ray cluster: an address, auto or local")
+    address: str | None = _taken(
+        "train resume sweep verify promote", None, "Ray cluster: an address, auto or local"
+    )
     """The Ray cluster, as `cluster_address` reads it."""
     verbose: bool = False
     """Show what Ray itself logs."""
@@ -67,10 +74,35 @@ class RunOptions:
         variable="LOCKSTEP_NOTIFY",
     )
     """A command, a list of words or a text for the shell, that is run at the run's start, failure and end."""
+    webhook: str | None = _taken(
+        "train resume sweep",
+        None,
+        "http(s) address that gets the same as JSON in a POST; default: LOCKSTEP_WEBHOOK",
+        metavar="URL",
+        variable="LOCKSTEP_WEBHOOK",
+    )
+    """An address that gets what the command of `notify` is told, as JSON."""
+    on_alert: Callable[[Alerted], None] = _nobody
+    """Called with each alert of the spec that fires, once."""
     source: Mapping[str, bytes] | None = None
     """The job's files by their paths below a source root, if they are in no folder: those of a class of `__main__`."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""
+
+
+class HeardAlerts:
+    """Tells each alert once: a recorder that took another's place has some of them again."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options, self._heard = options, set[str]()
+
+    def hear(self, alerts: Sequence[Alerted]) -> None:
+        """Tell those of the alerts that are new."""
+        for alert in alerts:
+            if alert.rule not in self._heard:
+                self._heard.add(alert.rule)
+                self._options.progress.say(str(alert))
+                self._options.on_alert(alert)
 
 
 class SweepCallOptions(TypedDict, total=False):
@@ -80,6 +112,7 @@ class SweepCallOptions(TypedDict, total=False):
     address: str | None
     verbose: bool
     notify: str | Sequence[str] | None
+    webhook: str | None
     began_at: float | None
 
 

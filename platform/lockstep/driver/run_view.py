@@ -151,7 +151,13 @@ class RunView:
                 | union.TimeSpent()
             ):
                 pass
-            case union.AttemptsSummarised() | union.Diagnosed() | union.Failed() | union.TakenOver():
+            case (
+                union.AttemptsSummarised()
+                | union.Diagnosed()
+                | union.Alerted()
+                | union.Failed()
+                | union.TakenOver()
+            ):
                 pass
             case union.InputsFound() | union.Opened() | union.SetAside() | union.Mended() | union.Delivered():
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
-from lockstep.record.events.union import TimeSpent
+from lockstep.record.events.union import Alerted, TimeSpent
 
 
 class RecorderState(NamedTuple):
@@ -23,6 +23,8 @@ class RecorderState(NamedTuple):
     """The first step or evaluation that gave other bits when it was repeated; else empty."""
     diagnosed: tuple[str, ...] = ()
     """What the run has shown to be wrong with it since it was opened, one line each."""
+    alerted: tuple[Alerted, ...] = ()
+    """The alerts that have fired since it was opened."""
     journaled: int = 0
     """How many of the reported events are in the journal (or have no place there) and are shown: they no longer depend on the recorder."""
     time_spent: TimeSpent | None = None

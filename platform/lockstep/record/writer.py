@@ -22,8 +22,10 @@ from pathlib import Path
 
 from lockstep.errors import LockstepError, RecordError, StorageError, first_line
 from lockstep.files import private
+from lockstep.record.alerts import Alerts
 from lockstep.record.diagnosis.stream import Diagnosing
 from lockstep.record.events.union import (
+    Alerted,
     Delivered,
     Diagnosed,
     Event,
@@ -161,6 +163,8 @@ class Writer:
             # Read before the inbox, so everything told before closing is in there.
             closing = self._closing.is_set()
             self._receive()
+            if not closing and not self._replay:
+                self._look_at_the_clock()
             self._project()
             if closing and not self._is_behind:
                 if self._record.projection.end is not None:
@@ -202,6 +206,9 @@ class Writer:
         if self._replay:
             self._untaken.append(self._record.last_end())
         self._diagnosing = Diagnosing(self._record.journal, self.spec)
+        storage = self.spec.checkpoint.storage
+        disks = [self._record.folder, *([] if "://" in storage else [Path(storage)])]
+        self._alerts = Alerts(self.spec, self._record.journal, disks)
         folder = self._record.folder
         self._state = self._state._replace(run_id=folder.name, url=self._record.url, folder=str(folder))
 
@@ -248,12 +255,16 @@ class Writer:
         try:
             admitted = self._diagnosing.with_diagnoses(events, self._record.admission.admit(events))
             recorded = self._with_time(admitted)
+            if self._alerts.any:
+                recorded = self._alerts.with_alerts(events, recorded)
             self._record.journal.add(recorded)
         except RecordError:
             self._diagnosing = self._diagnosing.again()  # the rows will come again
+            self._alerts = self._alerts.again()
             raise
         except Exception as error:  # noqa: BLE001 - one bad event must not prevent the others
             self._diagnosing = self._diagnosing.again()
+            self._alerts = self._alerts.again()
             if len(events) == 1:
                 self._refuse(error)
                 return []
@@ -261,6 +272,7 @@ class Writer:
         diagnoses = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
         violation = next((event.text for event in recorded if isinstance(event, Violated)), "")
         spent = next((event for event in recorded if isinstance(event, TimeSpent)), self._state.time_spent)
+        self._note_alerts(recorded)
         self._state = self._state._replace(
             diagnosed=self._state.diagnosed + diagnoses,
             violation=self._state.violation or violation,
@@ -275,6 +287,21 @@ class Writer:
         except RecordError as error:
             self._record.files.log(f"what became of the run's time is not known: {error}")
             return events
+
+    def _note_alerts(self, recorded: Sequence[Recorded]) -> None:
+        alerts = tuple(event for event in recorded if isinstance(event, Alerted))
+        self._state = self._state._replace(alerted=self._state.alerted + alerts)
+
+    def _look_at_the_clock(self) -> None:
+        """Record the alerts that have become due by themselves. What the disk refuses is not repeated: these rules fire once."""
+        alerts = self._alerts.by_clock() if self._alerts.any else []
+        if alerts:
+            with contextlib.suppress(RecordError):
+                self._record.journal.add(alerts)
+                self._untaken.extend(alerts)
+            for alert in alerts:
+                self._record.files.log(log_line(alert))
+            self._note_alerts(alerts)
 
     def _not_written(self, error: RecordError) -> None:
         """The disk refuses: keep the events in memory and try again, until the patience after closing is over."""

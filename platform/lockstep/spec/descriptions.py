@@ -117,6 +117,16 @@ SPEC = {
     "faults.longest_start_s": "seconds that an attempt may take until its first step",
     "faults.longest_silence_s": "shortest time without progress, in seconds, after which an attempt is considered hung",
     "faults.mirror": "with `sharding: optimizer`, whether another worker keeps each part of the state too, so that the others go on when one is lost",
+    "faults.health": "measure every node before each attempt on Ray, and leave out those that are slow or wrong",
+    "alert": "what a person is told of while the run goes on, once each",
+    "alert.metrics": "rules by the name of a metric, which may also stand directly below `alert`",
+    "alert.metrics.above": "the metric is larger than this; exactly one of above and below",
+    "alert.metrics.below": "the metric is smaller than this",
+    "alert.metrics.for": "in so many steps, or evaluations, in a row",
+    "alert.no_progress_s": "seconds without a step, an evaluation or a checkpoint; null: never",
+    "alert.waiting_s": "seconds that the run waits for room in the cluster; null: never",
+    "alert.drift": "bits that differ although the run promises the same ones",
+    "alert.disk_below_gb": "gigabytes that have to be free on the disks of checkpoints and record; null: any",
 }
 """By dotted field of a spec. Kinds of a section, such as two optimizers, share one line for a field that they have in common."""
 

@@ -151,7 +151,7 @@ def _run_sweep(
     from lockstep.clusters.driver_restarter import kept
 
     verbose, say = options.verbose, options.progress.say
-    notifications = Notifications(options.notify, base.folder, say, sweep_id)
+    notifications = Notifications(options.notify, base.folder, say, sweep_id, webhook=options.webhook)
     with (
         StopSignal() as stop,
         Guardian(
@@ -160,6 +160,7 @@ def _run_sweep(
             sweep=spec.document(),
             recorded_by=sweep_end.__name__,
             notify=options.notify,
+            webhook=options.webhook,
         ) as guardian,
     ):
         driver = _Driver(spec, sweep_id, options, stop, warnings, lease, notifications, guardian)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from lockstep.attempts.planned_change import Members
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.checks.health import Health, judged
 from lockstep.clusters import driver_restarter
 from lockstep.errors import (
     ClusterError,
@@ -31,8 +34,9 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events.union import Document, Failed, Finished, Joined, Straggling, Warned
+from lockstep.record.events.union import Alerted, Document, Failed, Finished, Joined, Straggling, Warned
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
+from tests.unit.checks.test_health import SOUND
 from tests.unit.record.rows import corrupted
 
 
@@ -681,3 +685,80 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     why = run.recording.summaries[0]["why"]
     assert why.startswith("no rank made progress for " if begun else "no first step within ")
     assert "what each was doing is in stacks-attempt-1.txt" in why
+
+
+@pytest.mark.parametrize(("waiting_s", "waits", "alerts"), [(0.1, True, 1), (None, True, 0), (0.1, False, 0)])
+def test_a_run_that_waits_for_room_for_too_long_is_told_once(
+    tmp_path: Path, waiting_s: float | None, waits: bool, alerts: int
+) -> None:
+    """Between its attempts, twice; one that finds room at once is not told, however long it trains."""
+
+    def room(spec: Any, left_out: Any, stop: Any, say: Any) -> WorkerPlacement:
+        if waits:
+            say("waiting for workers: no room for 1")
+            time.sleep(0.3)
+        return WorkerPlacement(1, {"CPU": 1.0}, frozenset({"node-a"}), frozenset())
+
+    def slow(workers: Workers) -> Generator[None]:
+        time.sleep(0.3)
+        yield from trains(2, save=2)(workers)
+
+    def last(workers: Workers) -> Generator[None]:
+        yield
+        workers.finish(2)
+
+    sections = {"alert": {"waiting_s": waiting_s}}
+    run = Supervised(tmp_path, [trains(1, save=1), slow, last], sections, around={"next_place": room})
+    run.run()
+    told = [event for event in run.recording.told if isinstance(event, Alerted)]
+    assert {event.rule for event in told} == {"waiting"} & {event.rule for event in told}
+    assert bool(told) == bool(alerts)
+    assert sum(line.startswith("alert: waiting: waiting for workers") for line in run.told.lines) == alerts
+
+
+def test_an_unwell_node_gets_no_workers_and_is_named_in_the_record(tmp_path: Path) -> None:
+    """Before each attempt, the first one too; without faults.health nobody is asked."""
+    placed: list[frozenset[str]] = []
+    asked: list[int] = []
+
+    def fleet(spec: Any) -> list[Health]:
+        asked.append(1)
+        return judged(
+            {
+                "node-a": replace(SOUND, host="first"),
+                "node-b": SOUND,
+                "node-c": replace(SOUND, host="third", clock_offset_s=9.0),
+            }
+        )
+
+    def place(spec: Any, left_out: frozenset[str], *_: Any) -> WorkerPlacement:
+        placed.append(left_out)
+        return WorkerPlacement(1, {"CPU": 1.0}, frozenset({"node-a", "node-b"}) - left_out, frozenset())
+
+    def last(workers: Workers) -> Generator[None]:
+        yield
+        workers.finish(1)
+
+    around = {"health": fleet, "find_place": place, "next_place": place}
+    for wanted in (True, False):
+        asked.clear()
+        placed.clear()
+        sections = {"faults": {"health": wanted}}
+        run = Supervised(tmp_path / str(wanted), [trains(1, save=1), last], sections, around=around)
+        run.run()
+        warnings = [event.text for event in run.recording.told if isinstance(event, Warned)]
+        documents = [
+            json.loads(event.text)
+            for event in run.recording.told
+            if isinstance(event, Document) and event.name == "health.json"
+        ]
+        if not wanted:
+            assert not asked and not documents and placed == [frozenset()]
+            continue
+        assert len(asked) == 2 and placed == [frozenset({"node-c"}), frozenset({"node-c"})]
+        assert warnings == [
+            "node node-c (third) is left out from now on: its clock differs from the driver's by +9.0 s"
+        ]
+        assert [len(document) for document in documents] == [3, 3] and documents[0][2]["vitals"][
+            "clock_offset_s"
+        ] == 9.0

@@ -75,10 +75,11 @@ def test_what_python_takes_are_fields_of_the_options() -> None:
     fields = {field.name for field in dataclasses.fields(RunOptions)}
     assert CallOptions.__annotations__.keys() <= fields
     assert {name: taken_by(name) for name in COMMANDS if taken_by(name)} == {
-        "train": ("local", "address", "chaos", "retries", "notify"),
-        "resume": ("local", "address", "chaos", "retries", "notify"),
-        "sweep": ("address", "notify"),
+        "train": ("local", "address", "chaos", "retries", "notify", "webhook"),
+        "resume": ("local", "address", "chaos", "retries", "notify", "webhook"),
+        "sweep": ("address", "notify", "webhook"),
         "verify": ("local", "address"),
+        "promote": ("local", "address"),
     }
     for name in COMMANDS:
         taken = {parameter.name for parameter in COMMANDS[name].params}

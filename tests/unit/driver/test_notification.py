@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from lockstep.driver import notification
 from lockstep.driver.notification import Notifications
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
+from lockstep.record.events.union import Alerted
 
 RUN = "f" * 32
 
@@ -46,7 +49,7 @@ def test_facts_are_in_the_environment_and_on_standard_input(
     notifications = Notifications(command, tmp_path / "runs", print)
     notifications.began(RUN, 3)
     notifications.failed(JobError("it broke at postgresql://me:hunter2@host/db"), 7)
-    common = {"run_id": RUN, "folder": str(tmp_path / "runs" / RUN)}
+    common = {"run_id": RUN, "folder": str(tmp_path / "runs" / RUN), "alert": "", "evidence": ""}
     error = "it broke at postgresql://me:***@host/db"
     expected = [
         {"event": "start", "status": "RUNNING", "step": 3, "error": "", **common},
@@ -231,3 +234,62 @@ def test_a_run_that_is_stopped_is_told_and_so_is_the_attempt_that_takes_it_up(tm
     ]
     assert {facts["run_id"] for facts in told(given)} == {stopped.run_id}
     assert "LOCKSTEP_EVENT" not in os.environ
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Keeps what it is sent, and answers with the statuses that it is given, the last one again and again."""
+
+    got: ClassVar[list[dict[str, Any]]] = []
+    statuses: ClassVar[list[int]] = [200]
+
+    def do_POST(self) -> None:
+        assert self.headers["Content-Type"] == "application/json"
+        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0])
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def webhook(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Webhook, "got", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Webhook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/hook"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "posts", "warned"), [([200], 1, False), ([503, 200], 2, False), ([403], 1, True)]
+)
+def test_a_webhook_gets_what_the_command_gets(
+    tmp_path: Path,
+    webhook: str,
+    monkeypatch: pytest.MonkeyPatch,
+    statuses: list[int],
+    posts: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(Webhook, "statuses", statuses)
+    notifications = Notifications(telling(tmp_path / "given"), tmp_path, print, RUN, webhook=webhook)
+    notifications.alerted(Alerted("loss above 8", 412, "loss is 9"))
+    notifications.wait()
+    (facts,) = told(tmp_path / "given")
+    assert facts["event"] == "alert" and (facts["alert"], facts["evidence"], facts["step"]) == (
+        "loss above 8",
+        "loss is 9",
+        412,
+    )
+    assert Webhook.got == [facts] * posts
+    assert bool(notifications.warnings) == warned
+    if warned:
+        assert notifications.warnings == [
+            "webhook: the webhook for the alert of the run was answered with status 403"
+        ]
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="webhook: got 'file:///etc/passwd', wanted an address"):
+        Notifications(None, tmp_path, print, webhook="file:///etc/passwd")

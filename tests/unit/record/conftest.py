@@ -29,6 +29,7 @@ MLFLOW = {
     "test_stores.py",
     "test_final_model_files.py",
     "test_checkpoint_copies.py",
+    "test_checkpoint_models.py",
     "test_strangers.py",
     "test_kept_checkpoints.py",
     "test_ui.py",

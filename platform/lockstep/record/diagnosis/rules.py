@@ -154,6 +154,7 @@ class Diagnosis:
                 return
             case (
                 union.Violated()
+                | union.Alerted()
                 | union.InputsFound()
                 | union.Opened()
                 | union.SetAside()

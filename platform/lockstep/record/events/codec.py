@@ -19,6 +19,7 @@ from lockstep.parsing import OtherVersionError, check_version, conforms, json_ma
 from lockstep.paths import component, relative
 from lockstep.record.events.union import (
     SOURCE,
+    Alerted,
     AttemptsSummarised,
     CheckpointRow,
     Corrupted,
@@ -97,6 +98,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "taken_over", {"message": event.message}
         case Diagnosed():
             return "diagnosed", asdict(event)
+        case Alerted():
+            return "alerted", asdict(event)
         case Warned():
             return "warned", {"text": event.text}
         case Straggling():
@@ -286,6 +289,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return TakenOver(**value)
         case "diagnosed":
             return Diagnosed(**value)
+        case "alerted":
+            return Alerted(**value)
         case "warned":
             return Warned(**value)
         case "straggling":

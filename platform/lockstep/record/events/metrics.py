@@ -57,7 +57,9 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return time_points(event, started_at)
         case union.Started() | union.PeakMemory() | union.AttemptsSummarised():
             return iter(())
-        case union.Document() | union.Diagnosed() | union.Corrupted() | union.ResumeChecked():
+        case (
+            union.Document() | union.Diagnosed() | union.Alerted() | union.Corrupted() | union.ResumeChecked()
+        ):
             return iter(())
         case union.Warned() | union.Straggling() | union.Violated() | union.Failed() | union.TakenOver():
             return iter(())

@@ -230,6 +230,18 @@ class Diagnosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Alerted:
+    """A rule of the spec's `alert` has fired, after `step`. Each rule fires once in a run."""
+
+    rule: str
+    step: int
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"alert: {self.rule}: {self.evidence} (step {self.step})"
+
+
+@dataclass(frozen=True, slots=True)
 class Warned:
     """Something that a person should know, and that ends nothing. The journal has each text once."""
 
@@ -460,6 +472,7 @@ Recorded = (
     | Failed
     | TakenOver
     | Diagnosed
+    | Alerted
     | Warned
     | Straggling
     | Violated

@@ -69,6 +69,7 @@ class RowsSoFar:
             case (
                 union.TakenOver()
                 | union.Diagnosed()
+                | union.Alerted()
                 | union.Corrupted()
                 | union.ResumeChecked()
                 | union.TimeSpent()

@@ -5,7 +5,8 @@ Invariants:
 - The last call decides what the store should have: the newest checkpoint, the best one, the pinned ones. One is sent at a time.
 - A checkpoint that is being sent is sent to its end, whatever is deleted meanwhile: links of its own hold its files. So a
 slow store gets only some of the checkpoints, and the disk holds at most one checkpoint more.
-- A copy is deleted when it is no longer essential, and only after the newest checkpoint is whole in the store.
+- A copy that is no longer essential loses its files, and only after the newest checkpoint is whole in the store. As long as the run keeps the
+checkpoint, a reference to it stays.
 - A copy that this run's journal does not know, such as one from a storage that was lost, is left alone.
 """
 
@@ -37,6 +38,12 @@ SHARED = "shared"
 """The folder beside the checkpoints with the files that several of them name; in a whole copy they lie with the other files."""
 
 
+class Reference(NamedTuple):
+    """The checkpoint at `uri`, of which a store has no files."""
+
+    uri: str
+
+
 class Copies(Part):
     """The checkpoints that a store should have whole (folder by step), in a lane of their own.
 
@@ -52,13 +59,20 @@ class Copies(Part):
         self._store, self._report = store, report
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
         self._known: Container[int] = ()
+        self._references: Mapping[int, Reference] = {}
+        """The checkpoints that the run keeps without a copy in the store."""
+        self.published: dict[int, int] = {}
+        """How often a checkpoint was published in the store, or seen there, by step. Read by another thread."""
         self._is_known = False
         """Whether `actual` has what the store had of the run's checkpoints."""
         self._closing = threading.Event()
 
-    def keep(self, wanted: Mapping[int, str], known: Container[int]) -> None:
-        """Make the store keep these checkpoints, and drop the other `known` ones of the run. Returns at once."""
+    def keep(
+        self, wanted: Mapping[int, str], known: Container[int], kept: Mapping[int, str] | None = None
+    ) -> None:
+        """Make the store keep these checkpoints whole, of the others that the run has `kept` a reference, and drop the other `known` ones. Returns at once."""
         self._known = known
+        self._references = {step: Reference(uri) for step, uri in (kept or {}).items() if step not in wanted}
         self.wanted = dict(sorted(wanted.items(), reverse=True))
         self.retry()
         self._lane.wake()
@@ -87,7 +101,16 @@ class Copies(Part):
             return
         yield from self._pushes()
         if self.actual.get(newest[0]) == newest[1]:
+            for step, reference in self._references.items():
+                if self._is_due(step, reference):
+                    yield Call(
+                        partial(self._refer, step, reference), partial(self.refuse, [(step, reference)])
+                    )
             yield from self._deletions()
+
+    def _deletions(self) -> Iterator[Call]:
+        unreferenced = (name for name in list(self.actual) if name not in {*self.wanted, *self._references})
+        return self._delete_each(unreferenced)
 
     def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
         self._refused.update(items)
@@ -102,7 +125,17 @@ class Copies(Part):
             for step, whole in self._store.checkpoints().items()
             if step in self._known or step in wanted
         }
+        for step in self.actual:
+            self._count(step)
         self._is_known = True
+
+    def _refer(self, step: int, reference: Reference) -> None:
+        self._store.keep_reference(step, checkpoint_tags(reference.uri))
+        self.actual[step] = reference
+        self._count(step)
+
+    def _count(self, step: int) -> None:
+        self.published[step] = self.published.get(step, 0) + 1
 
     def _send_copy(self, items: Mapping[int, str]) -> None:
         ((step, folder),) = items.items()
@@ -110,6 +143,7 @@ class Copies(Part):
         with _held(Path(folder)) as held_folder:
             self._began = time.monotonic()
             self._store.log_checkpoint(step, checkpoint_tags(folder), held_folder, self._sent)
+        self._count(step)
         self._report(step, None)
 
     def _sent(self, nbytes: int) -> None:

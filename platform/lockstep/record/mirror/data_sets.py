@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from lockstep.spec.fields import Spec
@@ -38,6 +38,13 @@ def data_sets(spec: Spec, fields: Mapping[str, Any]) -> list[DataSet]:
 
 
 _SAMPLES = re.compile(r"data\.(train|(?:eval|test)(?:/[\w-]+)?)_samples")
+
+
+def measured_by(key: str, data: Iterable[DataSet]) -> DataSet | None:
+    """The data set that an evaluation's metric is of, such as `eval/loss`, or of one of several sets `eval/clean/loss`; None if it is not known."""
+    context, _, rest = key.partition("/")
+    by_set = {one.name.partition("_data.")[2]: one for one in data if one.context == context}
+    return by_set.get(rest.partition("/")[0]) or by_set.get("")
 
 
 def _in_order(label: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -247,9 +247,12 @@ class Part:
 
     def _deletions(self) -> Iterator[Call]:
         if self._delete:
-            for name in [name for name in list(self.actual) if name not in self.wanted]:
-                if self._is_due(name, _DELETED):
-                    yield Call(partial(self._take_away, name), partial(self.refuse, [(name, _DELETED)]))
+            yield from self._delete_each(name for name in list(self.actual) if name not in self.wanted)
+
+    def _delete_each(self, names: Iterable[Any]) -> Iterator[Call]:
+        for name in names:
+            if self._is_due(name, _DELETED):
+                yield Call(partial(self._take_away, name), partial(self.refuse, [(name, _DELETED)]))
 
     def retry(self) -> bool:
         """Make refused content due again. Returns whether there is any."""

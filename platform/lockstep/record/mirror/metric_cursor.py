@@ -15,7 +15,7 @@ from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.lanes import Call, Lane, Part, send_acceptable
-from lockstep.record.mirror.run_store import POINTS_PER_CALL, RunStore, UnavailableError
+from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, RunStore, UnavailableError
 
 MOST_REFUSED = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
@@ -29,6 +29,25 @@ class _Cursor(NamedTuple):
     offset: int
     before: StepRow | None
     """The step before the offset."""
+
+
+class Evaluations(Part):
+    """What was measured of each checkpoint, linked to it in the store.
+
+    Linking a point also adds it to the run: so it is due only when `cursor` has sent all points before it. Otherwise a process that is killed in between
+    would leave a highest step below which points are missing, and the next one would not send them.
+    """
+
+    def __init__(self, cursor: MetricCursor, lane: Lane, store: RunStore) -> None:
+        super().__init__(lane, "evaluation of checkpoint", self._link)
+        self._cursor, self._store = cursor, store
+
+    def calls(self) -> Iterator[Call]:
+        return super().calls() if self._cursor.is_at_end else iter(())
+
+    def _link(self, items: Mapping[int, tuple[Sequence[Measured], int]]) -> None:
+        for step, (evaluation, _) in items.items():
+            self._store.log_evaluation(step, evaluation)
 
 
 class MetricCursor(Part):
@@ -60,6 +79,11 @@ class MetricCursor(Part):
         self._replaced_after: int | None = None
         """If set: rows of later steps than this that come again replace others, which were made from corrupted bits."""
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the store has the points of everything that the journal has, but for those that it refuses."""
+        return self._cursor.offset >= self._journal.size
 
     def calls(self) -> Iterator[Call]:
         """One call, which sends everything that the journal has when it is made; and those that repeat refused points."""

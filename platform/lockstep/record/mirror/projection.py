@@ -6,6 +6,7 @@ the same events; a reconciler makes folder and store agree with the result.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,15 +15,16 @@ from typing import Any, NamedTuple, assert_never
 
 from lockstep.files import as_bytes
 from lockstep.record.events import union
+from lockstep.record.events.metrics import evaluation_points, test_points
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
 from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.time_spent import time_tags
 from lockstep.record.mirror import documents
-from lockstep.record.mirror.data_sets import DataSet, data_sets
+from lockstep.record.mirror.data_sets import DataSet, data_sets, measured_by
 from lockstep.record.mirror.final_model_files import model_folder
 from lockstep.record.mirror.run_files import Content
-from lockstep.record.mirror.run_store import Status
+from lockstep.record.mirror.run_store import Measured, Status
 from lockstep.record.redaction import redacted_document
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -66,6 +68,8 @@ class Projection:
         self.known_steps: set[int] = set()
         """The steps of all checkpoints that the run has saved. Only added to."""
         self.saves = 0
+        self._tested: Finished | None = None
+        """The end that has the test."""
         self.end: Ending | None = None
         """How the run ended; None if it goes on. An end before the last start belongs to an earlier attempt."""
         self.lack = ""
@@ -80,6 +84,7 @@ class Projection:
         self._diagnoses: list[union.Diagnosed] = []
         self._time: union.TimeSpent | None = None
         """What became of the run's time up to its last end."""
+        self._alerts: list[union.Alerted] = []
 
     def describe(self, sources: Mapping[str, bytes]) -> None:
         """Add what is known of a run before it does anything: its spec, the parameters, and its job's `sources` by path."""
@@ -118,6 +123,7 @@ class Projection:
             case union.Document():
                 self.documents[event.name] = event.text
             case Finished():
+                self._tested = event
                 self.end = self._finished(event)
             case Failed():
                 self.end = self._failed(event)
@@ -128,6 +134,10 @@ class Projection:
                 rules = dict.fromkeys(diagnosed.rule for diagnosed in self._diagnoses)
                 self._tags["diagnosed"] = "; ".join(rules)
                 self.documents["diagnosis.json"] = documents.as_json([asdict(d) for d in self._diagnoses])
+            case union.Alerted():
+                self._alerts.append(event)
+                self._tags["alerts"] = "; ".join(f"step {one.step}: {one.rule}" for one in self._alerts)
+                self.documents["alerts.json"] = documents.as_json([asdict(one) for one in self._alerts])
             case union.Corrupted():
                 self._tags["corrupted"] = str(event)
             case union.ResumeChecked():
@@ -193,6 +203,21 @@ class Projection:
         for step in row.deleted:
             self.references.pop(step, None)
         self.copies = dict(sorted(row.essential or [(row.step, row.uri)], reverse=True))
+
+    def measured(self, step: int) -> tuple[Measured, ...]:
+        """What the evaluation of a step, and the test of its weights, measured: the metrics of its checkpoint.
+
+        NaN is left out: MLflow stores it as 0 with a model.
+        """
+        row = self._journal.evaluation(step)
+        points = [] if row is None else [p for p in evaluation_points(row) if p.key.startswith("eval/")]
+        if self._tested is not None:
+            points += [point for point in test_points(self._tested) if point.step == step]
+        return tuple(
+            Measured(point, measured_by(point.key, self.data.values()))
+            for point in points
+            if not math.isnan(point.value)
+        )
 
     @property
     def makes_copies(self) -> bool:
@@ -301,7 +326,7 @@ def log_line(event: Recorded) -> str:
             return event.message
         case union.Violated():
             return f"determinism violation: {event.text}"
-        case union.Diagnosed() | union.Corrupted():
+        case union.Diagnosed() | union.Corrupted() | union.Alerted():
             return str(event)
         case union.Warned() | union.Straggling():
             return f"warning: {event.text}"

@@ -22,7 +22,7 @@ from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.checkpoint_copies import Copies, checkpoint_tags
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.lanes import Call, Lane, Outage, Part
-from lockstep.record.mirror.metric_cursor import MetricCursor
+from lockstep.record.mirror.metric_cursor import Evaluations, MetricCursor
 from lockstep.record.mirror.projection import Ending, Projection
 from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import DeniedError, RunStore, Status
@@ -74,7 +74,8 @@ class Reconciler:
         self._data = Part(self._facts, "data sets", lambda d: store.log_data(list(d.values())), together=True)
         self._tags = Part(self._facts, "tags", store.set_tags, together=True)
         scaled = spec.precision == "fp16"
-        MetricCursor(journal, store, self._points, scaled=scaled, thorough=thorough)
+        cursor = MetricCursor(journal, store, self._points, scaled=scaled, thorough=thorough)
+        self._evaluations = Evaluations(cursor, self._points, store)
         self._artifacts = Part(self._uploads, "artifact", self._send_file)
         self._references = Part(
             self._uploads, "checkpoint", self._send_reference, delete=store.delete_checkpoint
@@ -82,8 +83,12 @@ class Reconciler:
         self._model = Part(self._uploads, "final model", self._send_model)
         self._saves = Part(self._uploads, "aliases of checkpoints", lambda _: on_save())
         self._copies = Copies(store, self._copied, spec.record.copy_mb_per_s)
+        self._published: dict[int, int] = {}
+        """How often a reference was published, by step."""
         self._findings: dict[str, str] = {}
         """Tags that say what became of the pushing itself."""
+        self._kept: dict[int, str] = {}
+        """The checkpoints of which the store should have a copy or a reference."""
         self._error: RecordError | None = None
         self._trouble, self._is_away = "", False
         self._end: Ending | None = None
@@ -101,8 +106,11 @@ class Reconciler:
             dict(self._projection.documents),
             dict(self._projection.documents),
         )
+        self._published = dict.fromkeys(self._projection.references, 0)
         self._want()
-        for part in (self._params, self._data, self._tags, self._artifacts, self._references, self._saves):
+        for part in (
+            self._params, self._data, self._tags, self._artifacts, self._references, self._evaluations, self._saves
+        ):  # fmt: skip
             part.confirm()
         for name in (_ERROR, _TROUBLE, _NOTE):
             del self._tags.actual[name]
@@ -175,8 +183,15 @@ class Reconciler:
         self._model.wanted = {"": self._end.model} if self._end and self._end.model else {}
         if not projection.makes_copies:
             self._references.wanted = dict(projection.references)
-        elif self._copies.wanted != projection.copies:
-            self._copies.keep(projection.copies, projection.known_steps)
+        elif self._kept != projection.references or self._copies.wanted != projection.copies:
+            self._kept = dict(projection.references)
+            self._copies.keep(projection.copies, projection.known_steps, self._kept)
+        published = self._copies.published if projection.makes_copies else self._published
+        self._evaluations.wanted = {
+            step: (measured, published[step])
+            for step in projection.references
+            if step in published and (measured := projection.measured(step))
+        }
 
     # --- what is pushed -------------------------------------------------------------------------------------
 
@@ -187,7 +202,8 @@ class Reconciler:
 
     def _send_reference(self, items: Mapping[int, str]) -> None:
         for step, uri in items.items():
-            self._store.log_checkpoint(step, checkpoint_tags(uri), None)
+            self._store.keep_reference(step, checkpoint_tags(uri))
+            self._published[step] = self._published.get(step, 0) + 1
 
     def _send_model(self, items: Mapping[str, tuple[Path, int]]) -> None:
         ((folder, step),) = items.values()
@@ -264,6 +280,7 @@ class Reconciler:
         self.working = True
         copied = self._copies.close(max(closing_at, away_since) + patience_s)
         self.working = False
+        settle(self._points)  # the evaluations of the last copies
         self._give_up((self._points, self._uploads), advice)
         end = self._projection.end
         # A reader takes FINISHED for a whole history: it waits for `record sync` where points were neither sent nor refused.

@@ -46,6 +46,13 @@ class Ended(NamedTuple):
     error: str
 
 
+class Measured(NamedTuple):
+    """A metric of an evaluation, and the data set that it is of if that is known."""
+
+    point: Point
+    data: DataSet | None
+
+
 class RunStore(Protocol):
     """One run in a store. Call `open` first. Calls come from several threads, and may be repeated: a repetition changes nothing.
 
@@ -91,6 +98,14 @@ class RunStore(Protocol):
 
         `sent` is called with the size of each file after it was copied.
         """
+        return
+
+    def keep_reference(self, step: int, tags: Mapping[str, str]) -> None:
+        """Keep only the reference to a checkpoint, whose files are deleted if the store has them. One with an alias keeps them."""
+        self.log_checkpoint(step, tags, None)
+
+    def log_evaluation(self, step: int, evaluation: Sequence[Measured]) -> None:
+        """Link what the evaluations of a step measured to its checkpoint, if the store has that; the run has these points already."""
         return
 
     def checkpoints(self) -> Mapping[int, bool]:

@@ -2,7 +2,8 @@
 
 A model is announced (PENDING), its files are sent, and only then does it become READY and is linked to the run at its step. A
 PENDING model was interrupted: it is sent again under the same name, and the torn one is deleted with its files. To delete a
-model, it is first set to FAILED, then its files are deleted, then the model.
+model, it is first set to FAILED, then its files are deleted, then the model. A model that shall only be a reference becomes READY again
+without its files.
 
 If a model's artifacts are in a folder of the file system that its files are on, the files are linked rather than copied, and
 made read-only: a write to one would be a write to both. Elsewhere the files that checkpoints share are sent once, to the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lockstep.parsing import MOST_BYTES
 from lockstep.paths import read_beneath
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
 from lockstep.record.mirror.final_model_files import EXAMPLE, GRAPH, FinalModel, Values
-from lockstep.record.mirror.run_store import Sent
+from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, Sent
 
 STEP, RUN = "lockstep.step", "lockstep.run"
 
@@ -47,14 +48,18 @@ class Models:
         """Publish a model of the run. Returns its id. A model of that name that is already READY is kept, with or without files.
 
         `files` is their folder, or a function that puts them into an empty folder for a model of the given id, or None for a model
-        whose tags say where it is. A model with files replaces one without.
+        whose tags say where it is. A model without files gets those of a folder, and stays the same model.
         """
         ready, torn = self._known(name)
         for model in torn:
             self._delete(model)
-        bare = [model for model in ready if isinstance(files, Path) and not self.has_files(model)]
-        if len(bare) < len(ready):
-            return str(next(model.model_id for model in ready if model not in bare))
+        for model in ready:
+            if isinstance(files, Path) and not self.has_files(model):
+                self._client.finalize_logged_model(model.model_id, "FAILED")
+                self._client.set_logged_model_tags(model.model_id, dict(tags))
+                self._send(model, files, sent)
+                self._client.finalize_logged_model(model.model_id, "READY")
+            return str(model.model_id)
         model = self._announce(name, step, tags)
         model_id = str(model.model_id)
         if isinstance(files, Path):
@@ -68,9 +73,41 @@ class Models:
                     raise
                 self._client.log_model_artifacts(model_id, folder)
         self._commit(model_id, step)
-        for model in bare:
-            self._delete(model)
         return model_id
+
+    def publish_reference(self, name: str, step: int, tags: Mapping[str, str]) -> None:
+        """Publish a model without files, whose `tags` say where it is. A whole one of that name loses its files, unless it has an alias, and keeps its metrics."""
+        ready, _ = self._known(name)
+        whole = [model for model in ready if self.has_files(model)]
+        aliased = {model.model_id for model in self.aliased()} if whole else ()
+        for model in whole:
+            if model.model_id in aliased:
+                continue
+            self._client.finalize_logged_model(model.model_id, "FAILED")
+            self._client.set_logged_model_tags(model.model_id, dict(tags))
+            files_of(self._client.tracking_uri, model).delete_artifacts()
+            self._client.finalize_logged_model(model.model_id, "READY")
+        if not whole:
+            self.publish(name, step, tags, None)
+
+    def measure(self, name: str, evaluation: Sequence[Measured]) -> None:
+        """Give the READY models of that name the metrics of an evaluation, each with its data set. Those that they have change nothing."""
+        from mlflow.entities import Metric
+
+        for model in self._known(name)[0]:
+            metrics = [
+                Metric(
+                    *point,
+                    model_id=model.model_id,
+                    dataset_name=data and data.name,
+                    dataset_digest=data and data.digest,
+                )
+                for point, data in evaluation
+            ]
+            for start in range(0, len(metrics), POINTS_PER_CALL):
+                self._client.log_batch(
+                    self._run_id, metrics=metrics[start : start + POINTS_PER_CALL], synchronous=True
+                )
 
     def delete(self, name: str) -> int:
         """Delete the models of that name, files first. Returns how many there were."""

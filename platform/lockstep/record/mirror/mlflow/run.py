@@ -24,7 +24,7 @@ from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.mlflow.client import connecting, identified, is_database, page_url, translated
 from lockstep.record.mirror.mlflow.models import STEP, Models, fill_final, is_checkpoint
-from lockstep.record.mirror.run_store import Ended, Sent, Status
+from lockstep.record.mirror.run_store import Ended, Measured, Sent, Status
 from lockstep.record.runs.heartbeat import process_tags
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
@@ -218,6 +218,14 @@ class MlflowStore:
     ) -> None:
         with self._translated():
             self._models().publish(f"checkpoint-{step}", step, tags, folder, sent)
+
+    def keep_reference(self, step: int, tags: Mapping[str, str]) -> None:
+        with self._translated():
+            self._models().publish_reference(f"checkpoint-{step}", step, tags)
+
+    def log_evaluation(self, step: int, evaluation: Sequence[Measured]) -> None:
+        with self._translated():
+            self._models().measure(f"checkpoint-{step}", evaluation)
 
     def checkpoints(self) -> Mapping[int, bool]:
         with self._translated():

@@ -1,0 +1,148 @@
+"""Promotion of a checkpoint in MLflow's model registry: a version of a registered model, and an alias that points to it.
+
+The alias is the commit: it moves last, in one call. Whatever fails before or in it, what the promotion has made is taken back, and the alias
+points to where it did. A process that is killed leaves at most a version without the alias, which has the tag PENDING; the next promotion of
+the same checkpoint uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.errors import RecordError, first_line
+from lockstep.record.mirror.checkpoint_copies import checkpoint_tags
+from lockstep.record.mirror.mlflow.client import connecting, translated
+from lockstep.record.mirror.mlflow.models import Models
+
+PENDING = "lockstep.promotion"
+
+
+class Registered(NamedTuple):
+    """A version of a registered model, with the alias that points to it; `previous` is the version that it pointed to before."""
+
+    name: str
+    alias: str
+    version: str
+    model_id: str
+    previous: str | None
+
+
+def promote(
+    uri: str,
+    run_id: str,
+    step: int,
+    checkpoint: str,
+    folder: Path | None,
+    *,
+    name: str,
+    alias: str,
+    tags: Mapping[str, str],
+) -> Registered:
+    """Register the checkpoint of a run's step, which is at the URI `checkpoint`, as a version of `name`, and have `alias` point to it.
+
+    Its files are those of `folder`; without one the version refers to where the checkpoint is. RecordError where the store refuses or does not
+    answer: then the registry is as before, or the error says what could not be taken back.
+    """
+    from mlflow.tracking._tracking_service.utils import _use_tracking_uri
+
+    with connecting(uri) as (client, _):
+        pass  # from here on other processes may open the store, too
+    # MLflow's registry looks for the model behind a version in the store that is named globally.
+    with translated(uri, again=False), _use_tracking_uri(uri):
+        models = Models(client, client.get_run(run_id).info.experiment_id, run_id)
+        with _taken_back_on_failure(name, alias) as undo:
+            model_id = _published(models, step, checkpoint, folder, undo)
+            _register(client, name, undo)
+            version = _version(
+                client, name, model_id, run_id, {**tags, PENDING: f"not complete: {alias}"}, undo
+            )
+            previous = _alias(client, name, alias)
+            if previous != version:
+                undo.callback(_put_back, client, name, alias, previous)
+                client.set_registered_model_alias(name, alias, version)
+        # What is left of the tag by a failure here says less than the alias.
+        client.delete_model_version_tag(name, version, PENDING)
+    return Registered(name, alias, version, model_id, previous)
+
+
+@contextmanager
+def _taken_back_on_failure(name: str, alias: str) -> Iterator[ExitStack]:
+    """A stack of what takes each step back, which is called where the block fails, an interrupt included."""
+    with ExitStack() as undo:
+        try:
+            yield undo
+        except BaseException as error:
+            try:
+                undo.close()
+            except Exception as further:  # noqa: BLE001 - whatever it is, what is left has to be told
+                raise RecordError(
+                    f"promote: {first_line(error)}; and taking it back failed as well: {first_line(further)}; look at {name!r} and its alias "
+                    f"{alias!r} in MLflow, and give the command again"
+                ) from error
+            raise
+        undo.pop_all()
+
+
+def _published(models: Models, step: int, checkpoint: str, folder: Path | None, undo: ExitStack) -> str:
+    """The id of the checkpoint's model, which has the files of `folder`."""
+    name, tags = f"checkpoint-{step}", checkpoint_tags(checkpoint)
+    before = [model for model in models.ready_models() if model.name == name]
+    if not before:
+        undo.callback(models.delete, name)
+    elif folder is not None and not any(map(models.has_files, before)):
+        undo.callback(models.publish_reference, name, step, tags)
+    return models.publish(name, step, tags, folder)
+
+
+def _register(client: Any, name: str, undo: ExitStack) -> None:
+    if not client.search_registered_models(filter_string=f"name = '{name}'"):
+        undo.callback(_delete_empty, client, name)
+        client.create_registered_model(name)
+
+
+def _delete_empty(client: Any, name: str) -> None:
+    """Delete a registered model that this promotion has made, unless another one has added a version meanwhile."""
+    if client.search_registered_models(filter_string=f"name = '{name}'") and not _versions(client, name):
+        client.delete_registered_model(name)
+
+
+def _version(
+    client: Any, name: str, model_id: str, run_id: str, tags: Mapping[str, str], undo: ExitStack
+) -> str:
+    """The version of a registered model that is this model; one from before gets the tags."""
+    for known in _versions(client, name, f" and run_id = '{run_id}'"):
+        if known.source == f"models:/{model_id}":
+            for tag, value in tags.items():
+                client.set_model_version_tag(name, known.version, tag, value)
+            return str(known.version)
+
+    def delete_made() -> None:  # whatever became of the answer
+        for made in _versions(client, name, f" and run_id = '{run_id}'"):
+            if made.source == f"models:/{model_id}":
+                client.delete_model_version(name, made.version)
+
+    undo.callback(delete_made)
+    made = client.create_model_version(
+        name, f"models:/{model_id}", run_id=run_id, tags=dict(tags), model_id=model_id, await_creation_for=0
+    )
+    return str(made.version)
+
+
+def _versions(client: Any, name: str, further: str = "") -> list[Any]:
+    return list(client.search_model_versions(f"name = '{name}'{further}"))
+
+
+def _alias(client: Any, name: str, alias: str) -> str | None:
+    """The version that an alias points to."""
+    version = client.get_registered_model(name).aliases.get(alias)
+    return None if version is None else str(version)
+
+
+def _put_back(client: Any, name: str, alias: str, previous: str | None) -> None:
+    if previous is not None:
+        client.set_registered_model_alias(name, alias, previous)
+    elif _alias(client, name, alias) is not None:
+        client.delete_registered_model_alias(name, alias)
