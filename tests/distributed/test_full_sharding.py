@@ -744,6 +744,15 @@ def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str
     check_phased(pool, elementwise_jobs.HELD, sharding, workers)
 
 
+def test_a_mirror_of_what_rests(pool: Pool) -> None:
+    """A part of the state that no update has made yet, or that rests, is mirrored as it is."""
+    kind = phase_kinds.UnfrozenLayerByLayer
+    document = kinds_of_jobs.document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
+    *wanted, _ = phased_reference(kind, "off")
+    for ((*bits, _),) in pool.run(2, train_every, [document]):
+        assert bits == wanted
+
+
 def train_with_spans_left_behind(document: Document) -> list[tuple[Any, ...]]:
     """The second evaluation of an update sees the spans that its own rank has moved, and none of the others'."""
     gathering, calls = sharded_optimizer._Gathering.__call__, [0]
