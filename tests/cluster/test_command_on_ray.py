@@ -209,6 +209,14 @@ def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(
     ]
     assert ledgers[0] == ledgers[1]
     assert len(ledgers[0]) == whole["step"]
+    if "full" in (
+        sharding,
+        other,
+    ):  # one process, which has no shards, takes the last steps again from a checkpoint
+        words = ["--local", "--workers", "1", "--steps", "3", "--storage", f"{tmp_path}/runs"]
+        verified = result_of(call(tmp_path, "verify", run_id, *words))
+        assert (verified["same"], verified["first_difference"]) == (True, None)
+        assert verified["steps"] >= 3
 
 
 @pytest.mark.exact  # a minute; the kinds of failure have tests of their own

@@ -20,6 +20,8 @@ import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.loop as loop
 import lockstep.training.start as start_of_run
 import lockstep.training.step.full_sharding as full_sharding
+import lockstep.training.step.phase_step as phase_step
+import lockstep.training.step.sharding as sharded_optimizer
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.runs.run_checkpoints import claim
@@ -747,6 +749,51 @@ def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) 
 def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str, workers: int) -> None:
     """One evaluates the loss again within its update: the ranks evaluate it together, at the weights that all have by then."""
     check_phased(pool, elementwise_jobs.HELD, sharding, workers)
+
+
+def test_a_mirror_of_what_rests(pool: Pool) -> None:
+    """A part of the state that no update has made yet, or that rests, is mirrored as it is."""
+    kind = phase_kinds.UnfrozenLayerByLayer
+    document = kinds_of_jobs.document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
+    *wanted, _ = phased_reference(kind, "off")
+    for ((*bits, _),) in pool.run(2, train_every, [document]):
+        assert bits == wanted
+
+
+def train_with_spans_left_behind(document: Document) -> list[tuple[Any, ...]]:
+    """The second evaluation of an update sees the spans that its own rank has moved, and none of the others'."""
+    gathering, calls = sharded_optimizer._Gathering.__call__, [0]
+
+    def every_second(self: sharded_optimizer._Gathering) -> None:
+        calls[0] += 1
+        if calls[0] % 2 == 0:
+            gathering(self)
+
+    with mock.patch.object(sharded_optimizer._Gathering, "__call__", every_second):
+        return train_every([document])
+
+
+def test_an_evaluation_before_the_spans_are_gathered_gives_other_bits(pool: Pool) -> None:
+    """The control."""
+    kind = elementwise_jobs.LooksAhead
+    document = {**kinds_of_jobs.document(kind, rehearsal="off"), "sharding": "optimizer"}
+    ((_, _, rows, *_),) = pool.run(2, train_with_spans_left_behind, document)[0]
+    assert rows != phased_reference(kind, "off")[2]
+
+
+def train_with_all_that_asks(document: Document) -> list[tuple[Any, ...]]:
+    """A backward leaves gradients in every parameter that asks for one, also in those that rest."""
+    with mock.patch.object(
+        phase_step.LossModule, "apart", property(lambda self: False, lambda self, value: None), create=True
+    ):
+        return train_every([document])
+
+
+def test_a_gradient_of_what_rests_is_an_error(pool: Pool) -> None:
+    """The control: what a unit sends is what learns, and nothing else."""
+    document = full(kinds_of_jobs.document(phase_kinds.UnfrozenLayerByLayer, rehearsal="off"))
+    with pytest.raises(JobError, match=r"got no gradient|was computed"):
+        pool.run(2, train_with_all_that_asks, document)
 
 
 @pytest.mark.exact

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import SpecError
 from lockstep.training.failure import job_at
@@ -20,6 +21,7 @@ from lockstep.training.step.sharding import SCALARS, UNIT, over
 from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT
+_OF_TORCH = ("param_groups", "state", "defaults")
 _ADVICE = "the workers would get other bits than one that has all; let it compute each element from that element's own numbers, or set sharding=none"
 
 
@@ -50,7 +52,25 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
             raise SpecError(
                 f"sharding: the job's {name} has weights of its own to evaluate (train() and eval()), which it would swap in parts of the parameters; set sharding=none"
             )
+        if held := _holding(optimizer):
+            raise SpecError(
+                f"sharding: the job's {name} has parameters, or an optimizer over them, in its attribute {held!r}, which would go on with whole ones; let it take them from "
+                "its param_groups and keep what it needs in its state, or set sharding=none"
+            )
         _try(optimizer, name)
+
+
+def _holding(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute in which an optimizer has tensors or another optimizer beside its groups and its state; empty where there is none."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    return next(
+        (
+            name
+            for name, value in own.items()
+            if any(isinstance(leaf, Tensor | torch.optim.Optimizer) for leaf in tree_leaves(value))
+        ),
+        "",
+    )
 
 
 def _try(optimizer: torch.optim.Optimizer, name: str) -> None:

@@ -215,6 +215,17 @@ def test_an_own_optimizer_that_says_it_is_elementwise_is_tried(wrong: str, words
         check_shardable(Signed(parameters, wrong))
 
 
+def test_an_own_optimizer_that_holds_parameters_elsewhere_is_refused() -> None:
+    """A trial would not show it: what it wraps updates the whole parameters, which are not tried."""
+    parameters = [nn.Parameter(torch.ones(3))]
+    wrapping, listing = Signed(parameters), Signed(parameters)
+    wrapping.base = torch.optim.SGD(parameters, lr=0.1)  # type: ignore[attr-defined]
+    listing.every = [parameters]  # type: ignore[attr-defined]
+    for optimizer, name in ((wrapping, "base"), (listing, "every")):
+        with pytest.raises(SpecError, match=f"in its attribute '{name}', which would go on with whole ones"):
+            check_shardable(optimizer)
+
+
 def test_a_search_along_a_line_is_named() -> None:
     with pytest.raises(SpecError, match=r"LBFGS.*dot products over all parameters"):
         check_shardable(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]))
