@@ -17,7 +17,7 @@ from lockstep import train
 from tests.cluster.machines import ROOT, running
 from tests.network import can_simulate
 
-pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("simulated")]
+pytestmark = [pytest.mark.usefixtures("simulated")]
 
 SPEC = [
     "jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:SlowDigits", "record.uri=off",
@@ -69,6 +69,7 @@ def alone(folder: Path, steps: int) -> str:
     return train(ROOT / spec[0], spec[1:], local=True).weights_digest
 
 
+@pytest.mark.scenario
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="wants redis-server")
 def test_a_run_goes_on_through_the_loss_of_a_head_whose_state_is_in_redis(tmp_path: Path) -> None:
     """All of the head's processes are killed, and the head is started again; the driver is on another machine. No worker is lost by it."""
@@ -90,6 +91,7 @@ def test_a_run_goes_on_through_the_loss_of_a_head_whose_state_is_in_redis(tmp_pa
     assert told["weights_digest"] == alone(tmp_path, 400)
 
 
+@pytest.mark.scenario
 def test_two_machines_that_are_lost_at_once_are_outlived(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(4) as machines:
@@ -105,6 +107,7 @@ def test_two_machines_that_are_lost_at_once_are_outlived(tmp_path: Path) -> None
     assert told["weights_digest"] == alone(tmp_path, 400)
 
 
+@pytest.mark.exact  # minutes: a node that falls silent is noticed late
 def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_path: Path) -> None:
     """One of three workers is cut off for good. It writes nothing from then on, and its processes end; the others train to the end."""
     log = tmp_path / "log"
@@ -121,6 +124,7 @@ def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_pat
     assert told["weights_digest"] == alone(tmp_path, 1500)
 
 
+@pytest.mark.scenario
 def test_a_run_whose_drivers_machine_is_lost_is_resumed_on_another_with_the_same_bits(tmp_path: Path) -> None:
     """The driver, its guardian, its recorder and a worker are gone at once. The run was not submitted: a person resumes it."""
     log, again = tmp_path / "log", tmp_path / "again"

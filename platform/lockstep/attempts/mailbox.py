@@ -395,7 +395,10 @@ class MailboxRendezvousClient:
     def called(self) -> int | None:
         try:
             called: int | None = self._answer(self._mailbox.called.remote())
-        except LOST:  # without the mailbox the attempt ends anyway
+        except ray.exceptions.ActorUnavailableError as error:
+            raise SilentError("the run's mailbox cannot be reached") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
+            # Without the mailbox the attempt ends anyway.
             return None
         return called
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -60,6 +61,15 @@ class RankZeroRequests:
         return True
 
 
+def end_cut_off() -> None:
+    """End this process, whatever it waits for: it cannot reach its run any more, as beyond a cut of the network. Those who can go on without it."""
+    os.write(
+        2,
+        b"lockstep: this worker cannot reach the run's mailbox any more, and ends; the others go on without it\n",
+    )
+    os._exit(1)
+
+
 class WorkerPlace:
     """A worker's place in the run: its attempt, and its number, which is the rank that it began with.
 
@@ -82,7 +92,7 @@ class WorkerPlace:
         joined = listening(self._number) if self._joining_worker else None
         client = MailboxRendezvousClient(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
-        return RendezvousHandler(self._first, self._number, host, self._secret, client, seated)
+        return RendezvousHandler(self._first, self._number, host, self._secret, client, seated, end_cut_off)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
         """The seat in a group: rank 0 reports the run's events, and receives what is asked of the run."""

@@ -18,6 +18,7 @@ from typing import Protocol
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.store import AuthenticatedStore, StoreServer
+from lockstep.errors import SilentError
 from lockstep.training.elastic.membership import Answer, Arrival, Dismissed, Formation, Progress
 from lockstep.training.elastic.recovery import LeftError, Seat
 
@@ -29,6 +30,9 @@ WAIT_S = 0.2
 
 LISTEN_S = 1.0
 """Seconds between the questions of a training worker whether a rendezvous is on."""
+
+CUT_OFF_S = 60.0
+"""How long the process that keeps the rendezvous may be out of reach: it belongs to the run, and whoever reaches it goes on."""
 
 CONNECT_S = 30.0
 """How long members of a new group may take to connect; one that is lost meanwhile never does."""
@@ -45,7 +49,8 @@ class RendezvousClient(Protocol):
 
     def ask(self, attempt: int | None) -> Answer: ...
 
-    def called(self) -> int | None: ...
+    def called(self) -> int | None:
+        """The attempt whose workers are to come, if any. SilentError where the process that keeps the rendezvous cannot be reached."""
 
 
 class RendezvousHandler:
@@ -59,10 +64,14 @@ class RendezvousHandler:
         secret: Secret,
         client: RendezvousClient,
         seated: Callable[[Group, int, Seat], Seat],
+        cut_off: Callable[[], object] = lambda: None,
     ) -> None:
-        """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat."""
+        """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat.
+
+        `cut_off` is called in a thread of its own, where the client's answers have failed to come for CUT_OFF_S, twice in a row.
+        """
         self._attempt, self._worker, self._host, self._secret = attempt, worker, host, secret
-        self._client, self._seated = client, seated
+        self._client, self._seated, self._cut_off = client, seated, cut_off
         self._group: Group | None = None
         """The current group, until this worker leaves it."""
         self._lock = threading.Lock()
@@ -141,12 +150,26 @@ class RendezvousHandler:
     def _listen(self) -> None:
         """Break the group off if a rendezvous is on and this worker still waits for a lost one."""
         heard: int | None = None
+        silences, silent_s = 0, 0.0
         while True:
             woken = self._wake.wait(LISTEN_S)
             self._wake.clear()
             if self._over.is_set():
                 return
-            called = self._client.called()
+            asked_at = time.monotonic()
+            try:
+                called = self._client.called()
+                silences, silent_s = 0, 0.0
+            except SilentError:
+                # Counted rather than timed: while this process is stopped, nobody is silent.
+                silences, silent_s = (
+                    silences + 1,
+                    silent_s + min(time.monotonic() - asked_at + LISTEN_S, CUT_OFF_S),
+                )
+                if silences > 1 and silent_s >= CUT_OFF_S:
+                    self._cut_off()
+                    return
+                continue
             with self._lock:
                 # Break off at once if a connection has ended during a wait. Otherwise only when the same rendezvous is seen twice: by then
                 # a worker that just had to finish its computation has noticed by itself.

@@ -1,0 +1,76 @@
+"""A worker that cannot reach its run any more ends itself, and one that was only stopped for a while does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lockstep.communication.credentials import Secret
+from lockstep.errors import SilentError
+from lockstep.training.elastic import rendezvous
+from lockstep.training.elastic.membership import Answer, Arrival
+from lockstep.training.elastic.rendezvous import RendezvousHandler
+
+SILENT_S = 0.1
+
+
+class Keeper:
+    """The process that keeps the rendezvous, as a worker reaches it: `reached` says whether a call is answered, which takes its time where not."""
+
+    def __init__(self, reached: Iterator[bool]) -> None:
+        self._reached = reached
+        self.asked = 0
+
+    def ready(self) -> None: ...
+
+    def arrive(self, attempt: int, arrival: Arrival) -> None: ...
+
+    def enter(self, arrival: Arrival) -> None: ...
+
+    def ask(self, attempt: int | None) -> Answer:
+        return None
+
+    def called(self) -> int | None:
+        self.asked += 1
+        if not next(self._reached, True):
+            time.sleep(SILENT_S)
+            raise SilentError("the run's mailbox did not answer")
+        return None
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LISTEN_S", 0.01)
+    monkeypatch.setattr(rendezvous, "CUT_OFF_S", 0.15)
+
+
+def listen(keeper: Keeper, until: Callable[[], bool], cut_off: threading.Event) -> None:
+    """Listen as a worker that trains does, until something has happened."""
+    handler = RendezvousHandler(
+        1, 0, "127.0.0.1", Secret(bytes(32)), keeper, lambda group, number, seat: seat, cut_off.set
+    )
+    with handler:
+        handler._begin_to_listen()
+        limit = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
+def test_a_worker_that_cannot_reach_its_run_ends_itself() -> None:
+    cut_off = threading.Event()
+    keeper = Keeper(iter([True, True, *[False] * 100]))
+    listen(keeper, cut_off.is_set, cut_off)
+    assert keeper.asked == 4  # two were answered, and two were not
+
+
+@pytest.mark.parametrize("answers", [[False, True] * 5, [True] * 10], ids=["each second one", "all"])
+def test_one_answer_that_does_not_come_ends_nobody(answers: list[bool]) -> None:
+    """So it is for a process that was stopped: the time of its call is over when it goes on."""
+    cut_off = threading.Event()
+    keeper = Keeper(iter(answers))
+    listen(keeper, lambda: keeper.asked > 10, cut_off)
+    assert not cut_off.is_set()
