@@ -28,7 +28,9 @@ def two_nodes() -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
-    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes the cluster's address there, whatever its own folder is
+    Path("/tmp/ray").mkdir(
+        exist_ok=True
+    )  # Ray writes the cluster's address there, whatever its own folder is
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
         cluster = Cluster(
             initialize_head=True,
