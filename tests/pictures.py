@@ -1,10 +1,11 @@
-"""The pictures of the README, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep]…`.
+"""The pictures of the README, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep|models|sets|health]…`.
 
 Those of MLflow's pages need chromium on the PATH (Debian: `apt-get install chromium`). Files go to docs/pictures.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,15 @@ from tests.unit.record.test_ui import Pages, ui
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COMMAND = "lockstep train jobs/digits/train.yaml --local"
-WANTED = ("terminal", "run", "sweep")
+CURVES = "lockstep show RUN --plot 'eval/*/accuracy'"
+HEALTH = "lockstep check jobs/digits/train.yaml --health --local"
+WANTED = ("terminal", "run", "sweep", "models", "sets", "health")
+
+TWO_SETS = (
+    "name=digits-sets", "job.use=tests.pictured_jobs:TwoSets", "record.experiment=digits-models", "checkpoint.every.epochs=5",
+    "checkpoint.keep_last=5", "checkpoint.keep_best={metric: eval/noisy/accuracy, mode: max}",
+)  # fmt: skip
+"""What is changed of the example's run: another set beside its own, and checkpoints that can be compared."""
 
 SWEEP = ("trials=6", "spec.length.epochs=10", "spec.record.experiment=digits-sweep")
 """What is changed of the example's sweep: less of it, in an experiment of its own."""
@@ -45,9 +54,15 @@ def main(wanted: list[str]) -> None:
             words = ["sweep", "jobs/digits/sweep.yaml", *SWEEP, "--uri", uri, "--json"]
             command = [sys.executable, "-m", "lockstep", *words, f"spec.checkpoint.storage={folder}/runs"]
             subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
-        if {"run", "sweep"} & {*wanted}:
+        if {"models", "sets"} & {*wanted}:
+            sets(folder, uri)
+        if "health" in wanted:
+            health(folder)
+        if {"run", "sweep", "models"} & {*wanted}:
             port = free_port()
-            with ui("--uri", uri, port=port):
+            # The table of models is asked for by a POST, which a page of another address may not send by default.
+            allowed = {"MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"http://192.168.0.1:{port}"}
+            with ui("--uri", uri, port=port, environment=allowed):
                 pages(Pages(f"http://127.0.0.1:{port}"), folder, wanted)
     for picture in PICTURES.iterdir():
         assert picture.stat().st_size < MOST_BYTES, picture
@@ -68,6 +83,25 @@ def terminal(folder: Path, uri: str) -> None:
         (PICTURES / f"{name}.svg").write_text(as_svg(told, COMMAND))
 
 
+def sets(folder: Path, uri: str) -> None:
+    """A run that is evaluated on two named sets, and its curves in a terminal."""
+    words = ["train", "jobs/digits/train.yaml", "--local", *TWO_SETS, "--uri", uri, "--json"]
+    command = [sys.executable, "-m", "lockstep", *words, f"checkpoint.storage={folder}/runs"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE)
+    words = ["show", json.loads(done.stdout)["run_id"], "--plot", "eval/*/accuracy", "--uri", uri]
+    _, end = shown([sys.executable, "-m", "lockstep", *words], ROOT, environment(), bool)
+    (PICTURES / "sets.svg").write_text(as_svg(end, CURVES))
+
+
+def health(folder: Path) -> None:
+    """What `lockstep check` says of the machine."""
+    store = ("--uri", "off", f"checkpoint.storage={folder}/runs")
+    command = [sys.executable, "-m", "lockstep", *HEALTH.split()[1:], *store]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+    told = [line.replace(str(folder), HOME) for line in done.stdout.splitlines()]
+    (PICTURES / "health.svg").write_text(as_svg(told, HEALTH, columns=110))
+
+
 def pages(server: Pages, folder: Path, wanted: list[str]) -> None:
     """MLflow's page of the run, and that of the sweep."""
     found = server.post("experiments/search", max_results=100)["experiments"]
@@ -75,6 +109,10 @@ def pages(server: Pages, folder: Path, wanted: list[str]) -> None:
     if "run" in wanted:
         photograph(
             server, page_of(server, experiments["digits"], "digits") + "/model-metrics", "run.png", folder
+        )
+    if "models" in wanted:
+        photograph(
+            server, f"experiments/{experiments['digits-models']}/models", "models.png", folder, "2560,640"
         )
     if "sweep" in wanted:
         photograph(server, page_of(server, experiments["digits-sweep"], "digits-sweep"), "sweep.png", folder)
@@ -87,10 +125,10 @@ def page_of(server: Pages, experiment: str, name: str) -> str:
     return f"experiments/{experiment}/runs/{run}"
 
 
-def photograph(server: Pages, path: str, name: str, folder: Path) -> None:
+def photograph(server: Pages, path: str, name: str, folder: Path, size: str = "1280,800") -> None:
     """A picture of a page, under an address that MLflow takes for a remote one: on a local one it opens its assistant beside the page.
 
-    It lets a remote page ask (GET) and not search (POST): the table of runs stays empty.
+    It lets a remote page ask (GET) and not search (POST), unless it is told that it may: the table of runs and that of models stay empty.
     """
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
@@ -98,7 +136,7 @@ def photograph(server: Pages, path: str, name: str, folder: Path) -> None:
     port = server.uri.rpartition(":")[2]
     link = f"http://192.168.0.1:{port}/#/{path}{'&' if '?' in path else '?'}workflowType=machine_learning"
     words = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,800",
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={size}",
         "--host-resolver-rules=MAP 192.168.0.1 127.0.0.1", f"--user-data-dir={folder}/chromium",
         f"--virtual-time-budget={SETTLE_MS}", f"--screenshot={PICTURES / name}", link,
     ]  # fmt: skip

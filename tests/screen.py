@@ -106,8 +106,8 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def as_svg(lines: Sequence[str], command: str) -> str:
-    """A terminal's window with a command and what it shows."""
+def as_svg(lines: Sequence[str], command: str, columns: int = COLUMNS) -> str:
+    """A terminal's window of so many columns, with a command and what it shows."""
     width, height, left, top = 8.4, 19.0, 14.0, 44.0
     rows = [f"$ {command}", *lines]
     texts = "\n".join(
@@ -115,7 +115,7 @@ def as_svg(lines: Sequence[str], command: str) -> str:
         for i, row in enumerate(rows)
         if row
     )
-    across, down = COLUMNS * width + 2 * left, top + len(rows) * height
+    across, down = columns * width + 2 * left, top + len(rows) * height
     lights = "".join(
         f'<circle cx="{18 + 18 * i}" cy="16" r="5.5" fill="{colour}"/>'
         for i, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))

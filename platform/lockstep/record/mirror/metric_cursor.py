@@ -45,7 +45,7 @@ class Evaluations(Part):
     def calls(self) -> Iterator[Call]:
         return super().calls() if self._cursor.is_at_end else iter(())
 
-    def _link(self, items: Mapping[int, tuple[Sequence[Measured], int]]) -> None:
+    def _link(self, items: Mapping[int, tuple[Sequence[Measured], object]]) -> None:
         for step, (evaluation, _) in items.items():
             self._store.log_evaluation(step, evaluation)
 

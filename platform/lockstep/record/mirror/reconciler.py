@@ -85,6 +85,8 @@ class Reconciler:
         self._copies = Copies(store, self._copied, spec.record.copy_mb_per_s)
         self._published: dict[int, int] = {}
         """How often a reference was published, by step."""
+        self._final_step: int | None = None
+        """The step of the final model, once the store has it."""
         self._findings: dict[str, str] = {}
         """Tags that say what became of the pushing itself."""
         self._kept: dict[int, str] = {}
@@ -187,10 +189,12 @@ class Reconciler:
             self._kept = dict(projection.references)
             self._copies.keep(projection.copies, projection.known_steps, self._kept)
         published = self._copies.published if projection.makes_copies else self._published
+        final = self._final_step
+        steps = [*projection.references, *([] if final is None else [final])]
         self._evaluations.wanted = {
-            step: (measured, published[step])
-            for step in projection.references
-            if step in published and (measured := projection.measured(step))
+            step: (measured, (published.get(step), step == final))
+            for step in steps
+            if (step in published or step == final) and (measured := projection.measured(step))
         }
 
     # --- what is pushed -------------------------------------------------------------------------------------
@@ -213,6 +217,7 @@ class Reconciler:
             reason = model.error
             if not reason:
                 self._store.log_final_model(folder, model, step)
+                self._final_step = step
         except RecordError:
             raise
         except Exception as error:  # noqa: BLE001 - missing files or a changed format: the run still has its weights

@@ -28,6 +28,9 @@ from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, Sent
 
 STEP, RUN = "lockstep.step", "lockstep.run"
 
+FINAL = "final"
+"""The name of the model that a finished run has beside its checkpoints."""
+
 
 class Models:
     """The models of one run. `client` raises MLflow's own errors."""
@@ -90,11 +93,15 @@ class Models:
         if not whole:
             self.publish(name, step, tags, None)
 
-    def measure(self, name: str, evaluation: Sequence[Measured]) -> None:
-        """Give the READY models of that name the metrics of an evaluation, each with its data set. Those that they have change nothing."""
+    def measure(self, step: int, evaluation: Sequence[Measured]) -> None:
+        """Give the checkpoint of a step, and the final model if it is of that step, the metrics of an evaluation, each with its data set.
+
+        Metrics that they have change nothing.
+        """
         from mlflow.entities import Metric
 
-        for model in self._known(name)[0]:
+        final = [model for model in self._known(FINAL)[0] if model.tags[STEP] == str(step)]
+        for model in [*self._known(f"checkpoint-{step}")[0], *final]:
             metrics = [
                 Metric(
                     *point,

@@ -23,7 +23,7 @@ from lockstep.record.events.metrics import Point, store_key
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.mlflow.client import connecting, identified, is_database, page_url, translated
-from lockstep.record.mirror.mlflow.models import STEP, Models, fill_final, is_checkpoint
+from lockstep.record.mirror.mlflow.models import FINAL, STEP, Models, fill_final, is_checkpoint
 from lockstep.record.mirror.run_store import Ended, Measured, Sent, Status
 from lockstep.record.runs.heartbeat import process_tags
 
@@ -211,7 +211,7 @@ class MlflowStore:
 
     def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
         with self._translated():
-            self._models().publish("final", step, {}, fill_final(folder, model))
+            self._models().publish(FINAL, step, {}, fill_final(folder, model))
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
@@ -225,7 +225,7 @@ class MlflowStore:
 
     def log_evaluation(self, step: int, evaluation: Sequence[Measured]) -> None:
         with self._translated():
-            self._models().measure(f"checkpoint-{step}", evaluation)
+            self._models().measure(step, evaluation)
 
     def checkpoints(self) -> Mapping[int, bool]:
         with self._translated():
