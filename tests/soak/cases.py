@@ -68,12 +68,33 @@ def draw(seed: int) -> Case:
     if params["held_out"] and chance.random() < 0.3:
         spec["early_stop"] = {"metric": "eval/loss", "patience": chance.randrange(1, 4)}
     most = min(4, global_batch // micro)
+    _change_batches(chance, spec, global_batch, micro, steps)
     return {
         "spec": spec,
         "attempts": _attempts(chance, steps, most),
         "changes": _changes(chance, steps, most),
         "save_every": chance.randrange(1, 4),
     }
+
+
+def _change_batches(
+    chance: random.Random, spec: dict[str, Any], global_batch: int, micro: int, steps: int
+) -> None:
+    """Some runs with sizes of the global batch that rise or fall, and some with samples of like lengths, or micro-batches bounded by tokens."""
+    batch, data = spec["batch"], spec["data"]
+    if chance.random() < 0.3:
+        data |= {"shuffle": "by_length", "window": chance.randrange(1, 4)}
+        layers = spec["job"]["params"]["layers"]
+        if "batch norm" not in layers and chance.random() < 0.6:
+            batch["tokens"] = chance.randrange(13, 60)  # no sample is longer than 13
+    if chance.random() < 0.3:
+        sizes: list[dict[str, int]] = []
+        ends = sorted(chance.sample(range(1, steps), min(steps - 1, chance.randrange(1, 3))))
+        by_samples = "tokens" not in batch and chance.random() < 0.5
+        for end in ends:
+            until = {"until_samples": end * global_batch // 2 + 1} if by_samples else {"until_steps": end}
+            sizes.append({"size": micro * chance.randrange(1, global_batch // micro + 1), **until})
+        batch["global"] = [*sizes, {"size": global_batch}]
 
 
 def _attempts(chance: random.Random, steps: int, most: int) -> list[Case]:
@@ -158,6 +179,12 @@ def smaller(case: Case) -> Iterator[Case]:
     for name in ("early_stop", "ema", "schedule", "clip_norm"):
         if name in spec:
             yield changed("spec", name, to=None)
+    if isinstance(spec["batch"]["global"], list):
+        yield changed("spec", "batch", "global", to=spec["batch"]["global"][-1]["size"])
+    if "tokens" in spec["batch"]:
+        yield changed("spec", "batch", "tokens", to=None)
+    elif spec["data"]["shuffle"] == "by_length":
+        yield changed("spec", "data", "shuffle", to="full")
     if spec["precision"] != "fp32":
         yield changed("spec", "precision", to="fp32")
     params = spec["job"]["params"]

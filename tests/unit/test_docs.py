@@ -148,7 +148,7 @@ def fields(model: type[pydantic.BaseModel], prefix: str = "", filled: Any = None
         below = sections(field.annotation)
         for section in below:
             yield from fields(section, f"{name}.", default)
-        if not below:
+        if not below or isinstance(default, int):  # one that has parts may be a plain number as well
             yield Field(name, list(default) if isinstance(default, tuple) else default)
 
 

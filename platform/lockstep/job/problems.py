@@ -1,4 +1,4 @@
-"""What can be wrong with `job.use` and the class that it leads to: each a row of docs/failures.md, and the line that is shown."""
+"""What can be wrong with `job.use` and the class that it leads to, and with how it uses what it is given: each a row of docs/failures.md, and the line that is shown."""
 
 from __future__ import annotations
 
