@@ -291,6 +291,21 @@ def test_a_gradient_that_becomes_another_is_named(kind: type[Kind], was: str) ->
         train(document(kind, batch={"global": 12, "micro": 1}, data={"shuffle": "none"}, rehearsal="off"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "adamw"}, "AdamW takes no"),
+        ({"name": "sgd", "momentum": 0.9}, "SGD with momentum takes no"),
+        ({"name": "sgd", "weight_decay": 0.1}, "SGD with weight_decay takes no"),
+    ],
+)
+def test_an_optimizer_that_moves_every_row_is_refused(settings: Document, words: str) -> None:
+    with pytest.raises(
+        LockstepError, match=rf"^{words} sparse gradient, and parameter '.*' has one; update it by SparseAdam"
+    ):
+        train(document(RecommenderBySgd, optimizer=settings, rehearsal="off"))
+
+
 def test_two_optimizers_of_one_parameter_are_refused() -> None:
     with pytest.raises(
         LockstepError, match=r"^job.optimizer: returned several optimizers, two of which hold one"
