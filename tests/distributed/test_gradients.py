@@ -266,6 +266,13 @@ def test_sharded_tables_are_refused(pool: Pool, sharding: str) -> None:
             pool.run(workers, train, document(RecommenderBySgd, sharding=sharding, rehearsal="off"))
 
 
+def test_several_optimizers_are_not_sharded() -> None:
+    with pytest.raises(
+        LockstepError, match=r"^sharding: the job's optimizer is SparseAdam and AdamW, wanted one of"
+    ):
+        train(document(Recommender, sharding="optimizer", rehearsal="off"))
+
+
 class DenseNow(RecommenderBySgd):
     """Its table is decayed by the loss now and then, which makes its gradient dense."""
 

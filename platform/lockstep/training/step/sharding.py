@@ -22,6 +22,7 @@ from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
+from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.shards import element_ranges
@@ -99,9 +100,10 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
     kind = type(optimizer)
     if kind not in ELEMENT_BY_ELEMENT:
+        named = " and ".join(type(member).__name__ for member in members_of(optimizer))
         supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         raise SpecError(
-            f"sharding: the job's optimizer is {kind.__name__}, wanted one of {supported}: parts of a parameter get the "
+            f"sharding: the job's optimizer is {named}, wanted one of {supported}: parts of a parameter get the "
             "bits of the whole only if each element is updated independently; set sharding=none"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
