@@ -14,6 +14,7 @@ from torch import nn
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
+from lockstep.proof.spans import Span
 from lockstep.randomness import model_key, seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
@@ -33,6 +34,7 @@ from tests.distributed.gradient_kinds import (
 )
 from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
+from tests.distributed.test_verify import checked
 from tests.distributed.training import (
     Document,
     Trained,
@@ -266,6 +268,13 @@ def test_sharded_tables_are_refused(pool: Pool, sharding: str) -> None:
             pool.run(workers, train, document(RecommenderBySgd, sharding=sharding, rehearsal="off"))
 
 
+def test_several_optimizers_are_not_sharded() -> None:
+    with pytest.raises(
+        LockstepError, match=r"^sharding: the job's optimizer is SparseAdam and AdamW, wanted one of"
+    ):
+        train(document(Recommender, sharding="optimizer", rehearsal="off"))
+
+
 class DenseNow(RecommenderBySgd):
     """Its table is decayed by the loss now and then, which makes its gradient dense."""
 
@@ -291,6 +300,21 @@ def test_a_gradient_that_becomes_another_is_named(kind: type[Kind], was: str) ->
         train(document(kind, batch={"global": 12, "micro": 1}, data={"shuffle": "none"}, rehearsal="off"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "adamw"}, "AdamW takes no"),
+        ({"name": "sgd", "momentum": 0.9}, "SGD with momentum takes no"),
+        ({"name": "sgd", "weight_decay": 0.1}, "SGD with weight_decay takes no"),
+    ],
+)
+def test_an_optimizer_that_moves_every_row_is_refused(settings: Document, words: str) -> None:
+    with pytest.raises(
+        LockstepError, match=rf"^{words} sparse gradient, and parameter '.*' has one; update it by SparseAdam"
+    ):
+        train(document(RecommenderBySgd, optimizer=settings, rehearsal="off"))
+
+
 def test_two_optimizers_of_one_parameter_are_refused() -> None:
     with pytest.raises(
         LockstepError, match=r"^job.optimizer: returned several optimizers, two of which hold one"
@@ -310,3 +334,24 @@ class Twice(Recommender):
 class WithSearch(Recommender):
     def optimizer(self, model: nn.Module) -> Any:
         return [both(model)[0], torch.optim.LBFGS(model.head.parameters())]  # type: ignore[union-attr]
+
+
+# --- verified -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "by", "again"),
+    [
+        (Recommender, 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exact)
+            for case in product((FourierOperator, OnlyTables), (1, 2), (1, 3))
+        ),
+    ],
+)
+def test_a_run_is_verified_by_other_workers(pool: Pool, kind: type[Kind], by: int, again: int) -> None:
+    """G6: digests of complex gradients, and of gradients by their rows, are those of another number of workers."""
+    spec = document(kind, length={"epochs": 2})
+    found = checked(pool, spec, by=by, again=again, spans=[Span(0, 6), Span(2, 4)])
+    assert found.same and found.same_bits
+    assert found.steps == 6 + 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep import Loss, Mean
 from lockstep.errors import (
     DeterminismError,
     DriftError,
@@ -475,17 +477,63 @@ def test_gradient_that_comes_twice_in_a_backward(pool: Pool) -> None:
     assert pool.run(2, train, document(use, {"reentrant": False})) == [alone] * 2
 
 
-def test_sparse_gradient_is_refused() -> None:
-    class Words(nn.Module):
+def test_each_parameter_without_a_gradient_is_named() -> None:
+    """A person has to see to each of them."""
+
+    class Forgetful(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.Embedding(5, 3, sparse=True)
+            self.used, self.left, self.right = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.table(x.argmax(1) % 5)
+            return self.used(x)
 
-    with told(JobError, "'table.weight'", "sparse gradient", "sparse=False"):
-        train_job(document(), with_model(Words))
+    with told(
+        JobError,
+        "parameters 'left.weight', 'left.bias', 'right.weight' got no gradient",
+        "use them in the loss, set requires_grad to False, or name them in conditional_parameters",
+    ):
+        train_job(document(), with_model(Forgetful))
+
+
+def test_what_still_has_its_graph_is_detached_quietly() -> None:
+    """A part, a weight or a metric: torch would warn of a file that is not the job's, and here a warning is an error."""
+
+    class Attached(Plain):
+        def eval_data(self) -> Any:
+            return TensorDataset(*points(8))
+
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            x, y = batch
+            with torch.enable_grad():
+                logits = model(x)
+                weight = len(y) + 0 * logits.sum()
+                size = Mean(logits.square().sum(), weight)
+                return Loss(F.cross_entropy(logits, y, reduction="sum"), weight, {"size": size})
+
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+            with torch.enable_grad():
+                return {"logits": Mean(model(batch[0]).sum(), len(batch[1]))}
+
+    with warnings.catch_warnings(action="error"):
+        trained = train_job(document(), Attached(Plain.Params()))
+    assert trained.evaluations
+
+
+def test_a_distributed_optimizer_is_told_that_jobs_see_no_process_group() -> None:
+    class Sharding(Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            with warnings.catch_warnings(action="ignore"):  # its module uses torch.jit.script
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+            return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    with told(
+        JobError,
+        "the job asked for torch's process group (while its optimizer was made",
+        "jobs see none",
+        "sharding=optimizer",
+    ):
+        train_job(document(), Sharding(Plain.Params()))
 
 
 def test_optimizer_that_leaves_a_parameter_out() -> None:

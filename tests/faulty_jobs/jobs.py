@@ -865,7 +865,7 @@ class Overflowing(Sound):
 
 
 class SparseTable(Sound):
-    """An embedding whose gradient is sparse."""
+    """An embedding whose gradient is sparse, with an optimizer that takes no such gradient."""
 
     def model(self) -> nn.Module:
         return nn.Embedding(CLASSES, CLASSES, sparse=True)
@@ -873,6 +873,18 @@ class SparseTable(Sound):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         _, y = batch
         return lockstep.Loss(F.cross_entropy(model(y), y, reduction="sum"), len(y))
+
+
+class SoundTable(SparseTable):
+    """The same with one that does, a hook of its own, and a dense layer beside it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(CLASSES, CLASSES, sparse=True), nn.Linear(CLASSES, CLASSES))
+
+    def optimizer(self, model: nn.Module) -> Any:
+        optimizer = torch.optim.SparseAdam([model[0].weight], lr=0.01)  # type: ignore[index]
+        optimizer.register_step_post_hook(lambda *_: None)
+        return [optimizer, torch.optim.AdamW(model[1].parameters(), lr=0.01)]  # type: ignore[index]
 
 
 class Offset(SoundRegression):

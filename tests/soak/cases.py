@@ -25,7 +25,7 @@ FALLS = (
 def draw(seed: int) -> Case:
     """The case of this seed, always the same."""
     chance = random.Random(seed)
-    program = chance.choices(PROGRAMS, [5, 2, 2, 2, 2])[0]
+    program = chance.choices(PROGRAMS, [5, 2, 2, 2, 2, 2])[0]
     global_batch = chance.choice([4, 6, 8, 12, 16])
     micro = chance.choice(
         [n for n in range(1, global_batch + 1) if global_batch % n == 0 and n < global_batch]
@@ -44,7 +44,9 @@ def draw(seed: int) -> Case:
         "weighted": chance.random() < 0.3 and program.__name__ in {"Drawn", "Followed"},
         "frozen": chance.random() < 0.2,
         "noise": chance.random() < 0.3,
-        "optimizer": chance.choice(["", "", "", "groups", "rmsprop"]) if program.__name__ != "Phased" else "",
+        "optimizer": chance.choice(["", "", "", "groups", "rmsprop"])
+        if program.__name__ not in {"Phased", "Tables"}
+        else "",
         "metric": chance.random() < 0.3,
     }
     steps = chance.randrange(4, 10)
@@ -57,6 +59,8 @@ def draw(seed: int) -> Case:
         "data": {"shuffle": chance.choice(["full", "hashed", "none"]), "drop_last": "batch norm" in layers or chance.random() < 0.5},
         "evaluate": {"every": {"steps": chance.randrange(1, 6)}},
     }  # fmt: skip
+    if "complex" in layers and spec["precision"] == "fp16":  # which has no scale for complex gradients
+        spec["precision"] = "bf16"
     if not params["optimizer"]:
         spec["optimizer"] = {"name": chance.choice(["adamw", "adam", "sgd"]), "lr": 0.01}
     optional = {

@@ -16,7 +16,7 @@ import lockstep
 from lockstep import Job, Loss, Mean, Phase, Term
 
 FEATURES, CLASSES = 6, 3
-LAYERS = ("dropout", "batch norm", "layer norm", "residual", "shared", "gated", "spectral")
+LAYERS = ("dropout", "batch norm", "layer norm", "residual", "shared", "gated", "spectral", "complex")
 
 
 class Samples(Dataset[Any]):
@@ -59,6 +59,18 @@ class Gated(nn.Module):
         return y + self.sometimes(x) if bool(x.detach().sum() > 0) else y
 
 
+class Spectrum(nn.Module):
+    """A filter of complex numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(width // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        filtered: Tensor = torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=x.size(1))
+        return filtered
+
+
 def layer(name: str, width: int) -> nn.Module:
     match name:
         case "dropout":
@@ -71,6 +83,8 @@ def layer(name: str, width: int) -> nn.Module:
             return Residual(width)
         case "gated":
             return Gated(width)
+        case "complex":
+            return Spectrum(width)
         case "spectral":
             return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
         case _:
@@ -143,7 +157,7 @@ class Drawn(Job):
         logits = self.logits(model, batch)
         return {"margin": Mean((logits.amax(1) - logits.mean(1)).sum(), len(logits))}
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+    def optimizer(self, model: nn.Module) -> Any:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         match self.params.optimizer:
             case "groups":
@@ -251,4 +265,29 @@ class Followed(Drawn):
             teacher.lerp_(student, 0.1)
 
 
-PROGRAMS = (Drawn, Terms, Whole, Phased, Followed)
+class Tables(Drawn):
+    """Rows of two tables beside the network, under an optimizer of their own; one of them only where a sample asks for it."""
+
+    def model(self) -> nn.Module:
+        tables = {name: nn.Embedding(23, CLASSES, sparse=True) for name in ("often", "sometimes")}
+        return nn.ModuleDict({"net": super().model(), **tables})
+
+    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
+        return [*super().conditional_parameters(model), "sometimes.weight"]
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        places = (batch[0][:, :2] * 9).round().long().abs() % 23
+        logits: Tensor = model["net"](batch[0]).float() + model["often"](places[:, 0])
+        asking = batch[0][:, 2] > 1
+        if asking.any():
+            rows = model["sometimes"](places[asking, 1])
+            logits = logits.index_add(0, asking.nonzero()[:, 0], rows)
+        return logits
+
+    def optimizer(self, model: nn.Module) -> Any:
+        tables = [model["often"].weight, model["sometimes"].weight]
+        rest = [parameter for parameter in model["net"].parameters() if parameter.requires_grad]
+        return [torch.optim.SparseAdam(tables, lr=0.02), torch.optim.AdamW(rest, lr=0.003)]
+
+
+PROGRAMS = (Drawn, Terms, Whole, Phased, Followed, Tables)

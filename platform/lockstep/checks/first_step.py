@@ -16,6 +16,7 @@ from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.means import means_alone, means_of, number
+from lockstep.training.step.tables import numbers_of
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""
@@ -33,6 +34,8 @@ class PhaseSeen:
     terms: tuple[str, ...] = ()
     statistics: bool = False
     """Whether its loss gives some for `after_step`."""
+    tables: frozenset[str] = frozenset()
+    """The parameters whose gradients are sparse."""
     seen: Seen = field(default_factory=Seen)
     """What torch's losses were given, in the first step alone."""
 
@@ -83,8 +86,9 @@ def walk(fixture: Fixture) -> FirstStep:
             phase.weight += number(loss.weight)
             phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
             phase.terms, phase.statistics = tuple(loss.terms), bool(loss.statistics)
-            named = state.model.named_parameters()
-            silent -= {name for name, p in named if p.grad is not None and bool(p.grad.any())}
+            gradients = {name: p.grad for name, p in state.model.named_parameters() if p.grad is not None}
+            phase.tables |= {name for name, gradient in gradients.items() if gradient.is_sparse}
+            silent -= {name for name, gradient in gradients.items() if bool(numbers_of(gradient).any())}
             state.model.zero_grad(set_to_none=True)
             modes.restore()
         first_step.compute_s = min(first_step.compute_s, spent)

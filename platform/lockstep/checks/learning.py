@@ -25,6 +25,7 @@ from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of, phases_of
 from lockstep.training.step.schedule import FunctionOfUpdates
+from lockstep.training.step.tables import numbers_of
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
 """So many updates, or as many as this time allows, and at least so many."""
@@ -105,6 +106,7 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
         state,
         parts=parts,
         terms={name: phase.terms for name, phase in first.phases.items()},
+        tables={name: phase.tables for name, phase in first.phases.items()},
         statistics=any(phase.statistics for phase in first.phases.values()),
         written_buffers=first.written,
     )
@@ -167,9 +169,12 @@ def _learning(phases: Sequence[PhaseStep]) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for phase in phases
-        for name, parameter in zip(phase.names, phase.parameters, strict=True)
+        for name, parameter in (
+            *zip(phase.names, phase.parameters, strict=True),
+            *zip(phase.tables.names, phase.tables.parameters, strict=True),
+        )
     }
 
 
 def _any(gradient: Any) -> bool:
-    return gradient is not None and bool(gradient.any())
+    return gradient is not None and bool(numbers_of(gradient).any())

@@ -8,7 +8,7 @@ first update, and twice, three times and four times the gradient after the next 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -48,7 +48,9 @@ def zero_grad(fixture: Fixture) -> list[Finding]:
     key = fixture.step_keys()[0]
     for module in fixture.modules(state.job, state.model):
         fixture.backward(module, state, fixture.fetch(key), key)  # an update may read what the loss makes
-    finding = _Updates(fixture, state)()
+    named = state.model.named_parameters()
+    tables = {name for name, p in named if p.grad is not None and p.grad.is_sparse}
+    finding = _Updates(fixture, state, tables)()
     if finding is not None:
         return [finding]
     return [
@@ -62,8 +64,9 @@ def zero_grad(fixture: Fixture) -> list[Finding]:
 class _Updates:
     """Some updates of a state with one gradient, and what they show."""
 
-    def __init__(self, fixture: Fixture, state: TrainState) -> None:
-        self._fixture, self._state = fixture, state
+    def __init__(self, fixture: Fixture, state: TrainState, tables: Set[str]) -> None:
+        """`tables` are the parameters whose gradients are sparse."""
+        self._fixture, self._state, self._tables = fixture, state, tables
         self._own = dict(state.model.named_parameters())
         self._values = {name: p.detach().clone() for name, p in self._own.items()}
         generator = torch.Generator().manual_seed(fixture.spec.seed)
@@ -88,7 +91,8 @@ class _Updates:
                 parameter.copy_(self._values[name])
         for phase in phases_of(state.job, state.model):
             for name in phase.names:
-                self._own[name].grad = self._gradients[name].clone()
+                gradient = self._gradients[name].clone()
+                self._own[name].grad = gradient.to_sparse(1) if name in self._tables else gradient
             leaves = {path: tensor for path, tensor in self._leaves().items() if not self._is_own(tensor)}
             with _poisoned(leaves, by_hand=True) as added:
                 seed_all(update_key(spec.seed, update, phase.key))

@@ -293,3 +293,13 @@ JOINED_TWICE = Problem(
     cause="a list of optimizers that share a parameter, which both would update",
     advice="each parameter in one of them",
 )
+
+SPARSE_OPTIMIZER = Problem(
+    "job.optimizer.sparse",
+    JobError,
+    "{kind}{settings} takes no sparse gradient, and parameter {name!r} has one",
+    "update it by SparseAdam, or SGD without momentum and decay, in a list of optimizers from job.optimizer(model); or set sparse=False",
+    shown="AdamW takes no sparse gradient, and parameter '…' has one; …",
+    cause="an embedding with `sparse=True` under an optimizer that moves every row",
+    advice="`SparseAdam` for it, in [a list](writing-a-job.md#several-optimizers-of-one-loss)",
+)

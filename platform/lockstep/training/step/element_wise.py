@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import SpecError
 from lockstep.training.failure import job_at
 from lockstep.training.step.closures import needs_closure
+from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.sharding import SCALARS, UNIT, over
 from lockstep.training.step.weight_average import has_modes
@@ -27,7 +28,8 @@ _ADVICE = "the workers would get other bits than one that has all; let it comput
 
 def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
-    name, kind = type(optimizer).__name__, type(optimizer)
+    name = " and ".join(type(member).__name__ for member in members_of(optimizer))
+    kind = type(optimizer)
     if kind not in ELEMENT_BY_ELEMENT and not getattr(optimizer, "elementwise", False):
         supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         why = (

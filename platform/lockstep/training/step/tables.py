@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.plan import Plan, clip, nodes
 from lockstep.training import problems
+from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.reduction import Gradients, TreeSum
 
 
@@ -30,6 +31,23 @@ def declared_tables(model: nn.Module) -> frozenset[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, tables: Mapping[str, Tensor]) -> None:
+    """JobError where one of torch's own optimizers has a table that it cannot update by rows: SGD's momentum would keep all rows that it ever met."""
+    names = {id(table): name for name, table in tables.items()}
+    for member in members_of(optimizer):
+        kind, module = type(member).__name__, type(member).__module__
+        for group in member.param_groups if module.startswith("torch.optim.") else ():
+            first = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+            moving = next((name for name in ("momentum", "weight_decay") if group.get(name)), None)
+            if first is not None and (kind not in _BY_ROWS or moving is not None):
+                settings = f" with {moving}" if kind in _BY_ROWS else ""
+                raise problems.SPARSE_OPTIMIZER(kind=kind, settings=settings, name=first)
+
+
+_BY_ROWS = ("SparseAdam", "SGD", "Adagrad")
+"""torch's optimizers that update the rows of a sparse gradient and no others."""
 
 
 def no_rows(table: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
-from lockstep.training.step.tables import numbers_of
+from lockstep.training.step.tables import check_optimizer, numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
 from lockstep.training.step.units import Calls, members_of
 
@@ -139,6 +139,10 @@ class StepRehearsal:
             with filled_memory(True):
                 firsts.append(self._computed(module, batch))
             self._took_s = max(self._took_s, time.perf_counter() - began)
+        for module, first in zip(modules, firsts, strict=True):
+            named = dict(zip(module.names, module.parameters_that_learn, strict=True))
+            tables = {name: named[name] for name in _shown(first).tables}
+            check_optimizer(self.state.optimizer_of(module.phase.name), tables)
         for tree in (model.state_dict(), unlisted_tensors(model)):
             pack(tree, "model")  # only now: the first forward makes what is lazy
         if self.state.compiled is not None:
