@@ -188,14 +188,14 @@ def planned_batches(document: Document) -> Iterator[list[list[int]]]:
         yield [list(sampler.at(position, m).ids) for m in range(position.micro_batches)]
 
 
-def train_by_hand(document: Document, steps: Iterator[list[list[int]]]) -> tuple[list[str], nn.Module]:
+def train_by_hand(document: Document, steps: Iterator[list[list[int]]]) -> tuple[list[str], list[float], nn.Module]:
     """Plain torch, as fairseq divides: the gradients of the sums added micro-batch by micro-batch, then once divided by the tokens of the step.
 
-    Returns the digest of the weights after each step, and the model.
+    Returns the digest of the weights after each step, the mean loss of each step's tokens, and the model.
     """
     spec = load_spec(document)
     job = load_job(spec.job.use, spec.job.params)
-    digests = []
+    digests, losses = [], []
     with determinism("strict", threads=1):
         seed_all(model_key(spec.seed))
         model = job.model()
@@ -203,19 +203,21 @@ def train_by_hand(document: Document, steps: Iterator[list[list[int]]]) -> tuple
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
         for micro_batches in steps:
             optimizer.zero_grad()
-            tokens = 0
+            tokens, total = 0, 0.0
             for ids in micro_batches:
                 batch = pad_sequence([data[i] for i in ids], batch_first=True)
                 logits = model(batch[:, :-1]).transpose(1, 2)
                 loss = F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="sum")
                 loss.backward()
+                total += float(loss.detach())
                 tokens += int((batch[:, 1:] != 0).sum())
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.grad.mul_(1.0 / tokens)
             optimizer.step()
             digests.append(weights_digest(model.state_dict()))
-    return digests, model
+            losses.append(total / tokens)
+    return digests, losses, model
 
 
 def padding(ids: Sequence[int], lengths: Sequence[int]) -> int:

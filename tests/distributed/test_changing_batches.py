@@ -72,9 +72,9 @@ def ramp_by_hand(last: int) -> tuple[Document, list[int]]:
 def test_a_rising_batch_has_the_bits_of_the_loop_that_its_author_would_write() -> None:
     """With one and two micro-batches a step every addition is the same one, so the weights are equal after every step."""
     document, sizes = ramp_by_hand(8)
-    digests, _ = train_by_hand(document, ramped_batches(64, sizes, 4, 0))
+    digests, *_ = train_by_hand(document, ramped_batches(64, sizes, 4, 0))
     assert list(train(document).digests) == digests
-    constant, _ = train_by_hand(document, ramped_batches(64, [4] * 20, 4, 0))
+    constant, *_ = train_by_hand(document, ramped_batches(64, [4] * 20, 4, 0))
     assert constant[:8] == digests[:8], "before the batch rises"
     assert constant[8:] != digests[8:20], "the control: a loop whose batch does not rise"
 
@@ -82,11 +82,13 @@ def test_a_rising_batch_has_the_bits_of_the_loop_that_its_author_would_write() -
 def test_with_more_micro_batches_the_loop_rounds_otherwise_and_no_more() -> None:
     """Four micro-batches: the loop adds them one after another, the tree in pairs. Equal to rounding in fp32."""
     document, sizes = ramp_by_hand(16)
-    digests, model = train_by_hand(document, ramped_batches(64, sizes, 4, 0))
+    digests, losses, model = train_by_hand(document, ramped_batches(64, sizes, 4, 0))
     run = train(document)
     assert list(run.digests)[:12] == digests[:12], "as long as a step has two"
     assert run.digests[-1] != digests[-1]
-    _, again = train_by_hand(document, planned_batches(document))
+    # no `==`: the loop adds the same terms in another order
+    assert [row.loss for row in run.steps] == pytest.approx(losses, rel=1e-5)
+    *_, again = train_by_hand(document, planned_batches(document))
     for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs), f"the plan has the samples of the loop: {name}"
 
@@ -96,17 +98,17 @@ def test_token_batches_have_the_bits_of_the_loop_that_its_author_would_write(mic
     """fairseq's recipe: max_tokens, update_freq, gradients of sums divided once by the tokens of the step."""
     batch = {"global": 6 * micro_batches, "micro": 6, "tokens": 64}
     document = by_tokens(**PLAIN, batch=batch)
-    digests, _ = train_by_hand(document, planned_batches(document))
+    digests, *_ = train_by_hand(document, planned_batches(document))
     assert list(train(document).digests) == digests
     one_earlier = list(planned_batches(document))
-    other, _ = train_by_hand(document, iter([one_earlier[-1], *one_earlier[:-1]]))
+    other, *_ = train_by_hand(document, iter([one_earlier[-1], *one_earlier[:-1]]))
     assert other[-1] != digests[-1], "the control: the same samples in another order"
 
 
 def test_micro_batches_of_like_lengths_have_the_bits_of_the_loop_that_its_author_would_write() -> None:
     """Hugging Face's recipe: group_by_length. With two micro-batches a step."""
     document = by_windows(**PLAIN, batch={"global": 8, "micro": 4})
-    digests, _ = train_by_hand(document, planned_batches(document))
+    digests, *_ = train_by_hand(document, planned_batches(document))
     assert list(train(document).digests) == digests
 
 
