@@ -188,7 +188,9 @@ def planned_batches(document: Document) -> Iterator[list[list[int]]]:
         yield [list(sampler.at(position, m).ids) for m in range(position.micro_batches)]
 
 
-def train_by_hand(document: Document, steps: Iterator[list[list[int]]]) -> tuple[list[str], list[float], nn.Module]:
+def train_by_hand(
+    document: Document, steps: Iterator[list[list[int]]]
+) -> tuple[list[str], list[float], nn.Module]:
     """Plain torch, as fairseq divides: the gradients of the sums added micro-batch by micro-batch, then once divided by the tokens of the step.
 
     Returns the digest of the weights after each step, the mean loss of each step's tokens, and the model.

@@ -214,6 +214,16 @@ def test_rows_are_added_along_the_tree(pool: Pool, alone: Alone) -> None:
     assert len({*digests, train(spec).weights_digest}) == 3
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rows_of_a_batch_that_grows_have_one_value(pool: Pool, workers: int) -> None:
+    """Each size of a step is shared out anew; the first one leaves a worker of three without a micro-batch."""
+    sizes = [{"size": 8, "until_steps": 2}, {"size": 12, "until_steps": 4}, {"size": 32}]
+    spec = document(FewRows, rehearsal="off", batch={"global": sizes, "micro": 4}, length={"epochs": 4})
+    whole = train(spec)
+    assert len({row.weight for row in whole.steps}) >= 3
+    assert pool.run(workers, train, spec) == [whole] * workers
+
+
 class Dense(RecommenderBySgd):
     """The same tables, whose gradients are as long as they are."""
 

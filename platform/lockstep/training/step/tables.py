@@ -11,6 +11,7 @@ of a dense bucket, but then all would have to be told which rows there are first
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -82,7 +83,7 @@ class TableSums:
 
     def __init__(self, tables: Mapping[str, nn.Parameter], group: Group, plan: Plan) -> None:
         self.names, self.parameters = list(tables), list(tables.values())
-        self._group, self._ranges = group, plan.ranges(group.size)
+        self._group, self._ranges = group, partial(plan.ranges, group.size)
         self._tree = TreeSum(0, _add)
 
     def begin(self, leaves: int) -> None:
@@ -115,7 +116,7 @@ class TableSums:
         if not self.names:
             return
         if self._group.size > 1:
-            owned = [nodes(clip(assigned, leaves), leaves) for assigned in self._ranges]
+            owned = [nodes(clip(assigned, leaves), leaves) for assigned in self._ranges(leaves)]
             by_rank = self._of_every_rank([total for _, total in self._tree.sums], owned)
             self.begin(leaves)
             for rank_nodes, sums in zip(owned, by_rank, strict=True):
