@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,6 +123,11 @@ class Labelled(Dataset[tuple[Tensor, int]]):
         if strange:
             raise problems.TEXT_CLASS(source=source, got=strange[0], wanted=", ".join(classes))
         self._labels = [numbers[label] for label in self._documents.labels]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each text, for `data.shuffle: by_length`."""
+        return self._documents.lengths
 
     def __len__(self) -> int:
         return len(self._documents)

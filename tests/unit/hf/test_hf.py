@@ -128,6 +128,16 @@ def test_the_loss_of_a_classifier_is_that_of_transformers(folder: Path) -> None:
     assert list(train(document).digests) == by_hand(document)
 
 
+def test_texts_of_like_lengths_fall_into_one_micro_batch(folder: Path) -> None:
+    """It is another run than one in the usual order; the tokens of a micro-batch may be bounded too."""
+    document = {**classifier(folder), "length": {"epochs": 1}, "batch": {"global": 8, "micro": 4}}
+    grouped = {**document, "data": {"shuffle": "by_length", "drop_last": False}}
+    assert len(set(train(grouped).digests)) > 1
+    assert train(grouped).identity != train({**document, "data": {"drop_last": False}}).identity
+    bounded = {**grouped, "batch": {"global": 8, "micro": 4, "tokens": 4 * 32}}
+    assert len(set(train(bounded).digests)) > 1
+
+
 # --- what is seen, and what counts -----------------------------------------------------------------------------
 
 
