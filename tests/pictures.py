@@ -1,4 +1,4 @@
-"""The pictures of the README, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep|models|sets|health]…`.
+"""The pictures of the README and the pages, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep|models|sets|health]…`.
 
 Those of MLflow's pages need chromium on the PATH (Debian: `apt-get install chromium`). Files go to docs/pictures.
 """
