@@ -688,7 +688,9 @@ def train_with_rows_by_rank(document: Document) -> Trained:
 
     def by_rank(self: StepRows) -> dict[str, Tensor]:
         ranges = self._ranges
-        self._ranges = tuple(range(r.start * len(r), (r.start + 1) * len(r)) for r in ranges)
+        self._ranges = lambda count: tuple(
+            range(r.start * len(r), (r.start + 1) * len(r)) for r in ranges(count)
+        )
         try:
             return gather(self)
         finally:

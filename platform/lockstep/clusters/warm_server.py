@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.clusters.ray_internals.fork_server import (
-    CLUSTER_SECRET,
+    CREDENTIAL_VARIABLE,
     PRELOAD,
     HandedOver,
     address_ahead,
@@ -73,18 +73,18 @@ def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_
         serving = "import sys; sys.path.pop(0); from lockstep.clusters.warm_server import serve_ahead; serve_ahead()"
         server = subprocess.Popen(
             [sys.executable, "-c", serving, str(listener.fileno()), str(os.getpid()), *modules],
-            env={**environment, CLUSTER_SECRET: secret},
+            env={**environment, CREDENTIAL_VARIABLE: secret},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in this terminal is not for the workers
         )
-    os.environ[CLUSTER_SECRET] = secret
+    os.environ[CREDENTIAL_VARIABLE] = secret
     try:
         yield
     finally:
-        os.environ.pop(CLUSTER_SECRET, None)
+        os.environ.pop(CREDENTIAL_VARIABLE, None)
         server.kill()
         server.wait()
 

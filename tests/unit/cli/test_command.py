@@ -199,7 +199,7 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["spec"]["batch"] == {"global": 128, "micro": 16}
+    assert report["spec"]["batch"] == {"global": 128, "micro": 16, "tokens": None}
     plan = report["plan"]
     assert (plan["micro_batches"], plan["steps_per_epoch"], plan["total_steps"]) == (
         8,

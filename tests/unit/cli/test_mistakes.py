@@ -396,9 +396,9 @@ TRAINING: dict[str, tuple[str, list[str]]] = {
         "def loss(self, model, batch):\n    return super().loss(model, batch) if model.training else torch.ones(())",
         ["job.loss: returned Tensor in evaluation, wanted lockstep.Loss"],
     ),
-    "optimizer() returns a list": (
-        "def optimizer(self, model):\n    return [torch.optim.SGD(model.parameters())]",
-        ["job.optimizer: returned a list, wanted one torch.optim.Optimizer", "set the schedule in the spec"],
+    "optimizer() returns a list of something else": (
+        "def optimizer(self, model):\n    return [torch.optim.SGD(model.parameters()), None]",
+        ["job.optimizer: returned a list, wanted one torch.optim.Optimizer or a list of them", "set the schedule in the spec"],
     ),
     "optimizer() returns Lightning's pair": ("def optimizer(self, model):\n    return [1], [2]", ["job.optimizer: returned a tuple"]),
     "optimizer() returns a name": ("def optimizer(self, model):\n    return 'adam'", ["job.optimizer: returned str"]),

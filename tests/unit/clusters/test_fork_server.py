@@ -19,7 +19,7 @@ import pytest
 from lockstep.attempts.preloaded import AHEAD
 from lockstep.clusters.ray_internals import fork_server, rays_set_up
 from lockstep.clusters.ray_internals.fork_server import (
-    CLUSTER_SECRET,
+    CREDENTIAL_VARIABLE,
     OUTLIVES_SIGTERM,
     PRELOAD,
     preloading,
@@ -179,7 +179,7 @@ def test_no_worker_is_forked_that_would_draw_the_ids_of_another(start: Start, tm
     before = children()
     with server_ahead({**PLAIN, **paths}, ["this"]):
         (ahead,) = children() - before
-        more = {**paths, PRELOAD: "draws", CLUSTER_SECRET: os.environ[CLUSTER_SECRET]}
+        more = {**paths, PRELOAD: "draws", CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE]}
         told = start(**more)
         assert (told["parent"], told["there"]) == (os.getpid(), False)
         assert not psutil.Process(ahead).children()
@@ -394,7 +394,11 @@ def test_what_is_imported_ahead_forks_the_server_of_each_job(start: Start, tmp_p
     before = children()
     with server_ahead(PLAIN, ["this"]):
         (ahead,) = children() - before
-        more = {PRELOAD: "colorsys", CLUSTER_SECRET: os.environ[CLUSTER_SECRET], "RAY_JOB_ID": "01000000"}
+        more = {
+            PRELOAD: "colorsys",
+            CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE],
+            "RAY_JOB_ID": "01000000",
+        }
         first = start("one", LOCKSTEP_SAID="a", **more)
         second = start("two", LOCKSTEP_SAID="b", **more)
         assert first["parent"] == second["parent"]
@@ -405,7 +409,7 @@ def test_what_is_imported_ahead_forks_the_server_of_each_job(start: Start, tmp_p
         assert (first["folder"], second["folder"]) == (str(tmp_path / "0"), str(tmp_path / "1"))
         other = start(**{**more, "RAY_JOB_ID": "02000000"})
         assert (other["parent"] != first["parent"], from_ahead(other, ahead)) == (True, True)
-    assert CLUSTER_SECRET not in os.environ
+    assert CREDENTIAL_VARIABLE not in os.environ
     for one in (ahead, first["parent"], other["parent"]):
         until = time.monotonic() + 30
         while psutil.pid_exists(one):
@@ -418,7 +422,7 @@ def test_what_was_imported_under_another_environment_forks_no_server(start: Star
     before = children()
     with server_ahead(PLAIN, ["this"]):
         (ahead,) = children() - before
-        more = {PRELOAD: "colorsys", CLUSTER_SECRET: os.environ[CLUSTER_SECRET]}
+        more = {PRELOAD: "colorsys", CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE]}
         other = start(OMP_NUM_THREADS="2", **more)
         assert (from_ahead(other, ahead), other["there"]) == (False, True)
         assert from_ahead(start(**more), ahead)
@@ -431,7 +435,7 @@ def test_what_a_module_sets_as_it_is_imported_is_no_other_environment(start: Sta
     before = children()
     with server_ahead(paths, ["sets"]):
         (ahead,) = children() - before
-        more = {**paths, PRELOAD: "colorsys", CLUSTER_SECRET: os.environ[CLUSTER_SECRET]}
+        more = {**paths, PRELOAD: "colorsys", CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE]}
         assert from_ahead(start(**more), ahead)
         assert from_ahead(start(**more, SET_BY_A_LIBRARY="yes"), ahead)
         assert not from_ahead(start(**more, SET_BY_A_LIBRARY="no"), ahead)
@@ -450,7 +454,7 @@ def test_a_module_that_was_changed_since_is_imported_anew(
     time.sleep(0.05)
     with server_ahead(paths, ["written"]):
         (ahead,) = children() - before
-        more = {**paths, PRELOAD: "colorsys", CLUSTER_SECRET: os.environ[CLUSTER_SECRET]}
+        more = {**paths, PRELOAD: "colorsys", CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE]}
         assert from_ahead(start(**more, RAY_JOB_ID="01000000"), ahead)
         text = "import os, pathlib; pathlib.Path(__file__).with_name('anew').write_text('b')"
         if replaced:
@@ -469,7 +473,7 @@ def test_a_process_ahead_that_is_lost_is_done_without(start: Start) -> None:
     with server_ahead(PLAIN, ["this"]):
         (ahead,) = children() - before
         os.kill(ahead, signal.SIGKILL)
-        first = start(**{PRELOAD: "colorsys", CLUSTER_SECRET: os.environ[CLUSTER_SECRET]})
+        first = start(**{PRELOAD: "colorsys", CREDENTIAL_VARIABLE: os.environ[CREDENTIAL_VARIABLE]})
         assert (first["parent"] != ahead, first["there"]) == (True, True)
 
 

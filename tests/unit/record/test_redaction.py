@@ -96,7 +96,7 @@ def test_a_word_as_long_as_a_file_is_read_once() -> None:
 def test_the_sources_of_this_project_have_none() -> None:
     """The control: a diff of some twenty thousand lines loses nothing but what names a password on purpose."""
     changed = []
-    for path in sorted(Path("platform/lockstep").rglob("*.py"))[::4]:
+    for path in sorted(Path("platform/lockstep").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         lines = zip(text.splitlines(), redacted(text).splitlines(), strict=True)
         changed += [one for one, other in lines if one != other and "://" not in one]

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, NoReturn
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
-CLUSTER_SECRET = "LOCKSTEP_CLUSTER_SECRET"
+CREDENTIAL_VARIABLE = "LOCKSTEP_CLUSTER_SECRET"
 """Hexadecimal: by it the processes of a cluster that Lockstep has started recognise each other. From it follows the name of the one that imports ahead."""
 
 OUTLIVES_SIGTERM = "LOCKSTEP_OUTLIVES_SIGTERM"
@@ -166,7 +166,7 @@ def _hand_over(place: socket.socket, words: list[str], *more: int) -> None:
 
 def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
     """Whether the process that the driver has import ahead becomes the server, with this place, and forks this worker first."""
-    secret = os.environ.get(CLUSTER_SECRET)
+    secret = os.environ.get(CREDENTIAL_VARIABLE)
     if not secret:
         return False
     ahead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -204,7 +204,7 @@ def _recognised(place: socket.socket, *, client: bool = False) -> bool:
     _, user, _ = struct.unpack(
         "3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
-    secret = os.environ.get(CLUSTER_SECRET)
+    secret = os.environ.get(CREDENTIAL_VARIABLE)
     if user != os.getuid() or not secret:
         return bool(user == os.getuid())
     module = credentials()

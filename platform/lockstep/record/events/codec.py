@@ -158,7 +158,7 @@ def step_time(line: bytes) -> StepTime | None:
         if number is not None and line[:-9].endswith(_NO_DIGESTS):
             _, step_s, wall_clock, attempt = line[: -9 - len(_NO_DIGESTS)].rsplit(b",", 3)
             return StepTime(number, int(attempt), float(step_s), float(wall_clock))
-        values = json.loads(line[:-9])["step"]
+        values = json_mapping(line[:-9])["step"]
         step, attempt, step_s, wall_clock = (values[index] for index in _OF_TIME)
         return StepTime(int(step), int(attempt), float(step_s), float(wall_clock))
     except (ValueError, TypeError, LookupError):
