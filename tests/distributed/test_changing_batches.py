@@ -135,6 +135,7 @@ def test_each_sample_comes_once_an_epoch_within_the_bound_and_with_little_paddin
 # --- whoever executes it --------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("name", "workers", "sharding", "loader_processes"),
     [
@@ -193,6 +194,7 @@ def resumed(pool: Pool, folder: Path, name: str, step: int, workers: int, shardi
     return pool.run(workers, train_attempt, placed, RUN, origin)  # type: ignore[no-any-return]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "step", "workers", "sharding"),
     [("ramp", 11, 3, "none"), ("tokens", 5, 2, "full"), ("windows", 6, 3, "optimizer")],

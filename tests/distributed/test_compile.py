@@ -100,6 +100,7 @@ def test_a_compiled_run_says_what_was_compiled_and_goes_on_after_a_stop(tmp_path
     )
 
 
+@pytest.mark.scenario
 def test_a_compiled_run_has_one_value_on_two_workers(pool: Pool) -> None:
     assert pool.run(2, train, small()) == [train(small())] * 2
 

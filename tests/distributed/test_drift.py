@@ -107,6 +107,7 @@ def test_the_majority_names_the_one_that_is_wrong_and_the_steps_are_taken_again(
     assert not any(one.corrupted for one in taken)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exact), 2])
 def test_of_two_workers_the_steps_that_are_taken_again_tell_which_was_wrong(
     pool: Pool, tmp_path: Path, workers: int

@@ -44,7 +44,7 @@ def evaluations(trained: Trained) -> dict[int, dict[str, str]]:
     return {step: dict(metrics) for step, _, metrics in trained.evaluations}
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("workers", [3, 2, 4])
 @pytest.mark.parametrize("kind", [NamedSets, SeveralTests, StochasticAverage, AverageWithoutStatistics])
 def test_the_same_bits_for_every_number_of_workers(pool: Pool, kind: Any, workers: int) -> None:

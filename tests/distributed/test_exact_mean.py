@@ -83,6 +83,7 @@ def test_the_mean_of_the_micro_batches_means_is_another_gradient(pool: Pool) -> 
     assert distance(mean_of_means, in_float64(TOKENS)) > 10_000 * BOUND
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("job", JOBS)
 def test_recorded_loss_and_weight_are_those_of_the_whole_batch(pool: Pool, job: str) -> None:
     (row,) = pool.run(3, train, document(JOBS[job]))[0].steps

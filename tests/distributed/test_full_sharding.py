@@ -68,6 +68,7 @@ def check(pool: Pool, job: str, precision: str, workers: int) -> None:
     assert found == [wanted] * workers
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 3)])
 def test_the_bits_are_those_of_the_whole_model(pool: Pool, job: str, precision: str, workers: int) -> None:
     check(pool, job, precision, workers)
@@ -244,6 +245,7 @@ def content(storage: Path) -> dict[int, str]:
     return {one.manifest.step: tree_digest(one.sections) for one in found}
 
 
+@pytest.mark.scenario
 def test_a_checkpoint_holds_what_one_process_saves_and_anyone_goes_on_from_it(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -423,6 +425,7 @@ def preparing(document: Document) -> tuple[str, int]:
         return train(document).identity, peaks[0]
 
 
+@pytest.mark.scenario
 def test_the_memory_of_a_start_by_shards(pool: Pool) -> None:
     """A share of the parameters and of one gradient, and some units; a whole start has both whole, on every worker."""
     document = full(small(f"{HERE}:Wide", length={"steps": 1}, rehearsal="off"))
@@ -710,6 +713,7 @@ def test_rows_in_the_order_of_the_ranks_give_other_bits(pool: Pool) -> None:
 # --- what torch and FSDP do beside the step -----------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [public_kinds.TiedGpt, public_kinds.DeepQ])
 def test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model(
     pool: Pool, kind: type[kinds_of_jobs.Kind]
@@ -739,6 +743,7 @@ def check_phased(
             assert [text for text in warnings if not text.startswith(BEGINS_WHOLE)] == [*told]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 2), ("full", 2), ("full", 3)])
 def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) -> None:
     kinds = [phase_kinds.WassersteinWithPenalty, phase_kinds.RestsByChance]
@@ -747,6 +752,7 @@ def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) 
     check_phased(pool, kinds, sharding, workers)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 3), ("full", 2)])
 def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str, workers: int) -> None:
     """One evaluates the loss again within its update: the ranks evaluate it together, at the weights that all have by then."""
@@ -817,6 +823,7 @@ def test_phases_and_resting_parameters_in_full(
     check_phased(pool, phase_kinds.HELD, sharding, workers, rehearsal)
 
 
+@pytest.mark.scenario
 def test_a_run_of_several_phases_is_taken_up_under_another_sharding(pool: Pool, tmp_path: Path) -> None:
     """A generator that rests in two steps of three has no state of its optimizer yet when the first checkpoint is saved."""
     kind = phase_kinds.WassersteinWithPenalty

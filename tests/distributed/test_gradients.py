@@ -79,6 +79,7 @@ def check_complex(
     assert found == [alone[kind]] * workers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("kind", "workers", "sharding", "latency"), WAYS)
 def test_complex_parameters_have_one_value(
     pool: Pool, alone: Alone, kind: type[Kind], workers: int, sharding: str, latency: int
@@ -172,6 +173,7 @@ SETTINGS: dict[str, Document] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "workers"), [(Recommender, 4), (RecommenderBySgd, 2), (OnlyTables, 3), (RareTable, 2)]
 )

@@ -479,6 +479,7 @@ class Unsaved(kinds.Thermostat):
         return {}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "place"), [(Forgetful, "optimizer.taken"), (Unsaved, "job.heat")])
 def test_state_that_a_resume_would_lose_is_refused_by_its_results(kind: type[Kind], place: str) -> None:
     """The second step has other bits in a process that has loaded the state after the first one."""

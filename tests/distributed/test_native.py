@@ -28,6 +28,7 @@ def trained(pool: Pool, workers: int, reduction: str, micro: int) -> Trained:
     return first
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_micro_batch_a_worker_is_exact_up_to_two(pool: Pool, workers: int) -> None:
     """There is one order only in which to add one or two gradients."""

@@ -144,7 +144,7 @@ NAMED = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     "workers", [2, *(pytest.param(workers, marks=pytest.mark.exact) for workers in (1, 3))]
 )

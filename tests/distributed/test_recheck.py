@@ -182,6 +182,7 @@ def sharded(given: Document) -> Document:
     return {**given, "sharding": "full"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("job", "workers"),
     [
@@ -211,6 +212,7 @@ def lying_with_rows(document: Document, rank: int, seed: int, share: float) -> A
         return attempted(document, AttemptOrigin())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", SEEDS[:2])
 def test_of_three_with_rows_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: int) -> None:
     """The control: of honest ones nobody is."""

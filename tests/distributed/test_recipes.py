@@ -41,6 +41,7 @@ def test_the_page_has_the_jobs(name: str) -> None:
 CASES = [("Private", {}), ("Quantised", {}), ("Quantised", {"observes": True})]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("job", "params"), CASES)
 @pytest.mark.parametrize("workers", [3, *(pytest.param(w, marks=pytest.mark.exact) for w in (1, 2, 4))])
 def test_recipes_have_one_value(pool: Pool, job: str, params: Document, workers: int) -> None:
@@ -51,6 +52,7 @@ def test_recipes_have_one_value(pool: Pool, job: str, params: Document, workers:
     assert alone.warnings == ()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("job", "params"), CASES[:2])
 def test_recipes_are_taken_up(pool: Pool, job: str, params: Document, tmp_path: Path) -> None:
     run = document(job, params=params, rehearsal="off", checkpoint={"storage": str(tmp_path), "every": None})

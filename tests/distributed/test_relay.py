@@ -138,6 +138,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"s3://key:secret@runs/{uuid.uuid4().hex}?{request.getfixturevalue('s3')}"
 
 
+@pytest.mark.every(2)
 def test_the_store_is_read_once_whatever_the_number_of_workers(pool: Pool, uri: str) -> None:
     run = written(uri)
     files = dict(listed(run))[2]

@@ -69,6 +69,7 @@ def of_ids(folder: Path, epochs: int, **data: Any) -> Document:
     }
 
 
+@pytest.mark.scenario
 def test_epochs_after_a_kill_have_orders_of_their_own(tmp_path: Path) -> None:
     """After a resume, loader processes repeated the order of epoch 0 (PL#21938)."""
     whole = ids_of(train(of_ids(tmp_path / "whole", 4)))
@@ -330,6 +331,7 @@ def train_listening(run: Document) -> Trained:
             return train_attempt(run, RUN, AttemptOrigin())
 
 
+@pytest.mark.scenario
 def test_sigterm_to_one_rank_ends_all_after_one_save(pool: Pool, tmp_path: Path) -> None:
     """The rank that was signalled left, and the others waited for it in a collective for good (PL#20806)."""
     run = of_ids(tmp_path, 2)

@@ -155,6 +155,7 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", EACH_VALUE, ids=name)
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, saved: SavedRuns, case: Case) -> None:
     """G1 over interruption, every value of every factor."""
@@ -180,6 +181,7 @@ def test_the_matrix_holds_what_it_says() -> None:
     assert len(early.rows) == 12 < 6 * 4
 
 
+@pytest.mark.scenario
 def test_four_attempts_in_a_row(pool: Pool, tmp_path: Path) -> None:
     """Each is asked to stop, saves where it stands, and the next has other workers."""
     whole = undisturbed("digits", "fp32")

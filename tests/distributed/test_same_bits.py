@@ -129,6 +129,7 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", EACH_VALUE, ids=name)
 def test_bits_do_not_depend_on_how_a_run_is_executed(pool: Pool, case: Case) -> None:
     """G1, every value of every factor."""
@@ -257,6 +258,7 @@ def launched(folder: Path) -> list[Trained]:
     return every
 
 
+@pytest.mark.scenario
 def test_torchruns_launcher_gives_the_same_bits(tmp_path: Path) -> None:
     """G1: `fit` under torchrun's launcher, in a pool and in one process without any group are one run."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -109,6 +109,7 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("micro_batches", "workers", "latency_bytes"),
     [

@@ -43,6 +43,7 @@ def test_state_that_starts_late_is_found_by_name() -> None:
         train(late(StartsLate))
 
 
+@pytest.mark.scenario
 def test_state_that_starts_late_is_found_on_two_workers(pool: Pool) -> None:
     with pytest.raises(JobError, match=r"^job.calls is kept"):
         pool.run(2, train, late(StartsLate))

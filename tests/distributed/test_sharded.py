@@ -81,6 +81,7 @@ class Grouped(Strided):
         )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("job", "settings"),
     [
@@ -156,6 +157,7 @@ def content(storage: Path) -> dict[int, str]:
     return {one.manifest.step: tree_digest(one.sections) for one in found}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("precision", ["fp16"])
 def test_a_run_is_taken_up_by_any_workers_sharded_or_not(pool: Pool, tmp_path: Path, precision: str) -> None:
     """One worker saved the whole optimizer, three a sharded one: the same checkpoints, from which anyone goes on."""
@@ -181,6 +183,7 @@ def test_a_run_is_taken_up_by_any_workers_sharded_or_not(pool: Pool, tmp_path: P
     assert content(shards) == content(plain)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("precision", "before", "after"), [("fp32", 2, 3), ("bf16", 3, 2)])
 def test_an_interrupted_run_goes_on_on_other_workers(
     pool: Pool, tmp_path: Path, precision: str, before: int, after: int

@@ -86,6 +86,7 @@ def repeated(outlived: Outlived) -> list[int]:
     return [step for step, times in sorted(most.items()) for _ in range(times)]
 
 
+@pytest.mark.scenario
 def test_three_of_four_are_lost_one_after_another() -> None:
     """In a backward, after an update that is not told yet (rank 0), and in an evaluation, whose epoch ends there."""
     falls = [Fall(3, 2, "send whole"), Fall(0, 5, "note"), Fall(1, 6, "gather", 3)]
@@ -148,6 +149,7 @@ IN_SECOND_PHASE = Fall(1, 3, "forward", 3)
 """All others have updated the first phase's parameters, and their optimizer's state."""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("fall", "precision"),
     [
@@ -174,6 +176,7 @@ def test_a_step_of_several_phases_is_taken_again_as_a_whole(fall: Fall, precisio
     check(outlived, train(document), left)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["Lbfgs", pytest.param("PublishedSam", marks=pytest.mark.exact)])
 def test_an_update_that_evaluates_the_loss_again_is_taken_again_as_a_whole(kind: str) -> None:
     """One of its evaluations waits for a worker that is lost: the parameters are on their way by then."""
@@ -183,6 +186,7 @@ def test_an_update_that_evaluates_the_loss_again_is_taken_again_as_a_whole(kind:
     assert repeated(outlived) == [2]
 
 
+@pytest.mark.scenario
 def test_a_worker_joins_and_leaves_a_run_with_phases() -> None:
     changes = [Change(2, joining=1), Change(3, leaving=(0,))]
     check(outlive(PHASED, 2, [Fall(1, 1, "update", 2)], changes), train(PHASED), [2])

@@ -59,6 +59,7 @@ def test_bits_do_not_depend_on_workers_or_loader_processes(pool: Pool, tmp_path:
         assert pool.run(workers, train, document(kind, root, processes)) == [whole] * workers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", lake.FORMATS)
 def test_a_run_goes_on_with_the_version_that_it_began_with(pool: Pool, tmp_path: Path, kind: str) -> None:
     """G1: stopped amid an epoch and resumed on two workers with loader processes, when the table has got a newer version. A new run takes that one."""

@@ -125,6 +125,7 @@ def test_each_order_is_another_run(tables: Path) -> None:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("shuffle", ORDERS)
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, tables: Path, tmp_path: Path, shuffle: str) -> None:
     """From a step amid an epoch, on other workers."""
@@ -259,6 +260,7 @@ def test_training_from_an_object_store(pool: Pool, tables: Path, s3: str) -> Non
             assert trained == reference(tables, "blocks")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("shuffle", "learns"), [("full", True), ("hashed", True), ("blocks", True), ("none", False)]
 )

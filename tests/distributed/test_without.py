@@ -170,6 +170,7 @@ def test_any_workers_and_loader_processes_give_the_same_bits(
     assert never.rows[2:] == alone.rows
 
 
+@pytest.mark.scenario
 def test_a_run_without_samples_that_is_killed_goes_on_to_the_same_bits(
     original: Result, tmp_path: Path
 ) -> None:

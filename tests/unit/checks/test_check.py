@@ -189,6 +189,7 @@ COMPARES_OR_FOLLOWS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("job", COMPARES_OR_FOLLOWS)
 def test_a_micro_batch_of_one_sample_passes_where_a_step_has_more(job: str, tmp_path: Path) -> None:
     """A loss over the whole batch is tried among the rows of a step; a loss that follows what `after_step` moves is judged without it."""

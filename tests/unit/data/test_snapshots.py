@@ -88,6 +88,7 @@ def test_an_expired_iceberg_snapshot_is_told(tmp_path: Path) -> None:
         Table(lake.source("iceberg", tmp_path, first))
 
 
+@pytest.mark.scenario
 def test_a_cleaned_lance_version_is_told(tmp_path: Path) -> None:
     for seed in (1, 2):
         lake.append("lance", tmp_path, lake.points(20, seed))
@@ -212,6 +213,7 @@ def test_a_renamed_iceberg_column_is_the_same_column(tmp_path: Path) -> None:
     assert sorted(labels(Table(lake.source("iceberg", tmp_path)), "old")) == [0, 0, 0, 1, 1]
 
 
+@pytest.mark.scenario
 def test_rows_deleted_from_a_lance_table_are_left_out(tmp_path: Path) -> None:
     lake.append("lance", tmp_path, pa.table({"label": np.arange(6, dtype=np.float32)}))
     lake.run_lance("lance.dataset('points').delete('label = 1 or label = 4')", tmp_path)

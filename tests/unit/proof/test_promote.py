@@ -102,6 +102,7 @@ def test_a_promoted_checkpoint_is_registered_whole_with_its_proofs(
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == saved
 
 
+@pytest.mark.scenario
 def test_the_best_and_the_newest_are_chosen(run: Path, uri: str, client: Any) -> None:
     """And the same checkpoint promoted again is the version that it was."""
     rows = {m.step: m.value for m in client.get_metric_history(run.name, "eval/loss")}
@@ -136,6 +137,7 @@ def test_a_run_that_does_not_verify_is_refused(
 CALLS = ("create_registered_model", "create_model_version", "set_registered_model_alias")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("acts", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("there", [False, True])

@@ -158,6 +158,7 @@ def vars_of(entry: FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("section", "quantity"), [("model", "weights_digest"), ("optimizer", "optimizer_digest")]
 )
@@ -269,6 +270,7 @@ def without_digests(run: Path, step: int, *columns: str) -> None:
         change_ledger(run, step, column, lambda value: None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("columns", "quantity"),
     [
@@ -299,6 +301,7 @@ def forge_result(run: Path, **changes: Any) -> None:
     (run / "summary.json").write_text(json.dumps({**summary, **changes}))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("changes", "quantity"),
     [
@@ -331,6 +334,7 @@ def test_another_file_of_weights_than_the_summary_says_is_found(run: Path) -> No
     assert first(verified(run)) == (12, None, "weights/final.safetensors")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("field", "value", "where", "cause"),
     [
@@ -372,6 +376,7 @@ def test_one_changed_sample_is_found_in_its_step_and_micro_batch(recorded: Path)
         assert first(found) == (use.step + 1, use.micro_batch, "gradient_digest")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("step", "micro_batch"), [(0, 0), (4, 1), (6, 3), (11, 2)])
 def test_a_flipped_bit_of_a_gradient_is_found(recorded: Path, step: int, micro_batch: int) -> None:
     PLANTED["gradient"] = (step, micro_batch)
@@ -447,6 +452,7 @@ BY_NAME = "import importlib\nscale = importlib.import_module('own.' + 'scale')\n
 BESIDE = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nfrom scale import SCALE"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("imported", "field"),
     [

@@ -193,6 +193,7 @@ def test_a_call_whose_answer_is_lost_leaves_no_double(
     assert json.loads((folder / "summary.json").read_text()) == {"step": 20}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("counted", [True, False], ids=["", "a backlog is one silent call"])
 def test_a_backlog_is_sent_though_every_fifth_answer_is_lost(
     server: Server, proxy: Proxy, spec: Specs, monkeypatch: pytest.MonkeyPatch, counted: bool

@@ -93,6 +93,7 @@ def deferred(make: Callable[[], nn.Module]) -> nn.Module:
     return result.model
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", SOUND)
 def test_the_bits_and_the_generator_are_those_of_a_model_made_as_usual(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)

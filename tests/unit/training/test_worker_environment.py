@@ -71,6 +71,7 @@ def faults(tunables: dict[str, str]) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.scenario
 def test_no_bits_depend_on_how_a_process_gets_its_memory(tmp_path: Path) -> None:
     """Two runs, in processes of either kind."""
     found = {name: trained(tmp_path / name, given) for name, given in (("kept", MEMORY), ("glibc", _UNTUNED))}

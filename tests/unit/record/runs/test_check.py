@@ -235,6 +235,7 @@ def end_of(folder: Path, uri: str) -> tuple[str, float | None]:
     return run.status, run.ended
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("left", [-2, -6, 0])
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
 @pytest.mark.parametrize("steps", ["the checkpoint", "the tables"])
