@@ -19,8 +19,8 @@ def train_trial(config):
     from lockstep.job.loading import load_job
     from lockstep.record.events.union import EvaluationRow
     from lockstep.spec.loading import load_spec
+    from lockstep.training.driver_requests import NoRequests
     from lockstep.training.loop import fit
-    from lockstep.training.requests import NoRequests
 
     def report(event):
         if isinstance(event, EvaluationRow):

@@ -23,8 +23,8 @@ from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
 from tests.benchmarks.step_time import WARM_UP, Contest, block_length, estimate

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import AdamW
-from lockstep.training.step.units import members_of
+from lockstep.training.step.sharding_units import members_of
 
 MeanLoss = Callable[[nn.Module, Any], Tensor]
 

@@ -39,8 +39,8 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.benchmarks.step_time import Estimate, estimate
 from tests.distributed.pool import Pool
 from tests.unit.record.server import Server

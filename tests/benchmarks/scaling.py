@@ -21,7 +21,7 @@ from lockstep.data.order import SHARED_FROM, epoch_order
 from lockstep.plan import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.record.events.metrics import step_points
 from lockstep.record.events.union import StepRow
-from lockstep.training.relay import PIECE, links
+from lockstep.training.read_relay import PIECE, links
 from lockstep.training.step.reduction import LATENCY_BYTES
 
 WORKERS = (8, 16, 64, 256, 1024, 4096)

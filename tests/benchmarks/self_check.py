@@ -24,9 +24,9 @@ from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import CheckpointRow, Event, ResumeChecked, StepRow, Warned
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.integrity.resume_check.check import SHARE
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 FIRST = 10

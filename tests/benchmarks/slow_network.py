@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.stdlib_gpt.job import GPT
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.communication.group import Group
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 from lockstep.job.interface import Loss
 from lockstep.plan import Plan
 from lockstep.training.step.exchange import Exchange

@@ -25,9 +25,9 @@ from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.integrity.digests import Digester
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool
 from tests.live_bytes import counted

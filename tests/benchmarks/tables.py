@@ -39,8 +39,8 @@ from lockstep.record.events.union import Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool
 

@@ -19,8 +19,8 @@ from lockstep import Job, Loss, Term
 from lockstep.communication.group import Group
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.benchmarks.mlp import CLASSES, MLP
 
 STEPS = 40

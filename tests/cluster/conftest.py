@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.attempts.preloaded import AHEAD
+from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.clusters.connection import on_this_machine
 from lockstep.clusters.local_cluster import set_up_workers_quickly
 from lockstep.clusters.ray_settings import RAY_SETTINGS

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, logging, os, sys, tempfile, threading, time
 from pathlib import Path
-from lockstep.attempts.preloaded import AHEAD
+from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.clusters.connection import on_this_machine
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lockstep import train
-from lockstep.attempts.stages import STAGES
+from lockstep.attempts.restart_stages import STAGES
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError

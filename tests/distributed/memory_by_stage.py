@@ -16,9 +16,9 @@ from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StageEnded, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.observe.memory_growth import held_bytes
-from lockstep.training.requests import NoRequests
 from tests.distributed.small_jobs import Plain
 from tests.distributed.training import Document
 

@@ -27,8 +27,8 @@ import lockstep
 import lockstep.checkpoint.saver
 import lockstep.checkpoint.snapshot
 import lockstep.training.elastic.recovery
-import lockstep.training.facts
 import lockstep.training.loop
+import lockstep.training.run_facts
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.communication.credentials import Secret
@@ -39,15 +39,15 @@ from lockstep.record.events.union import EvaluationRow, Event, Restored, StepRow
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic.membership import RendezvousRounds
 from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.loop import fit, join
-from lockstep.training.requests import NoRequests
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import StepBuffers
-from lockstep.training.step.mirrored import MirroredOptimizer
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
 from lockstep.training.step.sharding import _Gathering
@@ -353,7 +353,7 @@ def _live(
     if other.path:
         sys.path.insert(0, other.path)
     if other.probe:
-        lockstep.training.facts.numerics_probe = lambda device: other.probe  # type: ignore[assignment]
+        lockstep.training.run_facts.numerics_probe = lambda device: other.probe  # type: ignore[assignment]
     places: list[tuple[int, str]] = []
     begun: list[int] = []
     worker = _Worker(pipe, run_id)

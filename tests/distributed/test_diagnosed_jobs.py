@@ -12,8 +12,8 @@ from lockstep.job.loading import load_job
 from lockstep.record.diagnosis import rules
 from lockstep.record.events.union import EvaluationRow, Event, Observation, Recorded, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document
 

@@ -32,7 +32,7 @@ from lockstep.errors import JobError, SpecError
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
-from lockstep.training.relay import PIECE
+from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows

@@ -19,7 +19,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.record.events.union import Event, StepRow
-from lockstep.training.integrity.rehearsal import promise
+from lockstep.training.integrity.rehearsal import step_rehearsal
 from tests.distributed import (
     further_kinds,
     gradient_kinds,
@@ -371,7 +371,7 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
 
 def test_in_their_usual_order_draws_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: by luck the first micro-batch repeats."""
-    monkeypatch.setattr(promise, "out_of_order", nullcontext)
+    monkeypatch.setattr(step_rehearsal, "out_of_order", nullcontext)
     monkeypatch.setattr(further_kinds.DrawingInThreads, "apart_s", 0.05)
     assert train(document(further_kinds.DrawsInThreads, rehearsal="off")).warnings == ()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.training.integrity.rehearsal import promise
+from lockstep.training.integrity.rehearsal import step_rehearsal
 from tests.distributed import further_kinds, keeping_kinds, kinds, phase_kinds, step_kinds
 from tests.distributed.kinds import Kind, document, train_every
 from tests.distributed.training import train
@@ -124,7 +124,7 @@ def test_a_rehearsal_in_the_training_process_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     """The negative control: the same, without another process."""
-    monkeypatch.setattr(promise, "in_child", lambda function, *_, **__: function())
+    monkeypatch.setattr(step_rehearsal, "in_child", lambda function, *_, **__: function())
     steps = {extent: train(run(f"{module}:Forgetting", extent)).digests for extent in ("off", "quick")}
     assert steps["off"] == steps["quick"]
     with pytest.raises(LockstepError):  # its histories run into each other
@@ -134,7 +134,7 @@ def test_a_rehearsal_in_the_training_process_would_be_seen(
 def test_where_no_process_can_be_forked_the_training_process_compares(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    monkeypatch.setattr(promise, "can_fork", lambda _device: False)
+    monkeypatch.setattr(step_rehearsal, "can_fork", lambda _device: False)
     digests = {extent: train(run(f"{module}:Warming", extent)).digests for extent in EXTENTS}
     assert len({tuple(each) for each in digests.values()}) == 1
     with pytest.raises(LockstepError, match=r"^job\.calls is kept from one micro-batch to the next"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ClusterError, LockstepError
-from lockstep.training.step.mirrored import mirrors
+from lockstep.training.step.mirrored_optimizer import mirrors
 from tests.distributed.survivors import Change, Fall, outlive
 from tests.distributed.test_survivors import CENTRED, DIGITS, check, check_saves, repeated
 from tests.distributed.training import Document, Trained, train

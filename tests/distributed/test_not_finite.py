@@ -15,9 +15,9 @@ from lockstep.errors import NumericsError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Document, Event
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.observe.not_finite import NAME
-from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
 from tests.unit.training.observe.test_not_finite import Plain
 

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
-from lockstep.training.step.schedule import TorchScheduler
+from lockstep.training.step.learning_rate import TorchScheduler
 from tests.distributed.kinds import RUN, Dropouts, Kind, document, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.step_kinds import (

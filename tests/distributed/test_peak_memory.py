@@ -21,8 +21,8 @@ from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.training import Document

@@ -26,10 +26,10 @@ from lockstep.checkpoint.storage.interface import Reading, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
-from lockstep.training import relay, start
+from lockstep.training import read_relay, start
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.relay import Relay
+from lockstep.training.read_relay import Relay
 from lockstep.training.weights import load_weights, save_weights
 from tests.distributed.pool import Pool
 from tests.forked import forking
@@ -103,7 +103,7 @@ def found(storage: str, step: int | None, piece: int = SMALL) -> tuple[Found, tu
     warnings: list[str] = []
     with (
         mock.patch.object(start, "open_storage", opened),
-        mock.patch.object(relay, "PIECE", piece),
+        mock.patch.object(read_relay, "PIECE", piece),
     ):
         try:
             loaded = start._load(storage, RUN, step, Group.join(torch.device("cpu")), warnings.append)
@@ -284,7 +284,7 @@ def loaded_by_one(path: Path) -> str:
     """The digest of weights, or the error. Only rank 0 can see the file."""
     model, group = net(), Group.join(torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(relay, "PIECE", SMALL))
+        stack.enter_context(mock.patch.object(read_relay, "PIECE", SMALL))
         if group.rank:
             load = mock.patch("safetensors.torch.load_file", side_effect=AssertionError("read twice"))
             stack.enter_context(load)
@@ -321,7 +321,7 @@ def serve(rank: int, name: str, address: str, storage: str, pipe: Any) -> None:
     try:
         dist.barrier()
         before = sent_bytes()
-        what, read = found(storage, None, relay.PIECE)
+        what, read = found(storage, None, read_relay.PIECE)
         dist.barrier()
         pipe.send((what, read, sent_bytes() - before))
     finally:

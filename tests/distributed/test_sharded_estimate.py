@@ -16,8 +16,8 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import Document, Event, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.setup import prepare
 from lockstep.training.step.sharding import ShardedOptimizer
 from tests.distributed.pool import Pool

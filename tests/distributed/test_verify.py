@@ -23,8 +23,8 @@ from lockstep.proof.verification import Take, Verified, verify
 from lockstep.record.events.union import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool
 from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document

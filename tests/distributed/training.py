@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep.plan
-import lockstep.training.facts
+import lockstep.training.run_facts
 import lockstep.training.step.optimizer_step
 import lockstep.training.step.phase_step
 import lockstep.training.step.reduction
@@ -44,9 +44,9 @@ from lockstep.record.events.union import (
 )
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.reduction import TreeReduction
 
@@ -351,5 +351,5 @@ def train_buffers_apart(document: Document) -> Trained:
 def train_mixed_numerics(document: Document) -> Trained:
     """One rank is another kind of machine."""
     probe = f"{dist.get_rank():016x}"
-    with mock.patch.object(lockstep.training.facts, "numerics_probe", lambda device: probe):
+    with mock.patch.object(lockstep.training.run_facts, "numerics_probe", lambda device: probe):
         return train(document)

@@ -33,9 +33,9 @@ from lockstep.plan import worker_ranges
 from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism, numerics_probe
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.final_results import peak_memory
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.step import reduction
 from lockstep.training.step.compiled import cpp_compiler
 from lockstep.training.step.norm import GradientNorm

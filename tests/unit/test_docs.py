@@ -27,8 +27,8 @@ from lockstep.record.events.union import Event, StepRow, Warned, tell_nobody
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests import reference
 
 ROOT = Path(__file__).parents[2]

@@ -132,7 +132,7 @@ def test_a_file_that_is_opened_past_the_bounds_is_seen() -> None:
 
 
 OWN_CHANNELS = (
-    "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/relay.py", "calls/subprocess_call.py", "proof/guard.py", "proof/side.py", "calls/verify.py",
+    "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/read_relay.py", "calls/subprocess_call.py", "proof/guard.py", "proof/guard_worker.py", "calls/verify.py",
     "record/runs/heartbeat.py", "driver/resume_hint.py", "spec/schema.py", "spec/fields.py", "views/tensorboard.py", "parsing.py",
     "training/integrity/rehearsal/child_process.py", "driver/guardian.py", "record/runs/ending.py", "proof/enclosure.py", "calls/executor.py", "proof/wire.py", "proof/execution.py", "calls/executions.py",
 )  # fmt: skip

@@ -20,8 +20,8 @@ from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import EvaluationRow, Event, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from tests.unit.checks.test_bench import forked
 
 PRACTICE = Path(__file__).parents[2] / "jobs" / "practice"

@@ -24,7 +24,7 @@ ATTACK = (
 )
 PRINTS_FOR_ITSELF = {
     "printing.py",
-    "proof/side.py",  # runs with another version's Lockstep; its parent prints what it says
+    "proof/guard_worker.py",  # runs with another version's Lockstep; its parent prints what it says
 }
 _STREAMS = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
 

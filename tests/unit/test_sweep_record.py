@@ -30,7 +30,7 @@ from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.driver import SweepResult
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
-from lockstep.sweeps.trial_counts import Standing, best_of, tally
+from lockstep.sweeps.trial_standings import Standing, best_of, tally
 from tests.empty_store import put_empty_store
 from tests.unit.record.conftest import THIRD_PARTY
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.attempts.stages import breakdown
+from lockstep.attempts.restart_stages import breakdown
 
 
 @dataclass(slots=True)

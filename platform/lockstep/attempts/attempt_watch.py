@@ -15,12 +15,12 @@ from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
+from lockstep.attempts.restart_stages import underway
 from lockstep.attempts.run_account import RunAccount
-from lockstep.attempts.stages import underway
 from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.driver.silence import Patience
 from lockstep.errors import LockstepError, SilentError, SpecError
 from lockstep.record.events.union import Document
 from lockstep.spec.fields import Spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.attempts.preloaded import AHEAD
+from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.preflight import check_job

@@ -15,8 +15,9 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from lockstep.communication.credentials import Secret
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, ensure_descriptors, form_default_group
+from lockstep.communication.group import ensure_descriptors, form_default_group
 from lockstep.communication.store import connect_store, serve_store
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 from lockstep.errors import ClusterError
 
 _RaysBackend: Any = TorchConfig().backend_cls

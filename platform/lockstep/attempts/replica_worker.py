@@ -20,8 +20,8 @@ from lockstep.attempts.mailbox import ANSWER_S, TrainerSlot
 from lockstep.attempts.process_group import form_group, set_torchrun_variables
 from lockstep.attempts.worker_main import joining_worker_main, train_as
 from lockstep.clusters.bounded_calls import answer_of
-from lockstep.communication.group import COLLECTIVE_TIMEOUT
 from lockstep.communication.store import connect_store, serve_store
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 
 ASK_S = 0.05
 """Seconds between two questions for what another process has yet to say."""

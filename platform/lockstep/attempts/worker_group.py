@@ -17,8 +17,8 @@ from typing import Any
 from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
-from lockstep.attempts.preloaded import AHEAD
-from lockstep.attempts.stages import StageEnds
+from lockstep.attempts.preloaded_modules import AHEAD
+from lockstep.attempts.restart_stages import StageEnds
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.background import in_background
 from lockstep.clusters.bounded_calls import answer_of

@@ -24,14 +24,14 @@ from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
-from lockstep.record.system import sampled
+from lockstep.record.system_metrics import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit, join
-from lockstep.training.requests import NoRequests
 
 
 class RankZeroRequests:

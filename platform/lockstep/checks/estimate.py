@@ -42,8 +42,8 @@ from lockstep.training.step.norm import workspace_bytes
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import check_combination, optimizers_of
 from lockstep.training.step.sharding import SCALARS, Span, flat, gathering_bytes, spans
+from lockstep.training.step.sharding_units import Calls, units_of
 from lockstep.training.step.uncut_parameters import largest
-from lockstep.training.step.units import Calls, units_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

@@ -21,10 +21,10 @@ from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.state import TrainState
 from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.buffers import statistics
+from lockstep.training.step.learning_rate import FunctionOfUpdates
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of, phases_of
-from lockstep.training.step.schedule import FunctionOfUpdates
 from lockstep.training.step.tables import numbers_of
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8

@@ -20,8 +20,8 @@ from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.schedules import StepDecay
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.step.phases import refuse_phases
 
 DIVERGED = 4.0

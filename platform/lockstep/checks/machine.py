@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from lockstep.checks.preflight import existing
 from lockstep.record.environment import machine
 from lockstep.record.redaction import redacted_variables
-from lockstep.record.system import nvml
+from lockstep.record.system_metrics import nvml
 from lockstep.record.versions import DISTRIBUTION, versions
 from lockstep.training.worker_environment import DECISIVE
 

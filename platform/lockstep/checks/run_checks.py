@@ -23,10 +23,10 @@ from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.mirror.stores import reader
 from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.evaluation_sets import EvaluationSets
-from lockstep.training.integrity.rehearsal.promise import StepRehearsal
+from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 from lockstep.training.setup import check_metric, updates_of
 from lockstep.training.step.phases import optimizers_of
 

@@ -21,7 +21,7 @@ from lockstep.cli.output import (
     running,
 )
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.sweeps.trial_counts import place
+from lockstep.sweeps.trial_standings import place
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult

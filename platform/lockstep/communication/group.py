@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,15 +37,12 @@ from lockstep.communication.connections import (
     take_away,
 )
 from lockstep.communication.links import DIRECT_BYTES, Links, Messages, linked
-from lockstep.communication.waits import Waits
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT, Waits
 from lockstep.errors import LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
 
 T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=15)
-"""How long a rank waits for the others in one collective before it gives up."""
 
 FIRST_FORMED = 1_000_000
 """Numbers of `formed` groups start here: no process makes as many groups in any other way."""

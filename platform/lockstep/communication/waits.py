@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=15)
+"""How long a rank waits for the others in one collective before it gives up."""
+
 LOOK_S = 0.1
 """Seconds between a wait's checks whether its group was broken off or has lost a connection."""
 

@@ -3,7 +3,7 @@
 A driver may be killed, crash, or be ended by Ray, which exits where its cluster dies; a process that trains alone may hang.
 None of them can then record how the run ended. The guardian hears what it needs for that while the run goes on, through a pipe
 that ends with the driver. It imports next to nothing until it has to record, ignores the signals that end the command, and
-takes a run that hangs by the same rule as on Ray (`driver.silence`).
+takes a run that hangs by the same rule as on Ray (`driver.hang_limit`).
 
 Where a process of Ray's that the driver depends on ends, the guardian says so, whatever becomes of the driver: nothing in the driver
 is certain to run once more.
@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.driver.silence import Patience
+from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in
 from lockstep.process import place, started
 

@@ -40,11 +40,11 @@ from lockstep.record.events.union import (
 )
 from lockstep.record.ledger.time_spent import spent_text
 from lockstep.record.recorder import Recorder
-from lockstep.record.system import sampled
+from lockstep.record.system_metrics import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 
 
 class RankRequests(NoRequests):

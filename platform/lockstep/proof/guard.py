@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import SpecError
-from lockstep.proof import side
+from lockstep.proof import guard_worker
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.difference import Parted, first_parting, tell_parting
 from lockstep.proof.microscope import Look
@@ -24,13 +24,13 @@ from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.training.worker_environment import sent_environment
 
 Start = Callable[[str, Path, Mapping[str, str]], Process]
-"""Starts `side.main` of a request, in a folder and with an environment."""
+"""Starts `guard_worker.main` of a request, in a folder and with an environment."""
 
 
 def start_python(request: str, folder: Path, environment: Mapping[str, str]) -> Process:
     """A new interpreter, which imports what its own state of the code has."""
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(side.__file__)), request],
+        [sys.executable, "-P", str(Path(guard_worker.__file__)), request],
         cwd=folder,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
@@ -108,11 +108,11 @@ class Trainer:
 
 
 def _read(out: Path) -> Trained:
-    look = json.loads((out / side.LOOK).read_text(encoding="utf-8"))
+    look = json.loads((out / guard_worker.LOOK).read_text(encoding="utf-8"))
     return Trained(
-        {row.step: row for row in read_parquet(out / side.ROWS)},
-        {row.step: row for row in read_evaluations(out / side.EVALUATIONS)},
-        json.loads((out / side.FIELDS).read_text(encoding="utf-8")),
+        {row.step: row for row in read_parquet(out / guard_worker.ROWS)},
+        {row.step: row for row in read_evaluations(out / guard_worker.EVALUATIONS)},
+        json.loads((out / guard_worker.FIELDS).read_text(encoding="utf-8")),
         None if look is None else Look.of(look),
     )
 

@@ -15,8 +15,8 @@ from lockstep.job.loading import load_job
 from lockstep.proof.microscope import Look
 from lockstep.record.events.union import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 
 
 @dataclass(slots=True)

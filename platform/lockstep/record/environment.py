@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.files import as_text
-from lockstep.record.system import nvml
+from lockstep.record.system_metrics import nvml
 from lockstep.record.versions import versions
 
 if TYPE_CHECKING:

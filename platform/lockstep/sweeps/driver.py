@@ -35,7 +35,7 @@ from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_end
 from lockstep.sweeps.sweep_resume import leased_sweep
-from lockstep.sweeps.trial_counts import best_of, tally
+from lockstep.sweeps.trial_standings import best_of, tally
 
 if TYPE_CHECKING:
     from lockstep.sweeps.decisions import Decisions

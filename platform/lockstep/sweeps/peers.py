@@ -18,18 +18,19 @@ from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, form_default_group
+from lockstep.communication.group import Group, assigned_device, form_default_group
 from lockstep.communication.store import connect_store
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.sweeps.trial_rendezvous import TrialRendezvousClient, trial_rendezvous
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests
 
 
 class Peer:

@@ -27,7 +27,7 @@ from lockstep.record.redaction import redacted_document
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import sweep_figures
-from lockstep.sweeps.trial_counts import Standing, TrialRow, best_of
+from lockstep.sweeps.trial_standings import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""

@@ -15,7 +15,7 @@ from lockstep.errors import ClusterError
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
 from lockstep.sweeps.recorders import NEWS_S, answer_of_recorders
-from lockstep.sweeps.trial_counts import Standing
+from lockstep.sweeps.trial_standings import Standing
 from lockstep.sweeps.trial_watchdog import SweepWatchdog
 
 RECORD_S = 10.0

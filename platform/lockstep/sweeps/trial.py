@@ -30,8 +30,9 @@ from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.communication.group import Group
 from lockstep.communication.store import serve_store
+from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 from lockstep.driver.finished_run import doubt
 from lockstep.errors import (
     ClusterError,

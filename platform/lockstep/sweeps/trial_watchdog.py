@@ -9,8 +9,8 @@ import ray
 
 from lockstep.attempts.progress_watchdog import end_with_stacks
 from lockstep.clusters.bounded_calls import unanswered
+from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
-from lockstep.driver.silence import Patience
 from lockstep.spec.fields import Faults
 from lockstep.sweeps.recorders import GOES_ON, NEWS_S, WHOSE, answer_of_recorders
 

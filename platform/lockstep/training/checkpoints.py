@@ -28,7 +28,7 @@ from lockstep.plan import Plan, Position
 from lockstep.record.events.union import Alive, CheckpointRow, Tell, Warned
 from lockstep.record.ledger.history import History, Saving
 from lockstep.spec.fields import Spec
-from lockstep.training.requests import Requests
+from lockstep.training.driver_requests import Requests
 from lockstep.training.start import Start, check_facts
 from lockstep.training.state import TrainState
 

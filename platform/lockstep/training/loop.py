@@ -38,6 +38,7 @@ from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
+from lockstep.training.driver_requests import NoRequests, Requests
 from lockstep.training.elastic.recovery import (
     LeftError,
     Recovery,
@@ -56,7 +57,6 @@ from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
-from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, check_followed, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step.buffers import KeptBuffers

@@ -37,15 +37,15 @@ from lockstep.training import problems
 from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import check_kept
+from lockstep.training.driver_requests import Requests
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
-from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.initial_model import make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
 from lockstep.training.integrity.digests import digest_on_first
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
-from lockstep.training.integrity.rehearsal.promise import StepRehearsal
+from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.state_digest import weights_digest
@@ -59,7 +59,7 @@ from lockstep.training.job_data import (
     warnings_of,
 )
 from lockstep.training.modes import learning_in_evaluation_mode
-from lockstep.training.requests import Requests
+from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState, tensors
@@ -67,6 +67,7 @@ from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
+from lockstep.training.step.learning_rate import RateSchedule, make_schedule
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
@@ -79,10 +80,9 @@ from lockstep.training.step.phases import (
     optimizers_of,
 )
 from lockstep.training.step.precision import Precision
-from lockstep.training.step.schedule import RateSchedule, make_schedule
 from lockstep.training.step.sharding import check_threads
+from lockstep.training.step.sharding_units import Calls
 from lockstep.training.step.tables import declared_tables
-from lockstep.training.step.units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
 

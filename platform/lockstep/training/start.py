@@ -38,7 +38,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.inputs import differing
 from lockstep.training.integrity.digests import Digester, state_digests
 from lockstep.training.integrity.state_digest import tree_digest
-from lockstep.training.relay import read_once
+from lockstep.training.read_relay import read_once
 from lockstep.training.state import Best, TrainState
 
 

@@ -25,7 +25,8 @@ from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.job_weights import JobWeights
 from lockstep.training.step.joined_optimizer import hyperparameters
-from lockstep.training.step.mirrored import MirroredOptimizer
+from lockstep.training.step.learning_rate import FunctionOfUpdates, RateSchedule
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import (
     Optimizers,
@@ -35,7 +36,6 @@ from lockstep.training.step.phases import (
     sharded_of,
 )
 from lockstep.training.step.precision import Precision
-from lockstep.training.step.schedule import FunctionOfUpdates, RateSchedule
 from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer, counts_on_device
 from lockstep.training.step.shards import Shard
 from lockstep.training.step.weight_average import Average, has_modes, shown_by_optimizers

@@ -14,7 +14,7 @@ from lockstep.communication.group import Group
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced, replacing
 from lockstep.parsing import OtherVersionError, check_version
-from lockstep.training.relay import Relay
+from lockstep.training.read_relay import Relay
 
 VERSION = 1
 _KEY = "lockstep-weights"

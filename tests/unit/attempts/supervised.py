@@ -18,7 +18,7 @@ from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.stages import StageEnds
+from lockstep.attempts.restart_stages import StageEnds
 from lockstep.attempts.supervisor import Supervisor
 from lockstep.checkpoint.runs.run_checkpoints import opened
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from lockstep.attempts.repeats import Repeats, repeat
+from lockstep.attempts.repeated_failures import Repeats, repeat
 from lockstep.errors import DeviceError, FailedAt, JobError
 
 ECC = DeviceError(

@@ -25,9 +25,9 @@ from lockstep.record.events.union import Document, Event, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.observe.worker_memory import sums_held
-from lockstep.training.requests import NoRequests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.reduction import TreeSum

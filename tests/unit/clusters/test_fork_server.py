@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.attempts.preloaded import AHEAD
+from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.clusters.ray_internals import fork_server, rays_set_up
 from lockstep.clusters.ray_internals.fork_server import (
     CREDENTIAL_VARIABLE,

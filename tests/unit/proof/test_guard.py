@@ -16,7 +16,7 @@ from lockstep.calls.guarding import guard
 from lockstep.checks.processes import Process
 from lockstep.cli.proofs import guarded_as_text
 from lockstep.errors import SpecError
-from lockstep.proof import side
+from lockstep.proof import guard_worker
 from lockstep.proof.guard import Guarded
 from lockstep.proof.repository import Repository
 from tests.forked import Forked
@@ -87,7 +87,7 @@ def forked(request: str, folder: Path, environment: Mapping[str, str]) -> Proces
 
 
 def side_of(request: str) -> None:
-    raise SystemExit(side.main(request))
+    raise SystemExit(guard_worker.main(request))
 
 
 def guarded(base: str = "HEAD", **options: object) -> Guarded:

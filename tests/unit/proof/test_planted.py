@@ -17,7 +17,7 @@ from lockstep.data.sampler import MicroBatchSampler
 from lockstep.plan import Plan
 from lockstep.training.state import TrainState
 from lockstep.training.step import optimizer_step as training_step
-from lockstep.training.step.schedule import FunctionOfUpdates
+from lockstep.training.step.learning_rate import FunctionOfUpdates
 from tests.unit.proof.test_verify import (
     GLOBAL,
     MICRO,

@@ -30,7 +30,7 @@ from lockstep.plan import Plan
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified
 from lockstep.spec.fields import Fork
-from lockstep.training import facts
+from lockstep.training import run_facts
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.in_process import here
 from tests.unit.proof import verified_jobs
@@ -396,7 +396,7 @@ def test_an_operator_that_adds_in_another_order_is_found(recorded: Path) -> None
 def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
+    monkeypatch.setattr(run_facts, "numerics_probe", lambda device: "another kind of processor")
     PLANTED["order"] = True
     found = verified(recorded, share=1.0)
     assert found.same and not found.same_bits and not found.weights
@@ -411,7 +411,7 @@ def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding in the steps before ends no span: a forged value behind them is found, and a sound run is the same."""
-    monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
+    monkeypatch.setattr(run_facts, "numerics_probe", lambda device: "another kind of processor")
     PLANTED["order"] = True
     found = verified(run, from_step=1, steps=9)
     assert (found.same, found.same_bits, found.steps) == (True, False, 9)

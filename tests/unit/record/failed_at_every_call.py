@@ -39,7 +39,7 @@ from lockstep.record.ledger import segments
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
-from lockstep.record.mirror import lanes
+from lockstep.record.mirror import delivery_lanes
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.sync import sync
@@ -303,7 +303,7 @@ def quick() -> Iterator[None]:
     """Pauses in proportion to runs that take milliseconds."""
     changes = [
         (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (opening, "OPENING_PATIENCE_S", 0.1),
-        (lanes, "_SHORTEST_PAUSE_S", 0.005), (lanes, "_LONGEST_PAUSE_S", 0.02), (lanes, "_LONGEST_DENIED_S", 0.02),
+        (delivery_lanes, "_SHORTEST_PAUSE_S", 0.005), (delivery_lanes, "_LONGEST_PAUSE_S", 0.02), (delivery_lanes, "_LONGEST_DENIED_S", 0.02),
         (opening, "job_sources", lambda _: {}),
         (segments, "SEGMENT_STEPS", 3),
     ]  # fmt: skip

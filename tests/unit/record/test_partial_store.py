@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.events.union import Document, Finished
-from lockstep.record.mirror.lanes import Lane
+from lockstep.record.mirror.delivery_lanes import Lane
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

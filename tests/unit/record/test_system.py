@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.record import system
-from lockstep.record.system import Gpus
+from lockstep.record import system_metrics
+from lockstep.record.system_metrics import Gpus
 
 
 def test_without_nvml_no_gpu_is_asked_that_this_process_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_without_nvml_no_gpu_is_asked_that_this_process_does_not_use(monkeypatch
         asked.append(number)
         return 30_000_000, 40_000_000
 
-    monkeypatch.setattr(system, "nvml", lambda: (None, "none"))
+    monkeypatch.setattr(system_metrics, "nvml", lambda: (None, "none"))
     gpus = Gpus()
     assert gpus.sample() == {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lockstep.training.relay import links
+from lockstep.training.read_relay import links
 
 
 @pytest.mark.parametrize("ranks", range(1, 8))

@@ -440,7 +440,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class StageEnded:
-    """An attempt finished one of its stages (`attempts.stages.STAGES`) at `at` (Unix seconds)."""
+    """An attempt finished one of its stages (`attempts.restart_stages.STAGES`) at `at` (Unix seconds)."""
 
     stage: str
     at: float

@@ -28,7 +28,7 @@ from lockstep.errors import LockstepError, first_line
 from lockstep.files import NO_LINKS
 from lockstep.parsing import MOST_BYTES, strict_json, without_hash
 from lockstep.paths import OutsideError, component, open_beneath, read_beneath, shown
-from lockstep.record.mirror.lanes import Call, Lane, Part
+from lockstep.record.mirror.delivery_lanes import Call, Lane, Part
 from lockstep.record.mirror.run_store import RunStore
 
 HELD = ".copying"

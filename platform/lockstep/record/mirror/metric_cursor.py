@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points_of
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.mirror.lanes import Call, Lane, Part, send_acceptable
+from lockstep.record.mirror.delivery_lanes import Call, Lane, Part, send_acceptable
 from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, RunStore, UnavailableError
 
 MOST_REFUSED = 1000

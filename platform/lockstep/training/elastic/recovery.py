@@ -35,9 +35,9 @@ from lockstep.failure_kinds import kind_of
 from lockstep.record.events.union import Started, Tell
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
+from lockstep.training.driver_requests import Requests
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.inputs import completed, differing
-from lockstep.training.requests import Requests
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState

@@ -14,7 +14,7 @@ from lockstep.data.contents import PARTS
 from lockstep.plan import Plan, nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.state import TrainState
-from lockstep.training.step.mirrored import MirroredOptimizer
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.phases import Optimizers, optimizers_of, phases_of
 from lockstep.training.step.sharding import ShardedOptimizer
 

@@ -27,9 +27,9 @@ from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.sharding_units import Calls, units_of
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import largest, uncut
-from lockstep.training.step.units import Calls, units_of
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.element_wise import check_shardable
 from lockstep.training.step.joined_optimizer import JoinedOptimizer
-from lockstep.training.step.mirrored import MirroredOptimizer
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.weight_average import has_modes

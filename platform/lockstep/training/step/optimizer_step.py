@@ -48,7 +48,7 @@ from lockstep.training.step.closures import Closure
 from lockstep.training.step.exchange import Agreed, Totals
 from lockstep.training.step.full_sharding import FullSharding, advised, diverged
 from lockstep.training.step.means import check_form, check_same_parts, has_form
-from lockstep.training.step.mirrored import MirroredOptimizer
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn

@@ -32,12 +32,12 @@ from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer
+from lockstep.training.step.learning_rate import Rates
 from lockstep.training.step.norm import GradientNorm
 from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of
 from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
-from lockstep.training.step.schedule import Rates
 from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer
 from lockstep.training.step.tables import TableSums, declared_tables

@@ -18,7 +18,7 @@ from lockstep.job.interface import Job, Loss, Phase, Rows, overrides
 from lockstep.randomness import frozen_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
-from lockstep.training.step.schedule import RateSchedule
+from lockstep.training.step.learning_rate import RateSchedule
 from lockstep.training.step.sharding import ShardedOptimizer
 
 _NAME = re.compile(r"[\w.-]+")

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import CheckpointRow, EvaluationRow, Event, Finished, Started
-from lockstep.record.mirror import lanes
+from lockstep.record.mirror import delivery_lanes
 from lockstep.record.mirror.data_sets import DataSet, measured_by
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.mlflow import registry
@@ -301,8 +301,8 @@ def test_an_evaluation_is_linked_only_after_all_points_before_it(
     spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a lane tries the next call because the first one fails: a process that is then killed would hide the missing points behind a later step."""
-    monkeypatch.setattr(lanes, "_TRIES", 1)
-    monkeypatch.setattr(lanes, "_PROBED_AFTER_S", 0.0)
+    monkeypatch.setattr(delivery_lanes, "_TRIES", 1)
+    monkeypatch.setattr(delivery_lanes, "_PROBED_AFTER_S", 0.0)
     store = Away(spec(record={"checkpoints": "reference"}))
     recorder = Recorder(spec(), lambda _: store)
     recorder.start()

@@ -12,8 +12,8 @@ import pytest
 from lockstep.errors import RecordError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Finished
+from lockstep.record.mirror.delivery_lanes import Lane, Part
 from lockstep.record.mirror.folder import FolderStore
-from lockstep.record.mirror.lanes import Lane, Part
 from lockstep.record.mirror.run_store import RejectedError, UnavailableError
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

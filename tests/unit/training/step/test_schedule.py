@@ -24,8 +24,7 @@ from lockstep.spec.schedules import (
     StepDecay,
     WarmupStableDecay,
 )
-from lockstep.training.step.phase_step import runs_own_code
-from lockstep.training.step.schedule import (
+from lockstep.training.step.learning_rate import (
     FunctionOfUpdates,
     Rates,
     TorchScheduler,
@@ -33,6 +32,7 @@ from lockstep.training.step.schedule import (
     rates_of,
     set_rates,
 )
+from lockstep.training.step.phase_step import runs_own_code
 
 
 def factors(schedule: Schedule, total: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.driver.silence import TIMES_THE_LONGEST, Patience
+from lockstep.driver.hang_limit import TIMES_THE_LONGEST, Patience
 
 
 def test_the_first_step_has_a_limit_of_its_own() -> None:

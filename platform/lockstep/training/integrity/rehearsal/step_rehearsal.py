@@ -74,9 +74,9 @@ from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.step.sharding_units import Calls, members_of
 from lockstep.training.step.tables import check_optimizer, numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
-from lockstep.training.step.units import Calls, members_of
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
 """`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""

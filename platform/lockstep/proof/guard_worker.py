@@ -1,7 +1,7 @@
 """The first steps of a spec, trained in a process of its own and written down: one side of a comparison of two states of the code.
 
 It is run by its path, with the Lockstep and the job of the state that is compared, which may be older than this file: so it
-uses little of either, and what it writes is read by others. `python -P side.py REQUEST`, a JSON object.
+uses little of either, and what it writes is read by others. `python -P guard_worker.py REQUEST`, a JSON object.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.attempts.stages import STAGES, breakdown, underway
+from lockstep.attempts.restart_stages import STAGES, breakdown, underway
 
 times = st.floats(0.0, 100.0)
 
