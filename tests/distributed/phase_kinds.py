@@ -348,7 +348,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ),
     OptimizerOfAPart: ("the optimizer of phase 'judge'", "parameter 'judge.0.weight' is in no group"),
     PhaseThatForgetsALayer: (
-        "parameters 'maker.1.weight', 'maker.1.bias' got no gradient",
+        "parameters 'maker.1.weight', 'maker.1.bias', 'maker.3.weight', 'maker.3.bias' got no gradient",
         "got no gradient",
         "phase 'maker'",
     ),

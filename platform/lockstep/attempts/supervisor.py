@@ -181,7 +181,7 @@ class Supervisor:
             self._spec, workers, self._around, account, self._recording, self._stop,
             self._blame, self._chaos, saves_at_once=saves_at_once,
         )  # fmt: skip
-        view = RunView(origin.attempt)
+        view, mailbox_lost = RunView(origin.attempt), False
         try:
             # The first time the mailbox itself still starts: the workers need not wait for it.
             self._recording.begin(origin.attempt, placement.workers, wait=again)
@@ -194,13 +194,13 @@ class Supervisor:
             if (gone := lost_core()) is not None:
                 raise gone from lost
             workers.end()
-            view.error = self._recording.reopen(lost)
+            view.error, mailbox_lost = self._recording.reopen(lost), True
         account.end(workers.stage_ends.at)
         at_fault = self._blame.end(view, account.current, self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
         # The ranks of a hung attempt that are killed last tell the loss of the others.
-        # So do those of an attempt in which a process has ended, where Ray can say which.
-        named = isinstance(workers.error, SilentError) or workers.names_lost
+        # So do those of an attempt in which a process has ended, where Ray can say which; not those that are killed because the mailbox is lost.
+        named = isinstance(workers.error, SilentError) or (workers.names_lost and not mailbox_lost)
         consequence = named and type(view.error) is ClusterError
         if view.summary is None and (view.error is None or consequence):
             view.error = view.lost(workers.error or ClusterError("the workers ended without a result"))

@@ -284,7 +284,7 @@ class Writer:
         """These events, with what became of the run's time before each end of it. A step that cannot be read costs that, and not the end."""
         try:
             return with_time(self._record.journal, events)
-        except RecordError as error:
+        except (RecordError, OSError) as error:
             self._record.files.log(f"what became of the run's time is not known: {error}")
             return events
 

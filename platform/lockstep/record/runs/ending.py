@@ -76,7 +76,7 @@ def record_end(
 
 def _timed(journal: Journal, events: Sequence[Recorded]) -> Sequence[Recorded]:
     """These events, with what became of the run's time, as far as its steps can be read."""
-    with suppress(RecordError):
+    with suppress(RecordError, OSError):
         return with_time(journal, events)
     return events
 
