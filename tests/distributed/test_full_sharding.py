@@ -851,7 +851,7 @@ def test_a_run_of_several_phases_is_taken_up_under_another_sharding(pool: Pool, 
                 )
 
 
-@pytest.mark.scenario
+@pytest.mark.exact
 def test_the_memory_of_the_process_is_that_of_its_tensors(tmp_path: Path) -> None:
     """What is freed goes back to the system: each stage takes what the arithmetic says, a tenth and 8 MiB. The control keeps it, as glibc does by itself."""
     bound = {
