@@ -22,8 +22,8 @@ import torch
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.plan import worker_ranges
 from lockstep.record.events.union import tell_nobody
+from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.sdc_check import assigned_again

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import lockstep.plan
+import lockstep.reduction_tree
 import lockstep.training.run_facts
 import lockstep.training.step.optimizer_step
 import lockstep.training.step.phase_step
@@ -293,12 +293,12 @@ def train_left_fold(document: Document) -> Trained:
     def one(micro_batches: range, leaves: int) -> tuple[range, ...]:
         return (micro_batches,) if micro_batches else ()
 
-    caches = (lockstep.plan.worker_ranges, lockstep.plan.stages)
+    caches = (lockstep.reduction_tree.worker_ranges, lockstep.reduction_tree.stages)
     try:
         with (
-            mock.patch.object(lockstep.plan, "nodes", one),
+            mock.patch.object(lockstep.reduction_tree, "nodes", one),
             mock.patch.object(lockstep.training.step.reduction, "nodes", one),
-            mock.patch.object(lockstep.plan, "are_siblings", adjoining),
+            mock.patch.object(lockstep.reduction_tree, "are_siblings", adjoining),
             mock.patch.object(lockstep.training.step.reduction, "are_siblings", adjoining),
         ):
             for cache in caches:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.plan import BatchSize, Plan, worker_ranges
+from lockstep.plan import BatchSize, Plan
+from lockstep.reduction_tree import worker_ranges
 
 
 class Step(NamedTuple):

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from lockstep.plan import (
-    Plan,
-    Position,
+from lockstep.plan import Plan, Position
+from lockstep.reduction_tree import (
     _fewest_sums,
     are_siblings,
     clip,

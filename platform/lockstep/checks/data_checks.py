@@ -20,7 +20,7 @@ from lockstep.data.dataset import orders_itself
 from lockstep.data.loader import is_dense
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatch
-from lockstep.plan import evaluation_ranges
+from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training.job_data import dataset_size
 from lockstep.training.observe.worker_memory import tensors_in
 

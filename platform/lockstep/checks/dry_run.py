@@ -7,7 +7,8 @@ from typing import Any
 from lockstep.data.dataset import is_table
 from lockstep.data.leakage import Leakage, find_leakage, leaked_rows
 from lockstep.job.loading import load_job
-from lockstep.plan import Plan, nodes
+from lockstep.plan import Plan
+from lockstep.reduction_tree import nodes
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.setup import make_plan

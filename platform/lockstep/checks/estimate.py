@@ -20,7 +20,7 @@ from lockstep.checks.live_bytes import peak_of
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, SpecError
 from lockstep.job.loading import others_out_of_sight
-from lockstep.plan import worker_ranges
+from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error

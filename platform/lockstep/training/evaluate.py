@@ -18,8 +18,8 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job, Loss, Mean, overrides
-from lockstep.plan import evaluation_ranges
 from lockstep.randomness import evaluation_batch_key, evaluation_key, seed_all
+from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training import problems, whole_set
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.whole_set_watch import WholeSetWatch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
-from lockstep.plan import evaluation_ranges
+from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.modes import evaluating

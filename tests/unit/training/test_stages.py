@@ -15,7 +15,8 @@ from torch import Tensor
 
 import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
-from lockstep.plan import SLICE, Plan, clip, nodes, slices, stages, worker_ranges
+from lockstep.plan import Plan
+from lockstep.reduction_tree import SLICE, clip, nodes, slices, stages, worker_ranges
 from lockstep.training.step.reduction import TreeReduction, TreeSum
 
 NUMBERS = 4 * SLICE + 24

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
 from lockstep.data.contents import PARTS
-from lockstep.plan import Plan, nodes, worker_ranges
+from lockstep.plan import Plan
+from lockstep.reduction_tree import nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.state import TrainState
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer

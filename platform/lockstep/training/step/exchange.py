@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss
-from lockstep.plan import Ranges, clip, worker_ranges
+from lockstep.reduction_tree import Ranges, clip, worker_ranges
 
 _RESIZED = 2.0
 """The flag of a buffer that was written to and has another shape; one that was only written to has 1."""

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.communication.group import Group
-from lockstep.plan import Plan, Position, Stage, are_siblings, nodes, slices, stages
+from lockstep.plan import Plan, Position
+from lockstep.reduction_tree import Stage, are_siblings, nodes, slices, stages
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.real_view import real_views
 

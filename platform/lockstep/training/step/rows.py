@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import JobError, LockstepError
-from lockstep.plan import Ranges
+from lockstep.reduction_tree import Ranges
 
 
 class RowKind(NamedTuple):

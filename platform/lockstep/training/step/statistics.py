@@ -14,7 +14,8 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import JobError
 from lockstep.job.interface import Job, Mean, overrides
-from lockstep.plan import Plan, nodes
+from lockstep.plan import Plan
+from lockstep.reduction_tree import nodes
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
-from lockstep.plan import Plan, clip, nodes
+from lockstep.plan import Plan
+from lockstep.reduction_tree import clip, nodes
 from lockstep.training import problems
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.reduction import Gradients, TreeSum

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.plan import nodes, worker_ranges
+from lockstep.reduction_tree import nodes, worker_ranges
 from lockstep.training.step.reduction import TreeSum, in_pairs, pairs_up
 
 
