@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec.fields import Batch, Every, JobSpec, Length, Spec
+from lockstep.spec.batch import Batch
+from lockstep.spec.fields import Every, JobSpec, Length, Spec
 from lockstep.spec.file import COUNTS
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.locations import RECORD_OFF

@@ -27,7 +27,8 @@ from lockstep.record.events.union import (
     Violated,
 )
 from lockstep.record.ledger.journal import Journal
-from lockstep.spec.fields import AlertRule, Spec
+from lockstep.spec.alert import AlertRule
+from lockstep.spec.fields import Spec
 
 NO_PROGRESS, WAITING, DRIFT, DISK = "no progress", "waiting", "drift", "disk"
 """The rules that are about no metric."""
