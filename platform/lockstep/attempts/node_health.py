@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,32 +68,42 @@ def fleet_health(spec: Spec) -> list[Health]:
                 .remote()
             )
 
-    def answers(calls: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What the calls return, and of those that fail or are late why."""
-        got, problems = {}, {}
-        for name, call in calls.items():
+    problems: dict[str, str] = {}
+
+    def answer(call: Any) -> Any:
+        return ray.get(call, timeout=max(0.0, until - time.monotonic()))
+
+    def answers(asked: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+        """What the nodes answer; of those that fail or are late, `problems` gets why."""
+        answered = {}
+        for name, ask in asked.items():
             try:
-                got[name] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
+                answered[name] = ask()
             except ray.exceptions.RayError as error:
                 problems[name] = f"it did not answer within {limit_s:g} s ({first_line(error)})"
-        return got, problems
+        return answered
 
     try:
-        ready, problems = answers({name: actor.clock.remote() for name, actor in actors.items()})
+        started = {name: actor.clock.remote() for name, actor in actors.items()}
+        ready = answers({name: partial(answer, call) for name, call in started.items()})
+        clocks = answers({name: partial(_offset, actors[name], answer) for name in ready})
         storage = spec.checkpoint.storage
         folder = str(spec.folder) if "://" in storage else storage
-        clocks = {name: _offset(actors[name], ray) for name in ready}
-        vitals, late = answers({name: actors[name].vitals.remote(folder, spec.threads) for name in ready})
-        problems |= late
+        examined = {name: actors[name].vitals.remote(folder, spec.threads) for name in clocks}
+        vitals = answers({name: partial(answer, call) for name, call in examined.items()})
         links: dict[str, Any] = {}
         if len(vitals) > 1:
             names = list(vitals)
-            host, port = ray.get(actors[names[0]].free_port.remote(), timeout=limit_s)
-            calls = {
-                name: actors[name].link.remote(rank, len(names), host, port, limit_s)
-                for rank, name in enumerate(names)
-            }
-            links, _ = answers(calls)  # a link that cannot be measured is no reason to leave a node out
+            # A link that cannot be measured is no reason to leave a node out.
+            with suppress(ray.exceptions.RayError):
+                host, port = answer(actors[names[0]].free_port.remote())
+                measured = {
+                    name: actors[name].link.remote(rank, len(names), host, port, limit_s)
+                    for rank, name in enumerate(names)
+                }
+                for name, call in measured.items():
+                    with suppress(ray.exceptions.RayError):
+                        links[name] = answer(call)
         fleet = {
             name: replace(
                 vitals[name],
@@ -108,12 +121,12 @@ def fleet_health(spec: Spec) -> list[Health]:
             ray.kill(actor)
 
 
-def _offset(actor: Any, ray: Any) -> tuple[float, float]:
+def _offset(actor: Any, answer: Callable[[Any], float]) -> tuple[float, float]:
     """How far a node's clock is ahead of this one's, and how far that may be wrong, in seconds: by the quickest of a few questions."""
     best = (0.0, float("inf"))
     for _ in range(5):
         asked = time.time()
-        there = ray.get(actor.clock.remote())
+        there = answer(actor.clock.remote())
         answered = time.time()
         best = min(best, (there - (asked + answered) / 2, (answered - asked) / 2), key=lambda one: one[1])
     return best

@@ -28,7 +28,7 @@ from lockstep.proof.spans import STEPS
 from lockstep.proof.verification import Verified
 from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.stores import keep_files
-from lockstep.spec.fields import EarlyStop, KeepBest
+from lockstep.spec.fields import KeepBest
 from lockstep.spec.locations import RECORD_OFF, tracking_uri
 
 FOLDER = "attestation"
@@ -142,11 +142,7 @@ def _best(run: RecordedRun) -> int:
     if not values:
         available = ", ".join(map(str, run.checkpoints)) or "no checkpoint"
         raise problems.PROMOTION_BEST(run=run.run_id, wanted=rule.metric, got=available)
-    return min(values, key=lambda step: (_sign(rule) * values[step], step))
-
-
-def _sign(rule: KeepBest | EarlyStop) -> int:
-    return 1 if rule.mode == "min" else -1
+    return min(values, key=lambda step: (rule.cost(values[step]), step))
 
 
 @contextmanager

@@ -151,6 +151,10 @@ class _ByMetric(Section):
             )
         return self
 
+    def cost(self, value: float) -> float:
+        """A value of the metric as one that falls as the model improves."""
+        return value if self.mode == "min" else -value
+
 
 class EarlyStop(_ByMetric):
     """Stop after `patience` evaluations without a better metric, or once it has reached `threshold`; the best weights are kept."""
@@ -166,9 +170,7 @@ class EarlyStop(_ByMetric):
 
     def reached_by(self, value: float) -> bool:
         """Whether a value of the metric is as good as the threshold."""
-        if self.threshold is None:
-            return False
-        return value <= self.threshold if self.mode == "min" else value >= self.threshold
+        return self.threshold is not None and self.cost(value) <= self.cost(self.threshold)
 
 
 class Workers(Section):

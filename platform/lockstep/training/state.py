@@ -83,9 +83,7 @@ class Best:
         beside: Callable[[], dict[str, Any]],
     ) -> bool:
         """Note one evaluation of `weights`, and what is `beside` them. True where the run has evaluated `enough`. NaN is never better."""
-        better = not math.isnan(value) and (
-            self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
-        )
+        better = not math.isnan(value) and (self.value is None or rule.cost(value) < rule.cost(self.value))
         if better:
             self.value, self.step, self.evaluations_since = value, step, 0
             self.weights = {name: _copied(value) for name, value in weights.items()}

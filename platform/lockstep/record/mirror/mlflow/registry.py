@@ -46,12 +46,10 @@ def promote(
     Its files are those of `folder`; without one the version refers to where the checkpoint is. RecordError where the store refuses or does not
     answer: then the registry is as before, or the error says what could not be taken back.
     """
-    from mlflow.tracking._tracking_service.utils import _use_tracking_uri
-
     with connecting(uri) as (client, _):
         pass  # from here on other processes may open the store, too
     # MLflow's registry looks for the model behind a version in the store that is named globally.
-    with translated(uri, again=False), _use_tracking_uri(uri):
+    with translated(uri, again=False), _named_globally(uri):
         models = Models(client, client.get_run(run_id).info.experiment_id, run_id)
         with _taken_back_on_failure(name, alias) as undo:
             model_id = _published(models, step, checkpoint, folder, undo)
@@ -66,6 +64,18 @@ def promote(
         # What is left of the tag by a failure here says less than the alias.
         client.delete_model_version_tag(name, version, PENDING)
     return Registered(name, alias, version, model_id, previous)
+
+
+@contextmanager
+def _named_globally(uri: str) -> Iterator[None]:
+    import mlflow
+
+    earlier = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(earlier)  # None where nobody had named one
 
 
 @contextmanager
