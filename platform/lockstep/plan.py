@@ -156,8 +156,8 @@ class ByLength(Protocol):
     def bounds(self, epoch: int) -> Any:
         """Where the micro-batches of an epoch begin in its order, `count` + 1 positions, where tokens bound them."""
 
-    def order(self, epoch: int, whole: int) -> Any:
-        """The order of an epoch, of which the first `whole` samples make full steps."""
+    def order(self, epoch: int, in_full_steps: int) -> Any:
+        """The order of an epoch, of which the first `in_full_steps` samples make full steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,23 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PORT = 6399
 REDIS_PORT = 6401
+
+
+def wait_for_nodes(on: list[str], address: str, count: int, environment: Mapping[str, str]) -> None:
+    """Wait until so many nodes have joined the cluster at `address`; `on` is the command that runs another on a machine of it."""
+    program = (
+        f"import ray, time; ray.init('{address}', log_to_driver=False)\n"
+        f"while sum(n['Alive'] for n in ray.nodes()) < {count}: time.sleep(0.3)"
+    )
+    until = time.monotonic() + 120
+    while True:
+        done = subprocess.run(
+            [*on, sys.executable, "-c", program],
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return
+        assert time.monotonic() < until, done.stderr[-2000:]
 
 
 class Machines:
@@ -144,19 +161,7 @@ class Machines:
             )  # fmt: skip
 
     def wait_for(self, count: int) -> None:
-        program = (
-            f"import ray, time; ray.init('{self.address}', log_to_driver=False)\n"
-            f"while sum(n['Alive'] for n in ray.nodes()) < {count}: time.sleep(0.3)"
-        )
-        until = time.monotonic() + 120
-        while True:
-            done = subprocess.run(
-                self.on(0, sys.executable, "-c", program),
-                env=self.environment, capture_output=True, text=True, timeout=120, check=False,
-            )  # fmt: skip
-            if done.returncode == 0:
-                return
-            assert time.monotonic() < until, done.stderr[-2000:]
+        wait_for_nodes(self.on(0), self.address, count, self.environment)
 
     def kill_node(self, machine: int) -> None:
         """SIGKILL to all that runs on a machine's node."""

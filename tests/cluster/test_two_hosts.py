@@ -19,6 +19,7 @@ import pytest
 from lockstep import train
 from lockstep.clusters.authentication import write_token
 from lockstep.training.worker_environment import MEMORY
+from tests.cluster.machines import wait_for_nodes
 from tests.network import can_simulate, ip
 from tests.processes import named, started_for_exact_runs
 
@@ -103,19 +104,7 @@ class Hosts:
             )
 
     def _wait(self, count: int) -> None:
-        program = (
-            f"import ray, time; ray.init('{self.addresses[0]}:{PORT}', log_to_driver=False)\n"
-            f"while sum(n['Alive'] for n in ray.nodes()) < {count}: time.sleep(0.3)"
-        )
-        until = time.monotonic() + 120
-        while True:
-            done = subprocess.run(
-                self.on(0, sys.executable, "-c", program),
-                env=self.environment, capture_output=True, text=True, timeout=120, check=False,
-            )  # fmt: skip
-            if done.returncode == 0:
-                return
-            assert time.monotonic() < until, done.stderr[-2000:]
+        wait_for_nodes(self.on(0), f"{self.addresses[0]}:{PORT}", count, self.environment)
 
     def on(self, host: int, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[host], *words]

@@ -100,9 +100,9 @@ def promote(
             tags |= {"lockstep.attestation": f"sha256:{digest} {path}", "lockstep.ledger": statement.chain}
             if statement.signed_by is not None:
                 tags["lockstep.signed_by"] = statement.signed_by
-        place = run.spec.checkpoint.storage
-        checkpoint = f"{place.rstrip('/')}/{run_id}/{step_folder(chosen)}"
-        local = Path(place, run_id, step_folder(chosen))
+        location = run.spec.checkpoint.storage
+        checkpoint = f"{location.rstrip('/')}/{run_id}/{step_folder(chosen)}"
+        local = Path(location, run_id, step_folder(chosen))
         registered = registry.promote(
             store, run_id, chosen, checkpoint, local if local.is_dir() else None, name=name, alias=alias, tags=tags
         )  # fmt: skip
@@ -149,17 +149,17 @@ def _best(run: RecordedRun) -> int:
 def _pinned(run: RecordedRun, step: int) -> Iterator[None]:
     """Keep retention away from the checkpoint; a pin stays once it is promoted."""
     try:
-        place = RunFolder.open(open_storage(run.spec.checkpoint.storage), run.run_id)
+        folder = RunFolder.open(open_storage(run.spec.checkpoint.storage), run.run_id)
     except LostFileError:  # only its store has copies
         yield
         return
-    was_pinned = step in pinned(place)
-    pin(place, step, ALIAS)
+    was_pinned = step in pinned(folder)
+    pin(folder, step, ALIAS)
     try:
         yield
     except BaseException:
         if not was_pinned:
-            unpin(place, step, ALIAS)
+            unpin(folder, step, ALIAS)
         raise
 
 
@@ -184,25 +184,26 @@ def _verified(run: RecordedRun, step: int, steps: int, store: str, folder: Path,
     """
     first = max(run.forked_at + 1, step - steps + 1)
     spans = [(first, step - first + 1)] + ([(step + 1, 1)] if step < run.last_step else [])
-    taken = []
+    results = []
     for begin, count in spans:
-        found = verify(
+        result = verify(
             run.run_id, from_step=begin, steps=count, uri=store, storage=folder, options=options,
             local=options.local, address=options.address,
         )  # fmt: skip
-        if found.first_difference is not None:
-            told = found.first_difference.as_dict()
+        if result.first_difference is not None:
+            difference = result.first_difference.as_dict()
             raise problems.PROMOTION_REFUSED(
-                run=run.run_id, step=told["step"], quantity=told["quantity"], wanted=told["recorded"], got=told["found"]
+                run=run.run_id, step=difference["step"], quantity=difference["quantity"],
+                wanted=difference["recorded"], got=difference["found"],
             )  # fmt: skip
-        taken.append(found)
-    return _in_words(taken)
+        results.append(result)
+    return _in_words(results)
 
 
-def _in_words(taken: list[Verified]) -> str:
-    spans = [f"{one.start + 1} to {one.until}" for found in taken for one in found.spans]
-    exact = all(found.same_bits for found in taken)
-    tolerance = max((found.tolerance or 0.0 for found in taken), default=0.0)
+def _in_words(results: list[Verified]) -> str:
+    spans = [f"{span.start + 1} to {span.until}" for result in results for span in result.spans]
+    exact = all(result.same_bits for result in results)
+    tolerance = max((result.tolerance or 0.0 for result in results), default=0.0)
     return f"steps {', '.join(spans)}: " + ("every bit is equal" if exact else f"equal within {tolerance:g}")
 
 

@@ -96,14 +96,14 @@ def measure(folder: Path, seconds: float = 2.0, threads: int = 1) -> Vitals:
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     rates: dict[str, float] = {}
     digests: dict[str, list[str]] = {}
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for device in devices:
             rates[device], digests[device] = _products(torch.device(device), seconds)
     finally:
-        torch.set_num_threads(before)
-    place = next((one for one in (folder, *folder.parents) if one.is_dir()), Path.cwd())
+        torch.set_num_threads(threads_before)
+    existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), Path.cwd())
     return Vitals(
         platform.node(),
         rates,
@@ -113,8 +113,8 @@ def measure(folder: Path, seconds: float = 2.0, threads: int = 1) -> Vitals:
             for device in devices
         },
         psutil.virtual_memory().available,
-        shutil.disk_usage(place).free,
-        _disk_rate(place),
+        shutil.disk_usage(existing).free,
+        _disk_rate(existing),
         versions={**versions(), "cuda": str(torch.version.cuda)},
     )
 

@@ -61,13 +61,13 @@ class LengthWindows:
         """The ids of the longest samples that may meet in a micro-batch."""
         return np.argsort(-self.lengths, kind="stable")[: self._micro]
 
-    def order(self, epoch: int, whole: int) -> Order:
-        """The ids of an epoch. The first `whole` samples, a multiple of `micro`, make full steps; the others are sorted and stay at the end."""
+    def order(self, epoch: int, in_full_steps: int) -> Order:
+        """The ids of an epoch. The first `in_full_steps` samples, a multiple of `micro`, make full steps; the others are sorted and stay at the end."""
         drawn = epoch_order(self._seed, epoch, len(self.lengths), "full")[0 : len(self.lengths)]
-        full, rest = drawn[:whole], drawn[whole:]
-        windows = np.arange(whole) // self._window
+        full, rest = drawn[:in_full_steps], drawn[in_full_steps:]
+        windows = np.arange(in_full_steps) // self._window
         full = full[np.lexsort((-self.lengths[full], windows))]
-        count = whole // self._micro
+        count = in_full_steps // self._micro
         places = Bijection(count, (self._seed, "by length", epoch, "micro-batches"))(np.arange(count))
         moved = np.lexsort((places, windows[:: self._micro]))
         full = full.reshape(count, self._micro)[moved].reshape(-1)
@@ -120,7 +120,7 @@ class TokenBatches:
         most = int(np.argmax(counts * longest * longest))
         return self._ids[self._cuts[most] : self._cuts[most + 1]]
 
-    def order(self, epoch: int, whole: int) -> Order:
+    def order(self, epoch: int, in_full_steps: int) -> Order:
         """The order of an epoch, computed for the positions that are asked."""
         return _TokenOrder(self, epoch)
 

@@ -66,6 +66,7 @@ class AtRest(OwnOptimizer):
 def test_the_range_is_that_of_an_optimizer_of_the_jobs_own_too() -> None:
     own = {**PLAIN, "job": {"use": f"{__name__}:OwnOptimizer"}}
     found = lr_find(own, lowest=1e-6, highest=1e-4, steps=20)
+    # no `==`: the rates are powers, which round
     assert found.rates[0] == pytest.approx(1e-6)
     assert found.rates[-1] == pytest.approx(1e-4)
     with pytest.raises(SpecError, match=r"^lr-find: the first group of the job's optimizer has a rate of 0"):
