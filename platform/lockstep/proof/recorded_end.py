@@ -48,7 +48,7 @@ class _Counted:
     def order(self, epoch: int, whole: int) -> Any:
         raise NotImplementedError  # no sample is fetched
 
-    def largest(self) -> Any:
+    def largest(self) -> list[Any]:
         raise NotImplementedError
 
 
