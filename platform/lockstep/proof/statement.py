@@ -32,14 +32,14 @@ from lockstep.proof.recorded_end import (
     same_in_json,
 )
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.events.union import VERSION, EvaluationRow, StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 
 STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "urn:lockstep-train:run:v1"
+PREDICATE = f"urn:lockstep-train:run:v{VERSION}"
 """The type of what is said; docs/attest.md describes it."""
 
 

@@ -19,6 +19,7 @@ from lockstep.parsing import OtherVersionError, check_version, conforms, json_ma
 from lockstep.paths import component, relative
 from lockstep.record.events.union import (
     SOURCE,
+    VERSION,
     Alerted,
     AttemptsSummarised,
     CheckpointRow,
@@ -48,9 +49,6 @@ from lockstep.record.events.union import (
     Warned,
     Witness,
 )
-
-VERSION = 1
-"""Of the format, in each `opened` line."""
 
 
 def to_line(event: Recorded, folder: Path) -> bytes:
