@@ -23,6 +23,7 @@ from lockstep.calls.attestation import Attested, Checked, attest, check_statemen
 from lockstep.errors import RecordError, SpecError, StorageError
 from lockstep.job.identity import identity_digest
 from lockstep.proof import signatures
+from lockstep.record.events.union import VERSION
 from tests.in_process import here
 from tests.unit.proof.test_verify import (
     BESIDE,
@@ -86,7 +87,7 @@ def test_a_statement_has_in_totos_form_and_names_what_the_run_left(
     said = payload(out)
     assert json.loads(out.read_text())["payloadType"] == "application/vnd.in-toto+json"
     assert said["_type"] == "https://in-toto.io/Statement/v1"
-    assert said["predicateType"] == "urn:lockstep-train:run:v1"
+    assert said["predicateType"] == f"urn:lockstep-train:run:v{VERSION}"
     for subject in said["subject"]:
         content = (recorded.parent / subject["name"]).read_bytes()
         assert subject["digest"] == {"sha256": hashlib.sha256(content).hexdigest()}
