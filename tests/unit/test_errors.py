@@ -105,7 +105,6 @@ WITHOUT_PROBLEMS = {
     "record",
     "sweeps",
     "training",
-    "views",
 }
 """Rooms with errors that are still written where they are raised."""
 
