@@ -103,7 +103,6 @@ WITHOUT_PROBLEMS = {
     "files.py",
     "proof",
     "record",
-    "sweeps",
     "training",
 }
 """Rooms with errors that are still written where they are raised."""
