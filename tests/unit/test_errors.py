@@ -98,7 +98,6 @@ WITHOUT_PROBLEMS = {
     "checkpoint",
     "clusters",
     "driver",
-    "export",
     "failure_kinds.py",
     "files.py",
     "proof",
