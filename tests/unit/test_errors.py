@@ -93,7 +93,6 @@ def test_codes_are_unique_and_every_problem_is_raised() -> None:
 
 
 WITHOUT_PROBLEMS = {
-    "attempts",
     "calls",
     "checkpoint",
     "clusters",
