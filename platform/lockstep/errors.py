@@ -34,6 +34,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lockstep.exit_codes import ExitCode
 
+ErrorT = TypeVar("ErrorT", bound="LockstepError")
+
 
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
@@ -71,13 +73,16 @@ class LockstepError(Exception):
         changed.__dict__.update(state)
         return changed
 
+    def as_kind(self, kind: type[ErrorT]) -> ErrorT:
+        """The same error as one of another class: its line, code, facts and place are kept."""
+        changed = kind(str(self))
+        changed.__dict__.update(self.__reduce__()[2])
+        return changed
+
     def __reduce__(self) -> tuple[type[LockstepError], tuple[str], dict[str, Any]]:
         """One of a class that a job has derived arrives as the class here that it is: its own may want other arguments, or not be known there."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "lockstep")
         return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
-
-
-ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
 
 @dataclass(frozen=True, slots=True)

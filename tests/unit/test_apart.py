@@ -58,7 +58,7 @@ def test_the_process_has_the_environment_of_exact_runs(monkeypatch: pytest.Monke
     ("name", "told"),
     [
         ("refused", r"^batch\.micro: got 48$"),
-        ("broken", "^the run broke: ZeroDivisionError: by zero$"),
+        ("broken", "^the run broke: ZeroDivisionError: by zero; "),
         ("derived", "^length: got 5$"),  # by a class that a job has derived
         ("gone", r"^the process of the run ended without a result \(exit code 7\)"),
     ],

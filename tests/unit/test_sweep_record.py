@@ -18,7 +18,7 @@ import pytest
 from lockstep.cli.sweeps import as_text
 from lockstep.driver.progress import Silent
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import JobImportError
+from lockstep.job import problems
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.events.metrics import Point
@@ -32,6 +32,7 @@ from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
 from lockstep.sweeps.trial_standings import Standing, best_of, tally
 from tests.empty_store import put_empty_store
+from tests.raised import raises
 from tests.unit.record.conftest import THIRD_PARTY
 
 TRIALS = 1000
@@ -179,9 +180,7 @@ def test_the_source_of_a_class_is_kept_with_the_sweep_and_found_there(tmp_path: 
         record = SweepRecord(sweep, None, kept)
         assert recorded_main(sweep.base, record.run_id) == kept
         assert (record.folder / "source").exists() is (kept is not None)
-    with pytest.raises(
-        JobImportError, match=r"in the record of its run and nowhere else; give the class itself"
-    ):
+    with raises(problems.OF_RECORD):
         check_job_source("lockstep_main:Mine")
 
 

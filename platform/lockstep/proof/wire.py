@@ -14,11 +14,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple, get_type_hints
 
 from lockstep import errors
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
+from lockstep.proof import problems
+from lockstep.proof.problems import ProtocolError
 from lockstep.record.events.union import Digests, EvaluationRow, StepRow
 
 MOST_BYTES = 1 << 24
 """The longest line: a row of a hundred thousand micro-batches has 2 MB."""
+
+MOST_FACTS = 32
+"""How many facts of an error are taken."""
 
 MOST_NAMES = 10_000
 """How many parts or metrics a row may have."""
@@ -26,15 +31,9 @@ MOST_NAMES = 10_000
 _FLOAT = re.compile(r"[0-9a-f]{16}")
 
 
-class ProtocolError(JobError):
-    """A process that executes a job said what Lockstep does not say. Example: a job that writes into the pipe of its process."""
-
-
 def broken(what: str) -> ProtocolError:
     """The error for a process that does not keep to the protocol."""
-    return ProtocolError(
-        f"job: the process that executes it answered with {what}, which is none of Lockstep's answers; nothing of it is used"
-    )
+    return problems.PROTOCOL(got=what)
 
 
 class FileSent(NamedTuple):
@@ -128,6 +127,9 @@ def error_told(document: Mapping[str, Any]) -> LockstepError:
     is_known = isinstance(kind, type) and issubclass(kind, LockstepError)
     error: LockstepError = (kind if is_known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
     error.code = plain_text(document.get("code", ""), 60)
+    error.evidence, error.remedy = (plain_text(document.get(name, "")) for name in ("evidence", "remedy"))
+    if isinstance(facts := document.get("facts"), dict):
+        error.facts = {plain_text(name, 60): plain_text(facts[name]) for name in [*facts][:MOST_FACTS]}
     return error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.calls import problems
 from lockstep.calls.named_runs import train_named
 from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import give_name, run_of_name
@@ -17,6 +18,7 @@ from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from tests.raised import raises
 
 OPTIONS = RunOptions(local=True, began_at=1.0)
 
@@ -72,11 +74,11 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path) -> None:
     first, other = named(tmp_path), named(tmp_path, "day")
     assert first.run_id != other.run_id
-    with pytest.raises(SpecError, match="seed is 0 in run"):
+    with raises(problems.FIELD_CHANGED, field="seed", wanted=0):
         named(tmp_path, seed=3)
     with (
         leased(open_storage(str(tmp_path)), first.run_id, "the run") as hold,
-        pytest.raises(SpecError, match="seed is 0 in run"),
+        raises(problems.FIELD_CHANGED, field="seed", wanted=0),
     ):
         train_named(OPTIONS, spec(tmp_path, seed=3), "night", takeover=True)
     assert hold.taker is None, "who cannot go on with a run does not end it"
@@ -93,7 +95,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 101])
 def test_a_name_is_one_word(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SpecError, match="wanted a name"):
+    with raises(problems.RUN_NAME):
         named(tmp_path, name)
 
 
