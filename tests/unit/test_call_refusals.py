@@ -57,6 +57,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda here: init(here / "nowhere" / "x"), problems.NO_PARENT, {"folder": Path("nowhere"), "got": "x"}),
     (lambda here: init(here / "a\\b"), problems.STARTER_NAME, {"got": "a\\b"}),
     (lambda here: init(here / "empty"), problems.STARTER_EXISTS, {}),
+    (lambda here: init(here / ("x" * 300)), problems.STARTER_UNWRITABLE, {"got": "File name too long"}),
     (lambda _: guarded("0.0.0.0", {}), problems.UI_WITHOUT_PASSWORD, {"got": "0.0.0.0"}),
     (lambda here: Ui(f"sqlite:///{here}/m.db", 0), problems.PORT, {"got": 0}),
 ]  # fmt: skip
