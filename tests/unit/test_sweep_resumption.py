@@ -80,6 +80,8 @@ def test_a_sweep_is_neither_forked_nor_resumed_from_a_step(
     words = recorded(tmp_path)
     with raises(problems.FORK_OR_STEP, sweep="sweep-a"):
         resume(words, **how)
+    with raises(problems.LOCAL_OR_CHAOS):
+        resume_sweep(RunOptions(local=True), "sweep-a", words, uri="off")
     assert began == []
 
 

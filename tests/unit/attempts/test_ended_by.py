@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.train.v2.api.exceptions import ControllerError
 
+from lockstep.attempts import problems
 from lockstep.attempts.worker_group import ended_by, names_lost, why_lost
+from lockstep.errors import Problem
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
@@ -37,6 +41,23 @@ class HealthCheckFailed(Exception):
     def __init__(self, failure: Exception) -> None:
         super().__init__(f"A worker health check failed.\n{failure}")
         self.health_check_failure = failure
+
+
+@pytest.mark.parametrize(
+    ("error", "problem", "facts"),
+    [
+        (Failed({1: RuntimeError(DIED)}), problems.RANK_LOST, {"rank": "1", "workers": "2"}),
+        (Failed({0: RuntimeError("OutOfMemoryError: the node was running low on memory")}), problems.NODE_MEMORY, {"rank": "0"}),
+        (ControllerError(RuntimeError(DIED)), problems.LOST_AT_START, {"workers": "2"}),
+        (ControllerError(ValueError("no such thing")), problems.ATTEMPT_ENDED, {"got": "ValueError: no such thing"}),
+    ],
+)  # fmt: skip
+def test_what_ended_an_attempt_is_a_problem(
+    error: Exception, problem: Problem[Any], facts: dict[str, str]
+) -> None:
+    ended = ended_by(error, 2)
+    assert ended.code == problem.code
+    assert facts.items() <= ended.facts.items()
 
 
 def test_the_ranks_and_the_cause_are_named() -> None:

@@ -401,10 +401,11 @@ def test_a_signal_ends_a_run_that_would_go_on(
     assert raised.value.exit_code == 143
     told = {
         "after a loss": "rank 0 of 1 was lost: it was killed (attempt 2; a signal ends the run)",
-        "at the wait for workers": "enough for 1, and a signal ended the wait for workers after 0 s; lower workers.min",
+        "at the wait for workers": ", and a signal ended the wait for workers after 0 s; lower workers.min",
         "at the wait for storage": "checkpoint: Stale file handle",
     }[where]
     assert told in failed.message
+    assert (raised.value.code == problems.WAIT_SIGNALLED.code) == (where == "at the wait for workers")
 
 
 class NoRequest:
@@ -683,7 +684,8 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     assert run.recording.refused == ["it made no progress"]
     assert Document("stacks-attempt-1.txt", "stacks of 1") in run.recording.told
     why = run.recording.summaries[0]["why"]
-    assert why.startswith("no rank made progress for " if begun else "no first step within ")
+    hung = problems.NO_PROGRESS if begun else problems.NO_FIRST_STEP
+    assert (run.workers[0].error.code, "stacks-attempt-1.txt" in why) == (hung.code, True)
     assert "what each was doing is in stacks-attempt-1.txt" in why
 
 

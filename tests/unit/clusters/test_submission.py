@@ -19,7 +19,7 @@ from lockstep.clusters.packaging import MIB, Package
 from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
 from lockstep.clusters.submission import Submitted, connect, entrypoint, find_address, job_name
-from lockstep.errors import ClusterError, Problem, SpecError
+from lockstep.errors import Problem, SpecError
 from tests.in_process import here
 from tests.raised import raises
 
@@ -240,11 +240,8 @@ def test_a_job_that_is_not_there_is_told_at_once() -> None:
         def get_job_info(self, job: str) -> Any:
             raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
 
-    with pytest.raises(SpecError) as caught:
+    with raises(problems.NO_JOB, address="http://h:8265", got="dmeo-1a"):
         submission._follow(Client(), "dmeo-1a", "http://h:8265", lambda text: None)
-    assert str(caught.value) == (
-        "job: http://h:8265 has no job 'dmeo-1a'; ray job list --address http://h:8265 lists them"
-    )
 
 
 def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +261,20 @@ def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.
                 raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
             return SimpleNamespace(status="RUNNING", driver_exit_code=None, message="", entrypoint="")
 
-    with pytest.raises(ClusterError) as caught:
+    with raises(problems.JOB_GONE, job="demo-1a") as caught:
         submission._follow(Client(), "demo-1a", "http://h:8265", lambda text: None)
-    assert str(caught.value) == (
-        "job: http://h:8265 knows no job 'demo-1a' any more, as a cluster that was started anew; "
-        f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
-    )
+    assert caught.value.remedy == f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("Request failed with status code 401: Unauthenticated", problems.OTHER_TOKEN),
+        ("Authentication required: token missing", problems.OTHER_TOKEN),
+        (f"Request failed with status code 500: {submission.NO_AGENT} here", problems.NO_AGENT),
+        ("Request failed with status code 502: Bad Gateway", problems.NO_JOB_API),
+    ],
+)
+def test_what_the_job_api_answers_is_a_problem(answer: str, problem: Problem[Any]) -> None:
+    with raises(problem, address="http://h:8265"):
+        raise submission.job_api_error(RuntimeError(answer), "http://h:8265")

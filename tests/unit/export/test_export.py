@@ -492,6 +492,14 @@ def test_a_mistake_is_one_line(
     assert contents(tmp_path) == before
 
 
+def test_what_a_run_lacks_for_an_export_is_a_problem(run: Path, tmp_path: Path) -> None:
+    with raises(calls_problems.NOT_EXPORTED, run=run.name, got="export/pt2/final.pt2"):
+        predicted(run, tmp_path / "x.npy")
+    PLANTED.add("no example")
+    with raises(calls_problems.NO_EXAMPLE, format="pt2"):
+        exported(run)
+
+
 def test_inputs_that_do_not_fit_are_one_line_each(run: Path, tmp_path: Path) -> None:
     exported(run, form="torchscript")
     x = points(5, 7)[0].numpy()

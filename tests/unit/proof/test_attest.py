@@ -331,6 +331,11 @@ def test_mistakes_are_told_in_one_line(recorded: Path, run: Path, tmp_path: Path
     attested(recorded, out)
     with raises(calls_problems.OTHER_STATEMENT, got=recorded.name, wanted="other"):
         checked(recorded, out, run_id="other")
+    told = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**told, "status": "FAILED"}))
+    with raises(calls_problems.NOT_FINISHED, run=run.name, got="FAILED"):
+        attested(run, out)
+    (run / "run.json").write_text(json.dumps(told))
     (run / "weights" / "ema.safetensors").unlink()
     with raises(proof_problems.NO_WEIGHTS, run=run.name, file=run / "weights" / "ema.safetensors"):
         attested(run, out)

@@ -84,7 +84,7 @@ def nothing_planted() -> Iterator[None]:
 
 
 def verified(run: Path, **options: Any) -> Verified:
-    return verify(run.name, uri="off", storage=run.parent, local=True, **options)
+    return verify(run.name, uri="off", storage=run.parent, **{"local": True, **options})
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
@@ -528,6 +528,7 @@ def test_the_command_answers_with_an_object_and_an_exit_code(
         ({"from_step": 3, "all_steps": True}, calls_problems.SEVERAL_CHOICES, {}),
         ({"share": 1.5}, calls_problems.SHARE, {"got": 1.5}),
         ({"workers": 2}, calls_problems.WORKERS_LOCAL, {"got": 2}),
+        ({"workers": 9, "local": False}, calls_problems.WORKERS_MOST, {"got": 9, "wanted": 4}),
     ],
 )
 def test_mistakes_are_told_in_one_line(
