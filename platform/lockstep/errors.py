@@ -112,6 +112,11 @@ class Problem(Generic[ErrorT]):
         return error
 
     @property
+    def section(self) -> str:
+        """The section of docs/failures.md: its class, or the one of the tree above that a room's own class is a kind of."""
+        return next(kind.__name__ for kind in self.error.__mro__ if kind.__module__ == __name__)
+
+    @property
     def row(self) -> str:
         """Its row in docs/failures.md."""
         shown = self.shown
