@@ -207,8 +207,9 @@ class _Save:
         try:
             checkpoint = self._write()
         except Exception as error:  # noqa: BLE001  the last line of a thread: any failure is reported, and ends no run
-            known = isinstance(error, LockstepError)
-            self._give_up(error if known else problems.NOT_SAVED(got=f"failed: {error!r}"))
+            self._give_up(
+                error if isinstance(error, LockstepError) else problems.NOT_SAVED(got=f"failed: {error!r}")
+            )
             return
         written_s = time.perf_counter() - began
         deleted, warning = self._prune() if checkpoint is not None else ((), None)

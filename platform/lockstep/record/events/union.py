@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import LockstepError, StorageError
+from lockstep.errors import LockstepError
+from lockstep.record import problems
 
 EndStatus = Literal["FAILED", "KILLED"]
 
@@ -392,7 +393,7 @@ class Segment(NamedTuple):
         """The segment that a file's name describes. StorageError for any other name."""
         match = _SEGMENT_FILE.fullmatch(name)
         if match is None:
-            raise StorageError(f"ledger: {name!r} is no segment")
+            raise problems.LEDGER_UNREADABLE(what=repr(name), got="it is no segment")
         return cls(int(match[1]), int(match[2]), match[3], size, sha256)
 
 
