@@ -28,13 +28,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from lockstep.exit_codes import ExitCode
 
 ErrorT = TypeVar("ErrorT", bound="LockstepError")
+OtherT = TypeVar("OtherT", bound="LockstepError")
 
 
 class FailedAt(NamedTuple):
@@ -115,6 +116,15 @@ class Problem(Generic[ErrorT]):
         error.code, error.facts, error.evidence, error.remedy = self.code, values, evidence, remedy
         error.check, error.unclear, error.field = self.check, self.unclear, values.get("field", "")
         return error
+
+    def of(self, kind: type[OtherT]) -> Problem[OtherT]:
+        """The same problem as an error of another class, where callers go by the class, such as whether to try again."""
+        return cast("Problem[OtherT]", replace(self, error=kind))  # type: ignore[arg-type]
+
+    @property
+    def section(self) -> str:
+        """The section of docs/failures.md: its class, or the one of the tree above that a room's own class is a kind of."""
+        return next(kind.__name__ for kind in self.error.__mro__ if kind.__module__ == __name__)
 
     @property
     def row(self) -> str:

@@ -25,6 +25,7 @@ from lockstep.job.methods import check_methods
 from lockstep.randomness import model_key, seed_all, step_key, whole_batch_key
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step import problems
 from lockstep.training.step.rows import StepRows
 from tests.distributed import batch_kinds
 from tests.distributed.batch_kinds import (
@@ -44,6 +45,7 @@ from tests.distributed.kinds import FEATURES, RUN, Kind, document, numbers, perc
 from tests.distributed.pool import Pool
 from tests.distributed.test_hold_kinds import COMPARING, attempts
 from tests.distributed.training import Document, Trained, train, train_attempt, train_job
+from tests.raised import raises
 
 # --- against the loops that people write ----------------------------------------------------------------------
 
@@ -596,7 +598,7 @@ def test_a_loss_that_no_rows_of_a_step_give_a_gradient_is_refused() -> None:
             return Loss(rows.detach().sum(), len(rows))
 
     run = {**document(Triplets), "batch": {"global": 16, "micro": 1}}
-    with pytest.raises(JobError, match=r"job\.batch_loss: total has no gradient"):
+    with raises(problems.ROWS_DETACHED, label="job.batch_loss"):
         train_job(run, Constant(None))
 
 

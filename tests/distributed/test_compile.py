@@ -21,7 +21,7 @@ from lockstep.errors import JobError
 from lockstep.record.events.union import Document as Text
 from lockstep.record.events.union import Event
 from lockstep.record.ledger.tables import read_parquet, write_parquet
-from lockstep.training.step import compiled
+from lockstep.training.step import compiled, problems
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from tests.distributed import kinds as document_kinds
 from tests.distributed import training
@@ -34,6 +34,7 @@ from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document, Kept, Trained, train, train_and_die, train_attempt
 from tests.forked import Forked
 from tests.in_process import here
+from tests.raised import raises
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
@@ -225,7 +226,7 @@ def test_a_loss_that_would_be_compiled_again_and_again_is_refused() -> None:
     loss = CompiledLosses("strict", torch.device("cpu")).of("", counting)
     with (
         mock.patch.dict(compiled._DYNAMO, {"recompile_limit": 2}),
-        pytest.raises(JobError, match="compiled more than 2 times") as info,
+        raises(problems.COMPILED_AGAIN, limit=2) as info,
     ):
         for _ in range(4):
             loss(nn.Linear(2, 2), torch.ones(3, 2))

@@ -34,6 +34,7 @@ from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
 from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
+from lockstep.training.step import problems
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -52,6 +53,7 @@ from tests.distributed.small_jobs import Plain
 from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.live_bytes import counted
+from tests.raised import raises
 
 RUN = "run"
 HERE = "tests.distributed.test_full_sharding"
@@ -561,7 +563,7 @@ def test_parameters_that_are_used_outside_of_their_modules_are_refused(pool: Poo
 def test_a_write_to_a_parameter_is_refused_as_without_sharding(pool: Pool) -> None:
     document = small(f"{HERE}:Writer", length={"steps": 6}, rehearsal="off")
     for setting in (document, full(document)):
-        with pytest.raises(JobError, match=r"^parameter '0.weight' was written to"):
+        with raises(problems.PARAMETER_WRITTEN, name="0.weight"):
             pool.run(2, train, setting)
 
 
@@ -580,9 +582,7 @@ def test_settings_that_need_a_whole_model_are_refused(more: Document, message: s
 
 def test_a_torch_without_the_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_sharding, "_CALLS", ("set_custom_reduce_scatter", "set_something_newer"))
-    with pytest.raises(
-        SpecError, match=r"has no set_something_newer; install torch>=2.11, or set sharding=optimizer$"
-    ):
+    with raises(problems.NO_FSDP, missing="set_something_newer"):
         full_sharding.check_torch()
 
 

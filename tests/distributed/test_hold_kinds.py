@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.record.events.union import Event, StepRow
 from lockstep.training.integrity.rehearsal import step_rehearsal
+from lockstep.training.step import problems
 from tests.distributed import (
     further_kinds,
     gradient_kinds,
@@ -43,6 +45,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
 from tests.forked import Forked
+from tests.raised import raises
 
 EVERY = [
     kinds,
@@ -335,9 +338,7 @@ def test_without_what_hooks_write_two_workers_get_other_bits(pool: Pool, kind: t
 
 def test_a_parameter_that_is_written_later_is_found_in_the_step() -> None:
     """The rehearsal cannot see what begins after it."""
-    with pytest.raises(
-        LockstepError, match=r"parameter '0.weight' was written to by the job itself \(step 2, micro-batch 0"
-    ):
+    with raises(problems.PARAMETER_WRITTEN, name="0.weight", where=re.compile("^step 2, micro-batch 0")):
         train(document(LaterWriter, rehearsal="off"))
 
 

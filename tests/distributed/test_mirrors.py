@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import ClusterError, LockstepError
+from lockstep.errors import LockstepError
+from lockstep.training.step import problems
 from lockstep.training.step.mirrored_optimizer import mirrors
 from tests.distributed.survivors import Change, Fall, outlive
 from tests.distributed.test_survivors import CENTRED, DIGITS, check, check_saves, repeated
 from tests.distributed.training import Document, Trained, train
+from tests.raised import raises
 
 MIRRORED: Document = {"sharding": "optimizer", "faults": {"mirror": True}}
 ADAMW: Document = {"optimizer": {"name": "adamw", "lr": 0.01}}
@@ -93,7 +95,7 @@ def test_a_worker_is_lost_while_the_state_is_shared_out(worker: int) -> None:
 def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
     """The next one reads a checkpoint, and the error says why."""
     falls = [Fall(0, 3, "send whole"), Fall(1, 3, "send whole")]
-    with pytest.raises(ClusterError, match=r"was lost with its mirror.*reads the newest checkpoint"):
+    with raises(problems.OPTIMIZER_MIRROR_LOST):
         outlive(SMALL, 4, falls)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import SpecError
+from lockstep.training.step import problems
 from lockstep.training.step.learning_rate import TorchScheduler
 from tests.distributed.kinds import RUN, Dropouts, Kind, document, taken_up
 from tests.distributed.pool import Pool
@@ -26,6 +26,7 @@ from tests.distributed.step_kinds import (
     WarmsUpForAnEpoch,
 )
 from tests.distributed.training import train, train_attempt, train_rank_seeds
+from tests.raised import raises
 
 
 @pytest.mark.parametrize("kind", [Restarts, MovedMomentum, Milestones], ids=lambda kind: kind.__name__)
@@ -131,7 +132,7 @@ def test_a_fork_goes_on_with_the_scheduler_or_is_refused(tmp_path: Path) -> None
     alone = train({**longer, "checkpoint": {"every": None}})
     assert forked.digests == alone.digests[3:]
     assert whole.digests == alone.digests[:3]
-    with pytest.raises(SpecError, match=r"^fork: the run that is forked began with the rates \[0.001\]"):
+    with raises(problems.FORK_SCHEDULE, got="began with the rates [0.001]"):
         train_attempt({**longer, "fork": fork, "optimizer": {"lr": 0.5}}, "other", AttemptOrigin())
 
 

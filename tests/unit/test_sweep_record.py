@@ -21,9 +21,9 @@ from lockstep.driver.signals import StopSignal
 from lockstep.job import problems
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
+from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.mirror import folder as folder_store
-from lockstep.record.mirror.run_store import UnavailableError
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import BadCheckpointError, OtherFormatError
+from lockstep.checkpoint import layout, problems
+from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.skeleton import unpack
-from lockstep.errors import JobError
 from lockstep.parsing import (
     OtherVersionError,
-    WrongHashError,
     check_version,
     one_line,
     strict_json,
@@ -84,12 +82,12 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
-        """The manifest as it is written. JobError where the facts are not plain."""
+        """The manifest as it is written. JobError or TypeError where the facts are not plain."""
         from lockstep.checkpoint.tree import plain  # imports torch, which readers do without
 
         facts = {name: plain(dict(getattr(self.facts, name)), name) for name in _FACTS}
         if not all(map(_is_number, self.facts.metrics.values())):
-            raise JobError(f"checkpoint: metrics are {dict(self.facts.metrics)}, wanted numbers")
+            raise TypeError(f"metrics are {dict(self.facts.metrics)}, wanted numbers")
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -112,18 +110,21 @@ class Manifest:
         try:
             document = strict_json(text)
         except ValueError as error:
-            raise BadCheckpointError(f"it cannot be read: {one_line(error) or 'no JSON'}") from None
+            raise _no_manifest(one_line(error) or "no JSON") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise BadCheckpointError("it is no manifest of a checkpoint")
+            raise _no_manifest(f"wanted the format {FORMAT!r}")
+        version = document.get("version")
         try:
-            check_version(document.get("version"), VERSION)
+            check_version(version, VERSION)
             return _manifest(without_hash(document, text))
         except OtherVersionError as error:
-            raise OtherFormatError(str(error)) from error
-        except WrongHashError as error:
-            raise BadCheckpointError(str(error)) from error
+            raise problems.OTHER_FORMAT(got=str(version)[:20], wanted=VERSION) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BadCheckpointError(f"it is not complete: {one_line(error)}") from error
+            raise _no_manifest(one_line(error)) from error
+
+
+def _no_manifest(got: str) -> BadCheckpointError:
+    return problems.UNREADABLE(wanted="manifest of a checkpoint", got=got)
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
@@ -142,9 +143,9 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     for entry in manifest.files:
         check_entry(entry)
     if not all(map(_is_number, manifest.facts.metrics.values())):
-        raise BadCheckpointError("its metrics are not all numbers")
+        raise ValueError("its metrics are not all numbers")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
-        raise BadCheckpointError("it names a file twice")
+        raise ValueError("it names a file twice")
     return manifest
 
 
@@ -152,20 +153,20 @@ def _shared(text: str) -> SharedFile:
     """A shared file from its line. One text per file: with thousands of files, JSON objects would be most of the cost of a save."""
     name, size, sha256 = _of(str, text).split(" ")
     if not layout.is_shared(name):
-        raise BadCheckpointError(f"it names {shown(name)}, which is no file that checkpoints share")
+        raise ValueError(f"it names {shown(name)}, which is no file that checkpoints share")
     entry = SharedFile(name, int(size), sha256)
     if entry.size < 0 or len(sha256) != 64:
-        raise BadCheckpointError(f"it gives {shown(name)} no size or hash")
+        raise ValueError(f"it gives {shown(name)} no size or hash")
     return entry
 
 
 def check_entry(entry: FileEntry) -> None:
-    """BadCheckpointError for a file whose name this store did not make: it could lie anywhere."""
+    """ValueError for a file whose name this store did not make: it could lie anywhere."""
     name = layout.file_name(_of(str, entry.name))
     if name is None or (name.section, name.kind) != (entry.section, entry.kind):
-        raise BadCheckpointError(f"it names {shown(entry.name)}, which is no file of a checkpoint")
+        raise ValueError(f"it names {shown(entry.name)}, which is no file of a checkpoint")
     if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
-        raise BadCheckpointError(f"it gives {shown(entry.name)} no size or hash")
+        raise ValueError(f"it gives {shown(entry.name)} no size or hash")
 
 
 def _of(kind: type[T], value: Any) -> T:

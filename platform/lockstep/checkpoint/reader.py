@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
+from lockstep.checkpoint import layout, problems
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, OtherFormatError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.skeleton import seen_otherwise, unpack
@@ -57,9 +57,11 @@ class Checkpoint:
         try:
             manifest = Manifest.decode(self.storage.read(self.path(self.name)))
         except LostFileError as error:
-            raise BadCheckpointError(f"checkpoint {self.shown}: it has no {self.name}") from error
-        except BadCheckpointError as error:
+            raise self.bad(self.name, "it is missing") from error
+        except OtherFormatError as error:
             raise error.with_message(f"checkpoint {self.shown}: {self.name}: {error}") from error
+        except BadCheckpointError as error:
+            raise self.bad(self.name, error) from error
         for what, wanted, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
             if wanted is not None and got != wanted:
                 raise self.bad(
@@ -77,7 +79,7 @@ class Checkpoint:
         return self.folder if self.run_id is None else f"{self.run_id}/{layout.SHARED}"
 
     def bad(self, name: str, why: object) -> BadCheckpointError:
-        return BadCheckpointError(f"checkpoint {self.shown}: {name}: {why}")
+        return problems.DAMAGED(checkpoint=self.shown, file=name, got=why)
 
 
 class Loaded(NamedTuple):
@@ -322,7 +324,7 @@ def _skeleton(file: _Verified) -> Any:
     try:
         return strict_json(file.all(), most=file.entry.size)
     except ValueError as error:
-        raise BadCheckpointError(f"it is no skeleton of a tree: {error}") from error
+        raise problems.UNREADABLE(wanted="skeleton of its tensors", got=error) from error
 
 
 class _Verified:
@@ -339,7 +341,7 @@ class _Verified:
         while buffer:
             got = self._reading.readinto(buffer[:PIECE]) or 0
             if not got:
-                raise BadCheckpointError(f"it ends {self._left} bytes too early")
+                raise problems.OTHER_CONTENT(got=f"it ends {self._left} bytes too early")
             self._digest.update(buffer[:got])
             self._left -= got
             buffer = buffer[got:]
@@ -356,4 +358,4 @@ class _Verified:
         while self._left > 0:
             self.fill(piece[: self._left])
         if self._digest.hexdigest() != self.entry.sha256:
-            raise BadCheckpointError("its hash is not the one in its manifest")
+            raise problems.OTHER_CONTENT(got="its hash is not the one in its manifest")

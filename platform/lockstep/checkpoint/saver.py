@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import StaleAttemptError, TakenError
 from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
@@ -176,7 +177,7 @@ class AsyncSaver:
 
     def _sleep(self, seconds: float) -> None:
         if self._abandoned.wait(seconds):
-            raise StorageError("checkpoint: the save was abandoned")
+            raise problems.NOT_SAVED(got="was abandoned")
 
     def _done(self, saved: Saved) -> None:
         self.last, self.failure = saved, None
@@ -206,8 +207,9 @@ class _Save:
         try:
             checkpoint = self._write()
         except Exception as error:  # noqa: BLE001  the last line of a thread: any failure is reported, and ends no run
-            reported = error if isinstance(error, LockstepError) else StorageError(f"checkpoint: {error!r}")
-            self._give_up(reported)
+            self._give_up(
+                error if isinstance(error, LockstepError) else problems.NOT_SAVED(got=f"failed: {error!r}")
+            )
             return
         written_s = time.perf_counter() - began
         deleted, warning = self._prune() if checkpoint is not None else ((), None)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.parsing import one_line
 from lockstep.paths import shown
@@ -27,17 +28,21 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
 
     def tensor(name: str) -> Tensor:
         if name not in tensors:
-            raise BadCheckpointError(f"tensor {shown(name)} is missing")
+            raise _no_skeleton(f"tensor {shown(name)} is missing")
         unused.discard(name)
         return tensors[name]
 
     try:
         tree = _Decoding(tensor).decode(skeleton)
     except RecursionError:
-        raise BadCheckpointError("the skeleton is nested too deep") from None
+        raise _no_skeleton("it is nested too deep") from None
     if unused:
-        raise BadCheckpointError(f"tensor {shown(min(unused))} has no place in the skeleton")
+        raise _no_skeleton(f"tensor {shown(min(unused))} has no place in it")
     return tree
+
+
+def _no_skeleton(got: str) -> BadCheckpointError:
+    return problems.UNREADABLE(wanted="skeleton of its tensors", got=got)
 
 
 def seen_otherwise(skeleton: Any) -> set[str]:
@@ -67,14 +72,14 @@ class _Decoding:
         word = next(iter(value), "")
         if not word.startswith("$"):
             if any(key.startswith("$") for key in value):
-                raise BadCheckpointError("the skeleton mixes words and keys")
+                raise _no_skeleton("it mixes words and keys")
             return self._end({key: self.decode(item) for key, item in value.items()})
         if word not in _WORDS:
-            raise BadCheckpointError(f"the skeleton holds the unknown word {shown(word)}")
+            raise _no_skeleton(f"it holds the unknown word {shown(word)}")
         try:
             return self._word(word, value)
         except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
-            raise BadCheckpointError(f"the skeleton's {word} cannot be read: {one_line(error)}") from error
+            raise _no_skeleton(f"its {word} cannot be read: {one_line(error)}") from error
 
     def _end(self, container: Any) -> Any:
         self._ended.append(container)

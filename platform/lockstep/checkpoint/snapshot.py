@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.tree import Elsewhere, Packed, Tree, pack
-from lockstep.errors import JobError, StorageError
 
 Block = bytes | Callable[[], bytes]
 """Bytes, or a function that makes them. The writer thread calls it later, so it must use only what no step changes any more."""
@@ -113,7 +112,7 @@ def _packed(sections: Mapping[str, Tree | Block]) -> tuple[dict[str, Packed], di
     packed, blocks = {}, {}
     for section, content in sections.items():
         if not layout.is_section(section):
-            raise JobError(f"checkpoint: {section!r} cannot name a section; wanted lower case, digits and _")
+            raise ValueError(f"{section!r} cannot name a section; wanted lower case, digits and _")
         if isinstance(content, bytes) or callable(content):
             blocks[section] = content
         else:
@@ -195,9 +194,7 @@ def _host_block(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8)
     except (RuntimeError, MemoryError) as error:
-        raise StorageError(
-            f"checkpoint: no host memory for a copy of {size / 1e9:.1f} GB of state; give the worker more memory"
-        ) from error
+        raise problems.NO_MEMORY(size_gb=f"{size / 1e9:.1f}") from error
 
 
 def _lock(block: Tensor) -> None:

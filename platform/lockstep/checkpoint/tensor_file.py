@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.tree import DTYPES, NAMES
 from lockstep.parsing import one_line, strict_json
 
@@ -88,7 +88,7 @@ def _is_format() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadCheckpointError(f"it is no safetensors file: {one_line(error)}") from error
+        raise problems.UNREADABLE(wanted="safetensors file", got=one_line(error)) from error
 
 
 def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, Any], int]:

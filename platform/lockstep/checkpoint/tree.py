@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint import problems
 from lockstep.errors import JobError
 
 Tree = Any
@@ -103,11 +104,11 @@ def pack(tree: Tree, where: str = "tree") -> Packed:
 
 
 def plain(tree: Tree, where: str) -> Any:
-    """A tree without tensors as JSON, each value in its place. JobError for anything else."""
+    """A tree without tensors as JSON, each value in its place. TypeError where it has tensors, JobError for anything else."""
     packing = _Packing(where, by_value=True)
     skeleton = packing.encode(tree, "", 0)
     if packing.tensors:
-        raise JobError(f"checkpoint: {where} holds a tensor ({min(packing.tensors)!r}), wanted plain values")
+        raise TypeError(f"{where} holds a tensor ({min(packing.tensors)!r}), wanted plain values")
     return skeleton
 
 
@@ -361,10 +362,7 @@ class _Packing:
 
     def _refused(self, path: str, what: str) -> JobError:
         location = f"{self._where}{path}"
-        return JobError(
-            f"checkpoint: {location if len(location) < 200 else location[:200] + '…'} is {what}, which a checkpoint cannot hold; "
-            "wanted tensors, numbers, text, true, false, None, and lists, tuples or mappings of these"
-        )
+        return problems.UNSTORABLE(where=location if len(location) < 200 else location[:200] + "…", got=what)
 
 
 def _tensor_word(name: str, order: list[int] | None) -> dict[str, Any]:

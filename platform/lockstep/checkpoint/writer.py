@@ -14,8 +14,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import NamedTuple
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import TakenError
+from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.layout import FileName
 from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, SharedFile, check_entry
 from lockstep.checkpoint.reader import Checkpoint
@@ -24,7 +23,7 @@ from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage.interface import Item
 from lockstep.checkpoint.tensor_file import tensor_pieces
 from lockstep.errors import StorageError
-from lockstep.parsing import canonical_json, strict_json
+from lockstep.parsing import canonical_json, one_line, strict_json
 
 _LONGEST_PAUSE_S = 1.0
 _FENCE_EVERY_S = 5.0
@@ -88,9 +87,7 @@ def gather_parts(
                 missing.discard(rank)
         waited_s = clock() - began
         if missing and waited_s >= timeout_s:
-            raise StorageError(
-                f"checkpoint: ranks {sorted(missing)} have not written their parts of step {step} after {waited_s:.0f} s"
-            )
+            raise problems.SILENT_RANKS(ranks=sorted(missing), step=step, waited_s=f"{waited_s:.0f}")
         if missing:
             if clock() >= fence_at:
                 attempt.ensure_current()
@@ -99,9 +96,7 @@ def gather_parts(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     strays = [rank for rank, part in sorted(parts.items()) if part.structure != own.structure]
     if strays:
-        raise StorageError(
-            f"checkpoint: ranks {strays} hold another state at step {step} than rank {own.rank}"
-        )
+        raise problems.OTHER_STATE(ranks=strays, step=step, rank=own.rank)
     return [parts[rank] for rank in sorted(parts)]
 
 
@@ -129,9 +124,8 @@ def commit(
     sizes = {item.name: item.size for item in attempt.run.storage.list(attempt.run.path(folder))}
     for entry in files:
         if sizes.get(entry.name) != entry.size:
-            raise StorageError(
-                f"checkpoint: {entry.name!r} of step {step} was written with {entry.size} bytes "
-                f"and now has {sizes.get(entry.name, 'none')}; the step is not published"
+            raise problems.FILE_CHANGED(
+                file=entry.name, step=step, got=sizes.get(entry.name, "none"), wanted=entry.size
             )
     manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts, tuple(shared))
     attempt.publish((folder, attempt.manifest), manifest.encode())
@@ -170,7 +164,7 @@ def _refuse_published(attempt: Attempt, step: int) -> None:
     except StorageError:
         return  # none, or a useless one: its place is free
     if published.attempt == attempt.number:
-        raise TakenError(f"checkpoint: attempt {attempt.number} has published step {step} already")
+        raise problems.TAKEN(path=checkpoint.path(attempt.manifest))
 
 
 def _post(attempt: Attempt, step: int, rank: int, content: Mapping[str, object]) -> None:
@@ -196,7 +190,5 @@ def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
                 check_entry(entry)
             return Part(rank, content["structure"], files)
     except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(f"checkpoint: the receipt of rank {rank} cannot be understood: {error}") from error
-    raise StorageError(
-        f"checkpoint: rank {rank} could not write its part of step {step}: {content['failed']}"
-    )
+        raise problems.RECEIPT(rank=rank, got=one_line(error)) from error
+    raise problems.PART_FAILED(rank=rank, step=step, got=content["failed"])

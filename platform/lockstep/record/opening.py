@@ -14,16 +14,17 @@ from pathlib import Path
 
 from lockstep.errors import RecordError
 from lockstep.job.source import job_sources
+from lockstep.record import problems
+from lockstep.record.errors import DeniedError, LockedError, UnavailableError
 from lockstep.record.events.metrics import LOSS
 from lockstep.record.events.union import Failed, Opened, Recorded, SetAside, TakenOver
 from lockstep.record.ledger.admission import Admission
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_file import LockedError
 from lockstep.record.ledger.replay import GONE, end_of
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.reconciler import Reconciler
 from lockstep.record.mirror.run_files import RunFiles
-from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -40,7 +41,7 @@ Fetch = Callable[[str, str], bytes]
 
 def no_fetch(run_id: str, name: str) -> bytes:
     """The `Fetch` of a run that has no checkpoints."""
-    raise RecordError(f"record: {name} of run {run_id} cannot be read: nobody says where its checkpoints are")
+    raise problems.UNREADABLE(run=run_id, file=name, got="nobody says where its checkpoints are")
 
 
 @dataclass(frozen=True, slots=True)

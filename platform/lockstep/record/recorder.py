@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.union import Event
 from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.mirror.stores import store_for
@@ -77,12 +77,10 @@ class Recorder:
     def run_id(self) -> str:
         """Wait until the run exists, and return its id. RecordError where the store could not be opened, or not within OPEN_S."""
         if not self._writer.opened.wait(OPEN_S):
-            raise RecordError(
-                f"record: the store has kept the creation of the run waiting for {OPEN_S:.0f} s"
-            )
+            raise problems.SLOW_STORE(what="the creation of the run", waited_s=f"{OPEN_S:.0f}")
         state = self._writer.state
         if state.run_id is None:
-            raise state.failure or RecordError("record: the run was not created")
+            raise state.failure or problems.OTHER(got="the run was not created")
         return state.run_id
 
     def run_folder(self) -> Path:

@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.errors import LockstepError, RecordError, StorageError, first_line
+from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
+from lockstep.record import problems
 from lockstep.record.alerts import Alerts
 from lockstep.record.diagnosis.stream import Diagnosing
+from lockstep.record.errors import DeniedError, UnavailableError
 from lockstep.record.events.union import (
     Alerted,
     Delivered,
@@ -41,7 +43,7 @@ from lockstep.record.events.union import (
 )
 from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.mirror.projection import log_line
-from lockstep.record.mirror.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
@@ -138,9 +140,7 @@ class Writer:
                 last_delivered, until = delivered, time.monotonic() + timeout_s + 0.5
             # Once the run is open, the thread itself enforces the limit.
             elif not self.opened.is_set() and time.monotonic() > until:
-                self._opening_failure = RecordError(
-                    f"record: the store has kept a call waiting for {timeout_s:.0f} s"
-                )
+                self._opening_failure = problems.SLOW_STORE(what="a call", waited_s=f"{timeout_s:.0f}")
                 return
             self._thread.join(0.05)
 
@@ -154,7 +154,7 @@ class Writer:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - the driver waits to hear of any failure
-            self._opening_failure = self._opening_failure or _as_record_error(error)
+            self._opening_failure = self._opening_failure or problems.as_record_error(error)
             return
         finally:
             self.opened.set()
@@ -309,7 +309,7 @@ class Writer:
         if self._out_of_patience:
             lost = len(self._unwritten)
             self._unwritten, self._journal_failure = [], None
-            self._refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
+            self._refuse(problems.EVENTS_LOST(got=error, count=lost))
             self._end_badly(error)
 
     @property
@@ -326,8 +326,11 @@ class Writer:
             self._record.reconciler.reconcile()
             self._folder_failure = None
         except (OSError, StorageError, RecordError) as error:
-            problem = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
-            self._folder_failure = RecordError(problem if isinstance(error, OSError) else str(error))
+            self._folder_failure = (
+                problems.CANNOT_WRITE(path=self._record.folder, got=error)
+                if isinstance(error, OSError)
+                else problems.as_record_error(error)
+            )
             if self._out_of_patience:
                 self._refuse(self._folder_failure)
                 self._untaken.clear()
@@ -355,8 +358,8 @@ class Writer:
             projection.lost = self._record.admission.lost
             self._mend()
         projection.take(event)
-        if isinstance(event, Finished) and projection.lack:
-            self._refuse(RecordError(projection.lack))
+        if isinstance(event, Finished) and projection.lack is not None:
+            self._refuse(projection.lack)
         if isinstance(event, PeakMemory) and not self._replay:
             # All steps are taken, and rank 0 still exports the final model: by the run's end they are drawn.
             self._record.files.figures.draw()
@@ -393,7 +396,3 @@ class Writer:
             raise
         except LockstepError as error:  # such as a store without a registry: pins stay as they are
             self._record.files.log(f"aliases of checkpoints: {error}")
-
-
-def _as_record_error(error: Exception) -> RecordError:
-    return error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from lockstep.errors import RecordError
 from lockstep.process import collect_seldom
+from lockstep.record import problems
 from lockstep.record.events.union import Event
 from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.mirror.stores import warm_up
@@ -187,10 +187,7 @@ class WriterProcess:
         if not self._closed_well:
             why = f"has ended (exit code {self._process.wait()})"
             why = self._hung or why
-            died = RecordError(
-                f"record: the process that writes it {why}; "
-                f"`lockstep record sync {self.state.run_id or 'RUN'}` sends what the run's folder has"
-            )
+            died = problems.PROCESS_LOST(got=why, run=self.state.run_id or "RUN")
             self.state = self.state._replace(failure=died)
         self.opened.set()
         self._closed.set()

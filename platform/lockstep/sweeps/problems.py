@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.errors import ClusterError, Problem, RecordError, SilentError, SpecError, StorageError
-from lockstep.record.mirror.run_store import UnavailableError
+from lockstep.record.errors import UnavailableError
 
 # --- resuming a sweep -------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from typing import Any
 from lockstep.checkpoint.runs.lease import refuse_leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.errors import LockstepError, SpecError
+from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed
-from lockstep.record.ledger.journal_file import NAME, LockedError
+from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.stores import reader
 from lockstep.record.runs.ending import RELEASE_S, answered, ended_by_now, record_end
 from lockstep.spec.sweep import SweepSpec, load_sweep

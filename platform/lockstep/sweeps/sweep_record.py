@@ -18,10 +18,11 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.files import encoded, write_bytes
+from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Failed
 from lockstep.record.mirror import documents
-from lockstep.record.mirror.run_store import SWEEP_FILE, Status, UnavailableError
+from lockstep.record.mirror.run_store import SWEEP_FILE, Status
 from lockstep.record.mirror.stores import find_run, reader, store_for
 from lockstep.record.redaction import redacted_document
 from lockstep.record.runs.heartbeat import process_tags

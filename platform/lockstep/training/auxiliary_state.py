@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Tree, pack
-from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.job.interface import Job
 from lockstep.parsing import check_version, strict_json
+from lockstep.training import problems
 from lockstep.training.failure import job_at
 from lockstep.training.modes import ModuleSettings, Settings
 
@@ -98,9 +98,7 @@ def save_beside(weights: Path, beside: Mapping[str, Tree]) -> Path:
             content = {"version": VERSION, "skeleton": packed.skeleton}
             safetensors.torch.save_file(tensors, aside, {_KEY: json.dumps(content)})
     except (OSError, safetensors.SafetensorError) as error:
-        raise StorageError(
-            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
-        ) from error
+        raise problems.WEIGHTS_UNWRITABLE(path=path, got=error) from error
     return path
 
 
@@ -117,5 +115,5 @@ def load_beside(weights: Path) -> dict[str, Tree]:
     except (
         OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, BadCheckpointError
     ) as error:  # fmt: skip
-        raise StorageError(f"weights: cannot read {str(path)!r}: {error}; restore the file") from error
+        raise problems.AUXILIARY_UNREADABLE(path=path, got=error) from error
     return loaded

@@ -22,7 +22,7 @@ from lockstep.checkpoint.runs.run_folder import Attempt, AttemptOrigin, RunFolde
 from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed, Share, Sharing
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
-from lockstep.errors import LockstepError, StorageError
+from lockstep.errors import LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.plan import Plan, Position
 from lockstep.record.events.union import Alive, CheckpointRow, Tell, Warned
@@ -205,7 +205,8 @@ class Checkpoints:
         error = next((failed for failed in self.group.gather(error) if failed), None)
         if attempt is None or error is not None:
             self._saved_step = -1
-            self._failed(SaveFailed(self.state.counters.step, Pause(0.0, 0.0), 1, StorageError(error or "")))
+            assert error is not None
+            self._failed(SaveFailed(self.state.counters.step, Pause(0.0, 0.0), 1, error))
             return None
         rule = self.spec.checkpoint
         best = rule.keep_best
@@ -230,14 +231,14 @@ class Checkpoints:
         self.tell(Alive())
         self.group.waits.look()
 
-    def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
+    def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, LockstepError | None]:
         """The attempt, or why there is none for now. StaleAttemptError where a newer one has begun."""
         try:
             return action(), None
         except StaleAttemptError:
             raise
         except LockstepError as error:
-            return None, str(error)
+            return None, error
 
     def _folder(self, run_id: str) -> RunFolder:
         return RunFolder.open(open_storage(self.spec.checkpoint.storage), run_id)

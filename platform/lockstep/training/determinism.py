@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.errors import DeterminismError, SpecError
 from lockstep.threads import library_threads, one_library_thread, openmp_limit
+from lockstep.training import problems
 from lockstep.training.settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
@@ -33,16 +33,10 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
     """
     if kind == "strict" and hashes_otherwise():
         seed = os.environ.get("PYTHONHASHSEED", "random")
-        raise DeterminismError(
-            f"determinism strict: this python was not started with PYTHONHASHSEED=0 (it is {seed}), so it orders sets of strings in another "
-            "way than other runs; start it with PYTHONHASHSEED=0, or use the lockstep command, which does"
-        )
+        raise problems.HASH_SEED(got=seed)
     if threads > (limit := openmp_limit()):
         # oneDNN counts on every thread that it asks for: with fewer, its first convolution waits for the others for ever.
-        raise SpecError(
-            f"threads: got {threads}, and OpenMP promises this process {limit} (OMP_THREAD_LIMIT or OMP_DYNAMIC is set); "
-            f"set threads={limit}, or start it without these variables"
-        )
+        raise problems.THREADS(got=threads, wanted=limit)
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     cudnn = torch.backends.cudnn
@@ -79,10 +73,7 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
     }
     for name, (value, wanted, why) in settings.items() if kind == "strict" else ():
         if value != wanted:
-            raise DeterminismError(
-                f"determinism strict: the job has set {name} to {value}, wanted {wanted} ({why}); take that out of the job, and "
-                "set threads or determinism in the spec"
-            )
+            raise problems.JOB_SETTING(name=name, got=value, wanted=wanted, reason=why)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.randomness import evaluation_batch_key, evaluation_key, seed_all
 from lockstep.reduction_tree import evaluation_ranges
@@ -287,10 +287,7 @@ def has_evaluation_loss(job: Job) -> bool:
     if overrides(job, "loss") or not own_phases(job):
         return True
     if not overrides(job, "metrics") and not whole_set.has_outputs(job):
-        raise JobError(
-            "eval_data: the job has phases, and neither loss(model, batch), which is the evaluation's then, nor metrics(model, batch) nor "
-            "outputs(model, batch): there is nothing to evaluate; write one of them, or return None"
-        )
+        raise problems.NOTHING_EVALUATED()
     return False
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import model_key, seed_all
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.child_process import can_fork
@@ -36,7 +36,7 @@ def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None =
     except (Exception, SystemExit) as error:  # a job may call sys.exit()
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
-        raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
+        raise problems.MODEL_KIND(got=type(model).__name__)
     _check(spec, model)
     if spec.initial_weights is not None:
         load_weights(model, Path(spec.initial_weights), group)

@@ -15,7 +15,6 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import Facts
 from lockstep.communication.group import Group
-from lockstep.errors import DriftError
 from lockstep.files import as_text
 from lockstep.job.identity import Difference, differences, identity_digest, shown
 from lockstep.job.inputs.external_facts import (
@@ -39,6 +38,7 @@ from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.record.events.union import SOURCE, InputsFound, Tell
 from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.external_inputs import LaterFacts
 
 VARIABLE = "variable."
@@ -163,9 +163,8 @@ class Inputs:
         for rank, fields in enumerate(every):
             for name, tree in fields.items():
                 if together.setdefault(name, tree) != tree:
-                    raise DriftError(
-                        f"{name}: rank {rank} has read {shown(tree)}, a rank before it {shown(together[name])}; give every worker the same variables, "
-                        "or have the job declare it in placement_variables"
+                    raise problems.INPUTS_DIFFER(
+                        name=name, rank=rank, got=shown(tree), wanted=shown(together[name])
                     )
         self._add(
             facts, {name: tree for name, tree in together.items() if name not in own_fields}, step, tell, {}

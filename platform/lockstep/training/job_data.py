@@ -26,7 +26,6 @@ from lockstep.data.order import Ids
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.data.table_pins import Pins, in_force
-from lockstep.errors import JobError, SpecError
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
@@ -141,9 +140,7 @@ def open_agreed(job: Job, seed: int, group: Group, versions: Mapping[str, str]) 
 def dataset_size(dataset: Dataset[Any], name: str) -> int:
     """Number of samples of a map-style dataset; JobError for one without a length."""
     if not hasattr(type(dataset), "__len__"):
-        raise JobError(
-            f"{name}: {type(dataset).__name__} has no __len__; Lockstep reads map-style datasets, whose samples can be named by an index"
-        )
+        raise problems.NO_LENGTH(name=name, got=type(dataset).__name__)
     with job_at(f"in __len__ of {type(dataset).__name__}, {name}"):
         return len(dataset)  # type: ignore[arg-type]
 
@@ -208,7 +205,7 @@ def check_rules(spec: Spec, data: JobData) -> None:
         )
     if not names and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
         name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
-        raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
+        raise problems.NO_EVAL_DATA(field=name)
 
 
 def _check_evaluated(data: Any, name: str) -> None:
@@ -217,34 +214,33 @@ def _check_evaluated(data: Any, name: str) -> None:
     with job_at(f"in id_count of {kind}, {name}"):
         ids = number_of_ids(data) if orders_itself(data) else None
     if ids is not None and ids != (size := dataset_size(data, name)):
-        raise JobError(
-            f"{name}: {kind} draws epochs of {size} from {ids} samples, and an evaluation takes each sample once, in the data's own "
-            "order: give it a dataset of the samples that are to be evaluated, such as a Mixture without `samples`"
-        )
+        raise problems.DRAWS_EPOCHS(name=name, kind=kind, got=size, wanted=ids)
 
 
 def _check(data: object, name: str) -> None:
     """JobError for anything but a map-style dataset."""
     kind = type(data).__name__
     if isinstance(data, torch.utils.data.DataLoader):
-        raise JobError(f"job.{name}: returned a DataLoader; return its dataset, Lockstep makes the batches")
+        raise problems.NO_MAP_STYLE(
+            name=name, got="a DataLoader", remedy="return its dataset: Lockstep makes the batches"
+        )
     if isinstance(data, torch.utils.data.IterableDataset):
-        raise JobError(
-            f"job.{name}: {kind} is an IterableDataset, whose samples have no index, so a resume or several workers could not find "
-            "their position in it; wanted a map-style dataset (__len__ and __getitem__), such as lockstep.data.TarShards for tar files and "
-            "lockstep.data.Table for Parquet"
+        raise problems.NO_MAP_STYLE(
+            name=name,
+            got=f"{kind}, an IterableDataset, whose samples have no index, so a resume or several workers could not find their position in it",
+            remedy="return such as lockstep.data.TarShards for tar files and lockstep.data.Table for Parquet",
         )
     if (
         isinstance(data, tuple)
         and data
         and all(isinstance(part, torch.Tensor | np.ndarray | Dataset) for part in data)
     ):
-        raise JobError(
-            f"job.{name}: returned a tuple of {len(data)} {type(data[0]).__name__}s, wanted one dataset; "
-            "put tensors side by side with torch.utils.data.TensorDataset(...)"
+        raise problems.NO_MAP_STYLE(
+            name=name,
+            got=f"a tuple of {len(data)} {type(data[0]).__name__}s",
+            remedy="put tensors side by side with torch.utils.data.TensorDataset(...)",
         )
     if not is_map_style(data):
-        raise JobError(
-            f"job.{name}: returned {kind}, wanted a map-style dataset (__len__ and __getitem__), such as a "
-            "torch.utils.data.Dataset or a list of samples"
+        raise problems.NO_MAP_STYLE(
+            name=name, got=kind, remedy="return such as a torch.utils.data.Dataset or a list of samples"
         )

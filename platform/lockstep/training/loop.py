@@ -14,7 +14,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.table_pins import pinned
-from lockstep.errors import SpecError, nearest
+from lockstep.errors import nearest
 from lockstep.files import private
 from lockstep.job.inputs.variables import reads_of, variables_noted
 from lockstep.job.interface import Job
@@ -34,15 +34,16 @@ from lockstep.record.events.union import (
     tell_nobody,
 )
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
 from lockstep.training.driver_requests import NoRequests, Requests
+from lockstep.training.elastic import problems as elastic_problems
+from lockstep.training.elastic.errors import LeftError, RegroupError
 from lockstep.training.elastic.recovery import (
-    LeftError,
     Recovery,
-    RegroupError,
     Seat,
     can_recover,
     is_lost_peer,
@@ -170,7 +171,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             checkpoints.finish()
             check.agree()
     if ending == "regrouping":
-        raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
+        raise elastic_problems.NO_OTHER_GROUP(step=run.state.counters.step)
     return report_end(run, seat, clock, checkpoints, stopped=ending == "stopped")
 
 
@@ -323,5 +324,5 @@ def tell_unripe_average(run: Run, tell: Tell) -> None:
 def _named(metrics: Mapping[str, float], name: str) -> float:
     """The metric of the evaluation that a rule uses. SpecError where there is none of that name."""
     if name not in metrics:
-        raise SpecError(f"early_stop.metric: the job gives no {name!r}{nearest(name, metrics)}")
+        raise problems.NO_METRIC(field="early_stop.metric", got=name, hint=nearest(name, metrics))
     return metrics[name]

@@ -1,8 +1,8 @@
-"""What can be wrong with a job's own code as training meets it: each a row of docs/failures.md, and the line that is shown."""
+"""What can be wrong with a job's own code, its data and its state as training meets them: each a row of docs/failures.md, and the line that is shown."""
 
 from __future__ import annotations
 
-from lockstep.errors import DeterminismError, DriftError, JobError, Problem, SpecError
+from lockstep.errors import DeterminismError, DriftError, JobError, Problem, SpecError, StorageError
 
 # --- the job's code raised an exception --------------------------------------------------------------------------
 
@@ -302,4 +302,373 @@ SPARSE_OPTIMIZER = Problem(
     shown="AdamW takes no sparse gradient, and parameter '…' has one; …",
     cause="an embedding with `sparse=True` under an optimizer that moves every row",
     advice="`SparseAdam` for it, in [a list](writing-a-job.md#several-optimizers-of-one-loss)",
+)
+
+# --- what the job returns ---------------------------------------------------------------------------------------
+
+MODEL_KIND = Problem(
+    "job.model.kind",
+    JobError,
+    "job.model: returned {got}, wanted a torch.nn.Module",
+    cause="the method returned something else",
+    advice="return a module",
+)
+
+HELD_OUTSIDE = Problem(
+    "job.model.held_outside",
+    JobError,
+    "job.model: parameter {name!r} is held outside of its module, by the job or a plain list of the model's, and with sharding=full it would stay there as it was at the start",
+    "take it from its module each time, or set sharding=optimizer",
+    cause="with `sharding: full` the job or the model has the parameter in a list or attribute of its own, which keeps the weights of the start",
+    advice="take it from its module each time, or `sharding=optimizer`",
+)
+
+EMA_BESIDE = Problem(
+    "job.optimizer.ema_beside",
+    SpecError,
+    "ema: got {got}, and the job's {name} has weights of its own to evaluate (train() and eval())",
+    "leave ema out",
+    cause="a schedule-free optimizer beside `ema`",
+    advice="leave out `ema`",
+)
+
+SCHEDULE_METRIC = Problem(
+    "job.schedule.metric",
+    JobError,
+    "job.schedule: follows {got!r}, and {wanted}",
+    cause="a `lockstep.Plateau` names a metric that no evaluation gives",
+    advice="a name as it is recorded, such as `eval/accuracy`",
+)
+
+IDENTITY_CONTENT = Problem(
+    "job.identity.content",
+    JobError,
+    "job.identity: gave a {kind}, whose content cannot be read ({reason})",
+    "give text, numbers, arrays or objects that pickle takes",
+    cause="a lock, an open file or a lambda",
+    advice="give text, numbers, arrays or objects that pickle takes",
+)
+
+SHARED_APART = Problem(
+    "job.state.shared_apart",
+    JobError,
+    "job.load_state_dict: {name} and {other} share memory where state_dict() gives them, and not once they are restored: a write into the one would change the other, but not in a resumed run",
+    "take both from the state as they are given, copy them into memory that they share (copy_), or give a copy of what is only read",
+    cause="`load_state_dict` copies what `state_dict` gives as one piece of memory",
+    advice="follow the message",
+)
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+NO_MAP_STYLE = Problem(
+    "job.data.kind",
+    JobError,
+    "job.{name}: returned {got}, wanted a map-style dataset (__len__ and __getitem__)",
+    "{remedy}",
+    shown="job.train_data: returned …, wanted a map-style dataset (__len__ and __getitem__); …`, the same of `job.eval_data",
+    cause="a DataLoader, a stream, or a tuple of tensors",
+    advice="return the dataset itself",
+)
+
+NO_LENGTH = Problem(
+    "job.data.no_length",
+    JobError,
+    "{name}: {got} has no __len__",
+    "give it one: Lockstep reads map-style datasets, whose samples can be named by an index",
+    cause="an iterable dataset",
+    advice="a map-style dataset",
+)
+
+DRAWS_EPOCHS = Problem(
+    "job.eval_data.draws",
+    JobError,
+    "{name}: {kind} draws epochs of {got} from {wanted} samples, and an evaluation takes each sample once, in the data's own order",
+    "give it a dataset of the samples that are to be evaluated, such as a Mixture without `samples`",
+    cause="a mixture whose `samples` are not all of its sources: an evaluation takes each sample once",
+    advice="leave `samples` out, or give the samples that are to be evaluated",
+)
+
+NOTHING_EVALUATED = Problem(
+    "job.eval_data.nothing_evaluated",
+    JobError,
+    "eval_data: the job has phases, and neither loss(model, batch), which is the evaluation's then, nor metrics(model, batch) nor outputs(model, batch), so there is nothing to evaluate",
+    "write one of them, or return None",
+    cause="nothing to evaluate",
+    advice="`loss`, `metrics` or `outputs`, or None for `eval_data`",
+)
+
+NO_EVAL_DATA = Problem(
+    "rule.no_eval_data",
+    SpecError,
+    "{field}: the job has no eval_data",
+    "give it some, or leave {field} out",
+    cause="there is nothing to watch",
+    advice="give the job eval data, or leave out `early_stop` or `checkpoint.keep_best`",
+)
+
+NO_METRIC = Problem(
+    "rule.no_metric",
+    SpecError,
+    "{field}: the job gives no {got!r}{hint}",
+    shown="early_stop.metric: the job gives no '…'; did you mean '…'?",
+    cause="the evaluation does not report this name; found before training",
+    advice="a metric's recorded name",
+)
+
+ALL_LEFT_OUT = Problem(
+    "data.without.all",
+    SpecError,
+    "data.without: leaves out all {got} samples of train_data",
+    "leave out fewer",
+    cause="ids that leave nothing to train on",
+    advice="leave out fewer",
+)
+
+NO_SUCH_SAMPLE = Problem(
+    "data.without.unknown",
+    SpecError,
+    "{field}: got id {got}, wanted samples of train_data, which has {wanted}, counted from 0",
+    cause="ids that the data do not have",
+    advice="ids that they have; ids count from 0",
+)
+
+NO_PLAN = Problem(
+    "batch.global.no_step",
+    SpecError,
+    "batch.global: {got}",
+    "{remedy}",
+    shown="batch.global: … samples give no step of batch.global = …; …",
+    cause="fewer samples than a global batch, with `drop_last`; or no sample at all",
+    advice="a smaller batch, or `data.drop_last=false`; data with samples",
+)
+
+# --- metrics of the whole set -----------------------------------------------------------------------------------
+
+OUTPUTS_FORM = Problem(
+    "job.outputs.form",
+    JobError,
+    "job.outputs: {got}, wanted {wanted}",
+    shown="job.outputs: …, wanted …",
+    cause="outputs that are not rows by name, are given for some micro-batches only, or are of different types",
+    advice="tensors or lists by name, with a row for each sample, the same in every micro-batch; [metrics of the whole set](writing-a-job.md#metrics-of-the-whole-set)",
+)
+
+WHOLE_SET_KIND = Problem(
+    "job.whole_set.kind",
+    JobError,
+    "job.{name}: returned {got}, wanted a mapping by name, empty for none",
+    cause="`whole_set_metrics` or `figures` returned something else",
+    advice="a mapping by name",
+)
+
+WHOLE_SET_NAME = Problem(
+    "job.whole_set.name",
+    JobError,
+    "job.whole_set_metrics: {got!r} is {taken}",
+    "give one of them another name",
+    shown="job.whole_set_metrics: '…' is given twice; …`, `… is the name of the loss, of one of its parts or of a metric; …",
+    cause="two metrics of one name",
+    advice="another name",
+)
+
+WHOLE_SET_NUMBER = Problem(
+    "job.whole_set.number",
+    JobError,
+    "job.whole_set_metrics: {name!r} is {got}, wanted a number, some in a row or by name, or an object with update() and compute()",
+    "give a matrix in figures",
+    cause="a metric that is not a number",
+    advice="a number, some in a row or by name; a matrix in `figures`",
+)
+
+FIGURE = Problem(
+    "job.figures.form",
+    JobError,
+    "job.figures: {got}, wanted {wanted}",
+    shown="job.figures: …, wanted …",
+    cause="a figure whose name has folders, that is neither text, numbers nor of matplotlib, or that is too long",
+    advice="text, a figure of matplotlib, or numbers in rows and columns, under the name of a file",
+)
+
+# --- what ranks must agree on -----------------------------------------------------------------------------------
+
+INPUTS_DIFFER = Problem(
+    "ranks.inputs_differ",
+    DriftError,
+    "{name}: rank {rank} has read {got}, a rank before it {wanted}",
+    "give every worker the same variables, or have the job declare it in placement_variables",
+    cause="workers were started with different environment variables, which the job reads",
+    advice="the same variables everywhere, or `placement_variables`",
+)
+
+IDENTITIES_DIFFER = Problem(
+    "ranks.identities_differ",
+    DriftError,
+    "{name}: rank 0 has {wanted}, rank {rank} has {got}",
+    "{remedy}",
+    shown="numerics_probe: rank 0 has …, rank … has …; …`, `initial_weights_digest: rank 0 has …, rank … has …; …`, `job.params.…: rank 0 has …, rank … has …; …`, `<field>: rank 0 has …, rank … has …; …",
+    cause="machines of more than one kind; a model that is not built from the seeded generators; a default that differs between workers; or other sources, versions or files on one of the machines",
+    advice="follow the message: machines of one kind, or `determinism=fast`; weights from the default generators; the param in the spec; the same code and data everywhere",
+)
+
+OTHER_BYTES = Problem(
+    "ranks.other_bytes",
+    DriftError,
+    "rank {rank} has read other bytes of {what!r} than rank 0, which has them from the store",
+    "resume: the memory of its machine, or the network between them, is at fault",
+    cause="data that rank 0 read from a checkpoint changed in memory or on the way to this rank",
+    advice="resume; take the node out if it happens again",
+)
+
+RESTORED_OTHERWISE = Problem(
+    "ranks.restored_otherwise",
+    DriftError,
+    "after step {step} was restored ranks {ranks} hold another state than rank 0",
+    "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine",
+    cause="`job.load_state_dict` gives different results on different ranks, or a hardware fault",
+    advice="restore the same state on every rank",
+)
+
+# --- determinism ------------------------------------------------------------------------------------------------
+
+HASH_SEED = Problem(
+    "determinism.hash_seed",
+    DeterminismError,
+    "determinism strict: this python was not started with PYTHONHASHSEED=0 (it is {got}), so it orders sets of strings in another way than other runs",
+    "start it with PYTHONHASHSEED=0, or use the lockstep command, which does",
+    shown="determinism strict: this python was not started with PYTHONHASHSEED=0 …",
+    cause="a call under torchrun from a Python that hashes strings in another way",
+    advice="`PYTHONHASHSEED=0 torchrun …`",
+)
+
+THREADS = Problem(
+    "determinism.threads",
+    SpecError,
+    "threads: got {got}, and OpenMP promises this process {wanted} (OMP_THREAD_LIMIT or OMP_DYNAMIC is set)",
+    "set threads={wanted}, or start it without these variables",
+    cause="a limit of OpenMP's threads in the environment",
+    advice="fewer threads, or start it without these variables",
+)
+
+JOB_SETTING = Problem(
+    "determinism.job_setting",
+    DeterminismError,
+    "determinism strict: the job has set {name} to {got}, wanted {wanted} ({reason})",
+    "take that out of the job, and set threads or determinism in the spec",
+    cause="the job changes the number of threads of torch or of NumPy's BLAS, or allows any kernel",
+    advice="take that out of the job; `threads` and `determinism` are in the spec",
+)
+
+SETTING_CHANGED = Problem(
+    "determinism.setting_changed",
+    DeterminismError,
+    "determinism strict: {where}, the job changed {name} from {wanted} to {got}, which no checkpoint keeps, so a resumed run would go on with {wanted}",
+    "set it where the job is imported or in model(), for the whole run, or in loss, for the micro-batch",
+    shown="determinism strict: between steps … and …, the job changed … from … to …, which no checkpoint keeps, …",
+    cause="`after_step` or an optimizer of the job's own changes a setting of torch",
+    advice="set it where the job is imported or in `model`, for the whole run, or in `loss`, which each micro-batch begins anew",
+)
+
+# --- what a run goes on from ------------------------------------------------------------------------------------
+
+OTHER_IDENTITY = Problem(
+    "resume.other_identity",
+    SpecError,
+    "resume: {name} is {got} and was {wanted} in the run, which would go on with other bits",
+    "{remedy}, or start a new run from this state with --fork",
+    shown="resume: <field> is … and was … in the run, which would go on with other bits; …",
+    cause="the code, a version, the data or the machine changed",
+    advice="restore it, or use `--fork`",
+)
+
+OTHER_POSITION = Problem(
+    "resume.other_position",
+    StorageError,
+    "checkpoint {checkpoint}: {name} was {wanted} when it was saved and is now {got}: this Lockstep would go on with other bits",
+    "resume with the version that saved it",
+    shown="checkpoint …: <name> was … when it was saved and is now …: …",
+    cause="this version of Lockstep computes another position of the data, the schedule or the generators",
+    advice="use the version that saved it",
+)
+
+OTHER_STATE = Problem(
+    "resume.other_state",
+    StorageError,
+    "checkpoint: its state does not fit this run: {got}",
+    "resume with the job and the spec that saved it",
+    cause="another model or optimizer than the one that was saved",
+    advice="the job and spec that saved it",
+)
+
+FORK_EMPTY = Problem(
+    "fork.run.empty",
+    SpecError,
+    "fork.run: run {run} has no good checkpoint to start from",
+    "fork another run, or start a new one",
+    cause="the run has no checkpoint that is complete",
+    advice="fork another run",
+)
+
+FORK_PLACE = Problem(
+    "fork.place",
+    SpecError,
+    "fork: {name} is {got} and was {wanted}, so the run's place in its data would not be the same",
+    "keep it, or start a new run from its weights with initial_weights",
+    shown="fork: batch.global is … and was …, …",
+    cause="the position in the data would change",
+    advice="a new run with `initial_weights`",
+)
+
+FORK_OPTIMIZER = Problem(
+    "fork.optimizer",
+    SpecError,
+    "optimizer.name: the state of the run that is forked is that of another optimizer, {got}",
+    "keep its optimizer, or start a new run from its weights with initial_weights",
+    cause="the fork has another optimizer",
+    advice="a new run with `initial_weights`",
+)
+
+FORK_PHASES = Problem(
+    "fork.phases",
+    SpecError,
+    "fork: the run that is forked has optimizers of the phases {wanted}, and this job of {got}",
+    "keep its phases, or start a new run from its weights with initial_weights",
+    cause="the fork has other phases",
+    advice="a new run with `initial_weights`",
+)
+
+WEIGHTS_UNREADABLE = Problem(
+    "initial_weights.unreadable",
+    SpecError,
+    "initial_weights: cannot read {path!r}: {got}; wanted a safetensors file",
+    cause="the file has another format",
+    advice="a safetensors file",
+)
+
+OTHER_WEIGHTS = Problem(
+    "initial_weights.other",
+    SpecError,
+    "initial_weights: {path!r} does not fit the job's model: {got}",
+    "give the job the params of the run that they come from",
+    cause="the weights are those of another model",
+    advice="the params of the run that they come from",
+)
+
+# --- what a run leaves ------------------------------------------------------------------------------------------
+
+WEIGHTS_UNWRITABLE = Problem(
+    "weights.unwritable",
+    StorageError,
+    "checkpoint.storage: cannot write {path!r}: {got}; the weights are not saved",
+    "make room there, or correct the permissions, and resume the run",
+    cause="the disk failed later",
+    advice="free space, or mend the disk",
+)
+
+AUXILIARY_UNREADABLE = Problem(
+    "weights.unreadable",
+    StorageError,
+    "weights: cannot read {path!r}: {got}",
+    "restore the file",
+    cause="a file beside the weights was changed or deleted",
+    advice="restore the file",
 )

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.storage.interface import Item, Reading, Storage
 from lockstep.communication.group import Group
-from lockstep.errors import DriftError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.process import network
+from lockstep.training import problems
 
 T = TypeVar("T")
 
@@ -78,10 +79,7 @@ class Relay:
         front = torch.tensor([checksum, len(content)])
         self.move(front)
         if front[0] != checksum:
-            raise DriftError(
-                f"rank {self._group.rank} has read other bytes of {request!r} than rank 0, which has them from the store; "
-                "the memory of its machine, or the network between them, is at fault"
-            )
+            raise problems.OTHER_BYTES(rank=self._group.rank, what=request)
         packed = torch.frombuffer(bytearray(content or int(front[1])), dtype=torch.uint8)
         self.move(packed)
         if not self.reads:

@@ -14,7 +14,6 @@ from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
-from lockstep.errors import DriftError, JobError
 from lockstep.files import as_text
 from lockstep.job.identity import (
     FIRST_MICRO_BATCH,
@@ -33,6 +32,7 @@ from lockstep.record.environment import environment
 from lockstep.record.events.union import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
+from lockstep.training import problems
 from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.external_inputs import external_inputs_of
@@ -49,10 +49,7 @@ def _own_fields(job: Job) -> dict[str, Any]:
     try:
         fields = {str(name): tree_of(value) for name, value in job.identity().items()}
     except UnreadableError as error:
-        raise JobError(
-            f"job.identity: gave a {error.kind}, whose content cannot be read ({error.reason}); "
-            "give text, numbers, arrays or objects that pickle takes"
-        ) from error
+        raise problems.IDENTITY_CONTENT(kind=error.kind, reason=error.reason) from error
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "in identity") from error
     return {f"job.identity.{name}": value for name, value in fields.items()}
@@ -190,8 +187,8 @@ def check_agreed(group: Group, own: dict[str, Any], spec: Spec) -> None:
     for rank, fields in enumerate(every):
         for name, first, second in differences(every[0], fields):
             if spec.determinism == "strict":
-                raise DriftError(
-                    f"{name}: rank 0 has {shown(first)}, rank {rank} has {shown(second)}; {_advice(name)}"
+                raise problems.IDENTITIES_DIFFER(
+                    name=name, wanted=shown(first), rank=rank, got=shown(second), remedy=_advice(name)
                 )
 
 

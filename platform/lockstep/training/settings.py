@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.errors import DeterminismError
+from lockstep.training import problems
 from lockstep.training.worker_environment import kernel_variables
 
 _C: Any = torch._C
@@ -154,10 +154,7 @@ class Settings:
             return
         changes = list(self._changes())
         setting, current, first = next((change for change in changes if change[1] != _NEWER_WAY), changes[0])
-        raise DeterminismError(
-            f"determinism strict: {where}, the job changed {setting.name} from {first} to {current}, which no checkpoint keeps, so a resumed run "
-            f"would go on with {first}; set it where the job is imported or in model(), for the whole run, or in loss, for the micro-batch"
-        )
+        raise problems.SETTING_CHANGED(where=where, name=setting.name, wanted=first, got=current)
 
     def _changes(self) -> Iterator[tuple[Setting, Any, Any]]:
         for setting, first in zip(self._settings, self._first, strict=True):

@@ -24,7 +24,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
-from lockstep.errors import JobError, SpecError, nearest
+from lockstep.errors import nearest
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
@@ -380,10 +380,7 @@ def shard(
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]
     if still_there:
-        raise JobError(
-            f"job.model: parameter {still_there[0]!r} is held outside of its module, by the job or a plain list of the model's, and with sharding=full it would stay "
-            "there as it was at the start; take it from its module each time, or set sharding=optimizer"
-        )
+        raise problems.HELD_OUTSIDE(name=still_there[0])
 
 
 def make_stepper(
@@ -477,9 +474,7 @@ def make_state(
             if has_modes(phase_optimizer)
         ]
     ):
-        raise SpecError(
-            f"ema: got {spec.ema:g}, and the job's {type(modal[0]).__name__} has weights of its own to evaluate (train() and eval()); leave ema out"
-        )
+        raise problems.EMA_BESIDE(got=f"{spec.ema:g}", name=type(modal[0]).__name__)
     schedule = (
         PhaseSchedules(schedules)
         if isinstance(optimizer, PhaseOptimizers)
@@ -506,7 +501,9 @@ def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
         if rule is not None and is_test(rule.metric):
             raise problems.TEST_DECIDES(field=f"{name}.metric", got=rule.metric)
         if rule is not None and rule.metric not in metrics:
-            raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
+            raise problems.NO_METRIC(
+                field=f"{name}.metric", got=rule.metric, hint=nearest(rule.metric, metrics)
+            )
 
 
 def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> None:
@@ -523,7 +520,7 @@ def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> Non
                 if metrics
                 else "the job has no eval_data"
             )
-            raise JobError(f"job.schedule: follows {name!r}, and {what}")
+            raise problems.SCHEDULE_METRIC(got=name, wanted=what)
 
 
 def job_weights_of(
@@ -558,9 +555,7 @@ def make_plan(spec: Spec, job: Job, train_data: Any) -> Plan:
     if samples and spec.data.shuffle == "by_length":
         by_length = grouped_by_length(spec, lengths_of(job, train_data, samples), left_out)
     if samples and left_out.count == number_of_ids(train_data):
-        raise SpecError(
-            f"data.without: leaves out all {left_out.count} samples of train_data; leave out fewer"
-        )
+        raise problems.ALL_LEFT_OUT(got=left_out.count)
     try:
         return Plan.of(
             samples,
@@ -574,16 +569,12 @@ def make_plan(spec: Spec, job: Job, train_data: Any) -> Plan:
             by_length=by_length,
         )
     except ValueError as error:
-        advice = (
-            "; lower batch.global or set data.drop_last=false" if samples else "; train_data holds no sample"
-        )
-        raise SpecError(f"batch.global: {error}{advice}") from error
+        advice = "lower batch.global or set data.drop_last=false" if samples else "give train_data samples"
+        raise problems.NO_PLAN(got=error, remedy=advice) from error
 
 
 def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
     """SpecError for ids that no training sample has."""
     count = number_of_ids(train_data)
     if count and ids.last >= count:
-        raise SpecError(
-            f"{name}: got id {ids.last}, wanted samples of train_data, which has {count}, counted from 0"
-        )
+        raise problems.NO_SUCH_SAMPLE(field=name, got=ids.last, wanted=count)

@@ -28,13 +28,14 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.checkpoint.tensor_file import Place
 from lockstep.communication.group import Group
 from lockstep.data.table_pins import pins_of
-from lockstep.errors import DriftError, SpecError, StorageError
+from lockstep.errors import StorageError
 from lockstep.job.identity import FIRST_MICRO_BATCH, differences, shown
 from lockstep.plan import Plan
 from lockstep.randomness import digest64, step_key
 from lockstep.record.events.union import Segment
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
+from lockstep.training import problems
 from lockstep.training.inputs import differing
 from lockstep.training.integrity.digests import Digester, state_digests
 from lockstep.training.integrity.state_digest import tree_digest
@@ -85,7 +86,7 @@ def find_start(
         return None
     loaded = load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step)
     if loaded is None:
-        raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
+        raise problems.FORK_EMPTY(run=spec.fork.run)
     return Start(loaded, fork=True, exact=spec.fork.exact)
 
 
@@ -157,10 +158,7 @@ def check_identity(start: Start, fields: Mapping[str, Any], hints: str = "") -> 
         advice = _ADVICE.get(name, "put it back")
         if name == FIRST_MICRO_BATCH and hints:
             advice += f" (the job asks for {hints})"
-        raise SpecError(
-            f"resume: {name} is {shown(now)} and was {shown(was)} in the run, which would go on with other bits; "
-            f"{advice}, or start a new run from this state with --fork"
-        )
+        raise problems.OTHER_IDENTITY(name=name, got=shown(now), wanted=shown(was), remedy=advice)
 
 
 _ADVICE = {
@@ -198,9 +196,8 @@ def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> Non
     """StorageError where a value of `now` differs from the one that was saved under the same name."""
     for name in now:
         if now[name] != saved.get(name):
-            raise StorageError(
-                f"checkpoint {shown}: {name} was {saved.get(name)!r} when it was saved and is now {now[name]!r}; "
-                "this Lockstep would go on with other bits"
+            raise problems.OTHER_POSITION(
+                checkpoint=shown, name=name, wanted=repr(saved.get(name)), got=repr(now[name])
             )
 
 
@@ -216,16 +213,10 @@ def restore(
     current = check_facts(spec, plan, state)
     for name, unit in (("global_batch", "batch.global"), ("steps_per_epoch", "the number of steps an epoch")):
         if saved[name] != current[name]:
-            raise SpecError(
-                f"fork: {unit} is {current[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
-                "keep it, or start a new run from its weights with initial_weights"
-            )
+            raise problems.FORK_PLACE(name=unit, got=current[name], wanted=saved[name])
     was = start.facts.identity_fields.get("optimizer.name")
     if start.fork and was not in (None, spec.optimizer.name):  # their states may have the same parts
-        raise SpecError(
-            f"optimizer.name: the state of the run that is forked is that of another optimizer, {was!r}; "
-            "keep its optimizer, or start a new run from its weights with initial_weights"
-        )
+        raise problems.FORK_OPTIMIZER(got=repr(was))
     state.restore(sections, fork=start.fork and not start.exact)
     if start.fork:
         return History(reached=state.counters.step)
@@ -268,7 +259,4 @@ def check_same_state(group: Group, state: TrainState) -> None:
     digests = group.gather(tree_digest(state.sections()))
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if strays:
-        raise DriftError(
-            f"after step {state.counters.step} was restored ranks {strays} hold another state than rank 0; "
-            "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine"
-        )
+        raise problems.RESTORED_OTHERWISE(step=state.counters.step, ranks=strays)

@@ -15,10 +15,10 @@ from lockstep.checkpoint.snapshot import writers
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.checkpoint.tree import Elsewhere, Shared, sharing
 from lockstep.communication.group import Group
-from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
+from lockstep.training import problems
 from lockstep.training.auxiliary_state import copied, unlisted_tensors
 from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
@@ -353,9 +353,7 @@ class TrainState:
             self.best = Best(**{**best, "weights": best["weights"] and self._shards(best["weights"])})
             self.metrics = dict(sections["metrics"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise StorageError(
-                f"checkpoint: its state does not fit this run: {' '.join(str(error).split())}"
-            ) from error
+            raise problems.OTHER_STATE(got=" ".join(str(error).split())) from error
         if sections["job"]:
             shared = sharing(sections["job"], "job")
             self.job.load_state_dict(sections["job"])
@@ -395,11 +393,7 @@ def check_shared(saved: Shared, restored: Shared) -> None:
     """JobError where tensors that shared memory when they were saved no longer do when they are restored."""
     for group in saved - restored:
         first, second = sorted(path.removeprefix("/") for path, _ in group)[:2]
-        raise JobError(
-            f"job.load_state_dict: {first} and {second} share memory where state_dict() gives them, and not once they are restored: a write "
-            "into the one would change the other, but not in a resumed run; take both from the state as they are given, copy them into memory that they "
-            "share (copy_), or give a copy of what is only read"
-        )
+        raise problems.SHARED_APART(name=first, other=second)
 
 
 def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: bool) -> None:
@@ -411,10 +405,7 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
         phases = set(optimizers_of(optimizer)) - {""}
         of_saved = set() if "param_groups" in saved else set(saved)
         if phases != of_saved:
-            raise SpecError(
-                f"fork: the run that is forked has optimizers of the phases {sorted(of_saved)}, and this job of {sorted(phases)}; "
-                "keep its phases, or start a new run from its weights with initial_weights"
-            )
+            raise problems.FORK_PHASES(wanted=sorted(of_saved), got=sorted(phases))
         for name, member in optimizers_of(optimizer).items():
             restore_optimizer(member, saved[name], fork=fork)
         return
@@ -422,10 +413,7 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
     if fork:
         saved_names = {name for group in saved["param_groups"] for name in group}
         if foreign := sorted(set(optimizer.defaults) - saved_names):
-            raise SpecError(
-                f"optimizer.name: the state of the run that is forked is that of another optimizer, without {foreign[0]!r}; "
-                "keep its optimizer, or start a new run from its weights with initial_weights"
-            )
+            raise problems.FORK_OPTIMIZER(got=f"without {foreign[0]!r}")
     every = [*_with_wrapped(optimizer)]
     with _same_objects(every):
         optimizer.load_state_dict(dict(saved))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
 from lockstep.communication.group import Group
-from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced, replacing
 from lockstep.parsing import OtherVersionError, check_version
+from lockstep.training import problems
 from lockstep.training.read_relay import Relay
 
 VERSION = 1
@@ -32,9 +32,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         with replaced(path) as aside:
             safetensors.torch.save_file(copies, aside, {_KEY: str(VERSION)})
     except (OSError, safetensors.SafetensorError) as error:
-        raise StorageError(
-            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
-        ) from error
+        raise problems.WEIGHTS_UNWRITABLE(path=path, got=error) from error
     return path
 
 
@@ -59,9 +57,7 @@ def save_streamed(
     except OSError as error:
         for name in left:  # the other ranks send them
             tensor(name)
-        raise StorageError(
-            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
-        ) from error
+        raise problems.WEIGHTS_UNWRITABLE(path=path, got=error) from error
     return [path]
 
 
@@ -82,9 +78,7 @@ def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> No
         try:
             return read_tensors(path)
         except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
-            raise SpecError(
-                f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file"
-            ) from error
+            raise problems.WEIGHTS_UNREADABLE(path=path, got=error) from error
 
     weights = read() if group is None or group.size == 1 else Relay(group).tensors(str(path), read)
     extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
@@ -92,4 +86,4 @@ def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> No
         model.load_state_dict({**extra, **weights})  # a file of weights has no extra state
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error
+        raise problems.OTHER_WEIGHTS(path=path, got=text) from error

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lockstep.data.contents import leaves
 from lockstep.data.loader import map_tensors
-from lockstep.errors import JobError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all, whole_set_key
+from lockstep.training import problems
 from lockstep.training.failure import job_at
 from lockstep.training.step.means import as_float, check_name
 
@@ -49,8 +49,9 @@ def has_outputs(job: Job) -> bool:
 def taken(given: object) -> Outputs:
     """The outputs of one micro-batch, on the CPU and in memory of their own. Raises JobError for what cannot be joined."""
     if not isinstance(given, Mapping):
-        raise JobError(
-            f"job.outputs: returned {type(given).__name__}, wanted tensors or lists by name, with a row for each sample"
+        raise problems.OUTPUTS_FORM(
+            got=f"returned {type(given).__name__}",
+            wanted="tensors or lists by name, with a row for each sample",
         )
     outputs: dict[str, Tensor | list[Any]] = {}
     for name, value in given.items():
@@ -58,8 +59,8 @@ def taken(given: object) -> Outputs:
             outputs[name] = map_tensors(value, _own, copy.deepcopy)
         else:
             got = "a tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
-            raise JobError(
-                f"job.outputs: {name!r} is {got}, wanted a tensor or a list with a row for each sample"
+            raise problems.OUTPUTS_FORM(
+                got=f"{name!r} is {got}", wanted="a tensor or a list with a row for each sample"
             )
     return outputs
 
@@ -80,8 +81,8 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
     for outputs in parts[1:]:
         if outputs.keys() != parts[0].keys():
             odd = sorted(outputs.keys() ^ parts[0].keys())
-            raise JobError(
-                f"job.outputs: {odd[0]!r} is given for some micro-batches only, wanted the same names for all"
+            raise problems.OUTPUTS_FORM(
+                got=f"{odd[0]!r} is given for some micro-batches only", wanted="the same names for all"
             )
     return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
 
@@ -89,8 +90,9 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
 def _joined(name: str, values: list[Any]) -> Tensor | list[Any]:
     kinds = {_kind(value): value for value in values}
     if len(kinds) > 1:
-        raise JobError(
-            f"job.outputs: {name!r} is {' in one micro-batch and '.join(list(kinds)[:2])} in another, wanted one type and one shape of a row"
+        raise problems.OUTPUTS_FORM(
+            got=f"{name!r} is {' in one micro-batch and '.join(list(kinds)[:2])} in another",
+            wanted="one type and one shape of a row",
         )
     if isinstance(values[0], Tensor):
         return torch.cat(values)
@@ -108,18 +110,14 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
         seed_all(whole_set_key(seed))
         returned = _called(name, function, outputs)
         if not isinstance(returned, Mapping):
-            raise JobError(
-                f"job.{name}: returned {type(returned).__name__}, wanted a mapping by name, empty for none"
-            )
+            raise problems.WHOLE_SET_KIND(name=name, got=type(returned).__name__)
         results[name] = returned
     metrics: dict[str, float] = {}
     for name, value in results["whole_set_metrics"].items():
         for key, number in _numbers(str(name), value, outputs):
             check_name("job.whole_set_metrics", key)
             if key in metrics:
-                raise JobError(
-                    f"job.whole_set_metrics: {key!r} is given twice; give one of them another name"
-                )
+                raise problems.WHOLE_SET_NAME(got=key, taken="given twice")
             metrics[key] = number
     figures = dict(_figure(str(name), value) for name, value in results["figures"].items())
     objects = list(_objects(results["whole_set_metrics"]))
@@ -151,10 +149,7 @@ def _numbers(name: str, value: Any, outputs: Outputs) -> Iterator[tuple[str, flo
         yield name, as_float(f"job.whole_set_metrics: {name!r}", value)
     else:
         got = f"of {np.ndim(value)} dimensions" if np.ndim(value) > 1 else type(value).__name__
-        raise JobError(
-            f"job.whole_set_metrics: {name!r} is {got}, wanted a number, some in a row or by name, or an object with update() and "
-            "compute(); give a matrix in figures"
-        )
+        raise problems.WHOLE_SET_NUMBER(name=name, got=got)
 
 
 def _is_metric(value: Any) -> bool:
@@ -188,7 +183,7 @@ def _computed(name: str, metric: Any, outputs: Outputs) -> Any:
 def _figure(name: str, value: Any) -> tuple[str, str]:
     """A figure's file name and text: text as it is, a table as CSV, a matplotlib figure as SVG."""
     if PurePosixPath(name).name != name or not name.isprintable():
-        raise JobError(f"job.figures: got the name {name!r}, wanted the name of a file without folders")
+        raise problems.FIGURE(got=f"got the name {name!r}", wanted="the name of a file without folders")
     if isinstance(value, str):
         suffix, text = ".txt", value
     elif callable(getattr(value, "savefig", None)):
@@ -196,12 +191,13 @@ def _figure(name: str, value: Any) -> tuple[str, str]:
     elif isinstance(value, Tensor | np.ndarray | list | tuple) and np.ndim(value) in (1, 2):
         suffix, text = ".csv", _table(value)
     else:
-        raise JobError(
-            f"job.figures: {name!r} is {type(value).__name__}, wanted text, a figure of matplotlib, or numbers in rows and columns"
+        raise problems.FIGURE(
+            got=f"{name!r} is {type(value).__name__}",
+            wanted="text, a figure of matplotlib, or numbers in rows and columns",
         )
     if len(text) > LONGEST_FIGURE:
-        raise JobError(
-            f"job.figures: {name!r} has {len(text)} characters, wanted at most {LONGEST_FIGURE}; draw fewer points"
+        raise problems.FIGURE(
+            got=f"{name!r} has {len(text)} characters", wanted=f"at most {LONGEST_FIGURE}: draw fewer points"
         )
     return name if "." in name else name + suffix, text
 
@@ -227,6 +223,6 @@ def check_names(metrics: Mapping[str, float], taken_names: Mapping[str, object])
     """JobError for a metric with a name that is taken."""
     for name in metrics:
         if name in taken_names:
-            raise JobError(
-                f"job.whole_set_metrics: {name!r} is the name of the loss, of one of its parts or of a metric; give it another name"
+            raise problems.WHOLE_SET_NAME(
+                got=name, taken="the name of the loss, of one of its parts or of a metric"
             )

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.errors import OtherFormatError
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import VERSION, Manifest
 from lockstep.checkpoint.reader import Checkpoint, load, load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.local import LocalStorage
+from tests.raised import raises
 from tests.unit.checkpoint.fixture_state import FIXTURE_FACTS, SHARED, fixture_state
 from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import same
@@ -54,7 +55,7 @@ def test_another_format_is_refused_clearly_and_passed_over(tmp_path: Path, other
     document = json.loads((newest / MANIFEST).read_bytes())
     (newest / MANIFEST).write_text(json.dumps({**document, "step": 8, "version": other}))
     line = f"{MANIFEST}: it has format version {other}, wanted {VERSION}: it was made by another Lockstep"
-    with pytest.raises(OtherFormatError, match=line):
+    with raises(problems.OTHER_FORMAT, got=other, wanted=VERSION):
         load(Checkpoint.of(run, 8))
     told: list[str] = []
     assert newest_good(run, told.append) == Checkpoint.of(run, 7)

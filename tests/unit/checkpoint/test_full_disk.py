@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.reader import Checkpoint, load
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
 from lockstep.checkpoint.storage.local import LocalStorage
-from lockstep.errors import StorageError
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import same, state
 
@@ -74,7 +75,7 @@ def test_a_full_disk_fails_the_save_and_keeps_what_was_saved(disk: SmallDisk | S
     write_checkpoint(attempt, 1, state(1, ITEMS))
     with (
         disk.full(),
-        pytest.raises(StorageError, match=f"checkpoint.storage: cannot write .*{disk.told}") as raised,
+        raises(problems.FAILED, verb="write", got=disk.told) as raised,
     ):
         write_checkpoint(attempt, 2, state(2, ITEMS))
     assert "\n" not in str(raised.value)
@@ -92,7 +93,7 @@ def test_a_full_disk_does_not_end_the_saving(disk: SmallDisk | SmallFiles) -> No
     with disk.full():
         saver.save(2, state(2, ITEMS))
         saver.wait()
-    assert saver.failure is not None and disk.told in str(saver.failure.error)
+    assert saver.failure is not None and saver.failure.error.facts["got"] == disk.told
     assert (saver.failure.step, saver.failure.tries) == (2, 2)
     assert newest_good(run, pytest.fail) == Checkpoint.of(run, 1)
     saver.save(3, state(3, ITEMS))

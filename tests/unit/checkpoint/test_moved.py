@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.storage.local import LocalStorage
+from tests.raised import raises
 
 
 def content(storage: LocalStorage) -> dict[str, bytes]:
@@ -57,6 +58,6 @@ def test_a_link_within_a_run_or_to_another_name_is_refused(tmp_path: Path, where
         storage.delete,
         lambda path: storage.put(path, b""),
     ):
-        with pytest.raises(BadCheckpointError, match="leads out of"):
+        with raises(problems.LEADS_OUT):
             call(name)
     assert (secret / "model").read_bytes() == b"secret"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import Facts
@@ -22,7 +23,8 @@ from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed
 from lockstep.checkpoint.storage.interface import Written
 from lockstep.checkpoint.storage.local import LocalStorage
-from lockstep.errors import JobError, StorageError
+from lockstep.errors import StorageError
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import FACTS, bits, everywhere, same, state
 
@@ -260,7 +262,10 @@ def test_facts_that_cannot_be_written_fail_the_save_alone(attempt: Attempt) -> N
     saver = AsyncSaver(attempt)
     saver.save(1, state(1), Facts(counters={"step": object()}))
     saver.wait()
-    assert saver.failure is not None and "counters/step is a builtins.object" in str(saver.failure.error)
+    assert saver.failure is not None and saver.failure.error.facts == {
+        "where": "counters/step",
+        "got": "a builtins.object",
+    }
 
 
 def test_a_failed_step_may_be_saved_again_and_a_saved_one_is_not(disk: Gated, attempt: Attempt) -> None:
@@ -297,7 +302,7 @@ def test_a_stale_attempt_is_not_tried_again(attempt: Attempt) -> None:
 
 def test_what_no_checkpoint_can_hold_is_the_jobs_error_at_once(attempt: Attempt) -> None:
     saver = AsyncSaver(attempt)
-    with pytest.raises(JobError, match=r"checkpoint: job/rng is a builtins.object"):
+    with raises(problems.UNSTORABLE, where="job/rng", got="a builtins.object"):
         saver.save(7, {"job": {"rng": object()}})
     saver.save(8, state(8))
     saver.close()
@@ -388,7 +393,7 @@ def test_waiting_for_a_rank_that_is_gone_can_be_given_up(attempt: Attempt) -> No
     saver.save(1, large(1))
     assert not saver.wait(0.3)
     saver.close(abandon=True)
-    assert saver.failure is not None and "abandoned" in str(saver.failure.error)
+    assert saver.failure is not None and saver.failure.error.code == problems.NOT_SAVED.code
 
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:

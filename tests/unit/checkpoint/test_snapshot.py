@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.snapshot import SMALLEST_SHARE, _host_block, share_out, snapshot
-from lockstep.errors import JobError, StorageError
+from tests.raised import raises
 from tests.unit.checkpoint.states import bits, same, state
 
 
@@ -68,12 +69,12 @@ def test_a_structure_is_that_of_the_state_whoever_has_it() -> None:
 
 @pytest.mark.parametrize("name", ["", "Model", "a/b", "a.b", "receipt", "../x"])
 def test_a_section_needs_a_plain_name(name: str) -> None:
-    with pytest.raises(JobError, match="cannot name a section"):
+    with pytest.raises(ValueError, match="cannot name a section"):
         snapshot({name: {}})
 
 
 def test_too_little_memory_is_told() -> None:
-    with pytest.raises(StorageError, match="no host memory for a copy of"):
+    with raises(problems.NO_MEMORY):
         _host_block(1 << 62)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import pruning
-from lockstep.checkpoint.errors import BadCheckpointError, TakenError
+from lockstep.checkpoint import problems, pruning
+from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import VERSION, Facts
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
@@ -36,7 +36,7 @@ from lockstep.checkpoint.writer import (
     post_receipt,
     write_part,
 )
-from lockstep.errors import StorageError
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS, bits, everywhere, everywhere_if_asked, same, state
 
@@ -97,7 +97,7 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
     assert found is not None and found.checkpoint == checkpoints(run)[-1]
     assert [line.partition(f"checkpoint {run.shown}/")[2] for line in told] == [
         "step-000000004: ledger.a0001.r0000.bin: it is missing; this checkpoint is passed over",
-        "step-000000003: ledger.a0001.r0000.bin: its hash is not the one in its manifest; this checkpoint is passed over",
+        "step-000000003: ledger.a0001.r0000.bin: it is not what was written: its hash is not the one in its manifest; this checkpoint is passed over",
         f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, wanted {VERSION}: it was made by "
         "another Lockstep; use that one; this checkpoint is passed over",
     ]
@@ -116,7 +116,7 @@ def test_an_older_attempts_checkpoint_of_a_step_is_replaced_in_one_moment(run: R
 
 def test_an_attempt_never_writes_over_what_it_has_published(attempt: Attempt) -> None:
     write_checkpoint(attempt, 7, state(7))
-    with pytest.raises(TakenError, match="attempt 1 has published step 7 already"):
+    with raises(problems.TAKEN, path=f"run-a/{step_folder(7)}/{attempt.manifest}"):
         write_checkpoint(attempt, 7, state(8))
 
 
@@ -124,7 +124,7 @@ def test_an_attempt_never_writes_over_what_it_has_published(attempt: Attempt) ->
 def test_a_part_that_got_lost_is_not_published(attempt: Attempt) -> None:
     part = write_part(attempt, 7, snapshot(state(7)))
     attempt.discard((step_folder(7), part.files[0].name))
-    with pytest.raises(StorageError, match="now has none; the step is not published"):
+    with raises(problems.FILE_CHANGED, got="none"):
         commit(attempt, 7, [part], FACTS)
     assert steps(attempt.run) == []
 
@@ -158,7 +158,7 @@ def test_ranks_share_the_bytes_out(attempt: Attempt) -> None:
 def test_a_rank_that_fails_ends_the_waiting(attempt: Attempt) -> None:
     own = write_part(attempt, 7, snapshot(state(7)))
     post_failure(attempt, 7, 1, "no space left on device")
-    with pytest.raises(StorageError, match="rank 1 could not write its part of step 7: no space left"):
+    with raises(problems.PART_FAILED, rank=1, step=7, got="no space left on device"):
         gather_parts(attempt, 7, own, 2, timeout_s=60.0)
 
 
@@ -171,9 +171,7 @@ def test_a_rank_that_is_silent_ends_the_waiting_in_time(attempt: Attempt) -> Non
         nonlocal now
         now += seconds
 
-    with pytest.raises(
-        StorageError, match=r"ranks \[1, 3\] have not written their parts of step 7 after 60 s"
-    ):
+    with raises(problems.SILENT_RANKS, ranks=[1, 3], step=7, waited_s=60):
         gather_parts(attempt, 7, own, 4, timeout_s=60.0, sleep=sleep, clock=lambda: now)
 
 
@@ -187,7 +185,7 @@ def test_waiting_for_ranks_ends_with_the_attempt(attempt: Attempt) -> None:
             attempt.run.claim()
         now += seconds
 
-    with pytest.raises(StorageError, match="attempt 1 of run run-a is over"):
+    with raises(problems.OVER, attempt=1, run="run-a"):
         gather_parts(attempt, 7, own, 2, timeout_s=60.0, sleep=sleep, clock=lambda: now)
     assert now < 10
 
@@ -195,14 +193,14 @@ def test_waiting_for_ranks_ends_with_the_attempt(attempt: Attempt) -> None:
 def test_a_rank_that_holds_another_state_is_named(attempt: Attempt) -> None:
     own = write_part(attempt, 7, snapshot(state(7)))
     post_receipt(attempt, 7, Part(1, snapshot({"model": {}}).structure(), []))
-    with pytest.raises(StorageError, match=r"ranks \[1\] hold another state at step 7 than rank 0"):
+    with raises(problems.OTHER_STATE, ranks=[1], step=7, rank=0):
         gather_parts(attempt, 7, own, 2, timeout_s=60.0)
 
 
 def test_a_receipt_that_cannot_be_understood_is_told(attempt: Attempt) -> None:
     own = write_part(attempt, 7, snapshot(state(7)))
     attempt.write((step_folder(7), "receipt.a0001.r0001.part"), [b'{"files": 3}'])
-    with pytest.raises(StorageError, match="the receipt of rank 1 cannot be understood"):
+    with raises(problems.RECEIPT, rank=1):
         gather_parts(attempt, 7, own, 2, timeout_s=60.0)
 
 
@@ -306,6 +304,6 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_start_from_an_older_state(t
     manifest = tmp_path / "run-a" / step_folder(2) / MANIFEST
     manifest.unlink()
     manifest.mkdir()  # what a read of it then tells is no sign of damage: permissions, a lost mount, …
-    with pytest.raises(StorageError, match="Is a directory") as raised:
+    with raises(problems.FAILED, got="Is a directory") as raised:
         newest_good(run, pytest.fail)
     assert not isinstance(raised.value, BadCheckpointError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,15 +19,17 @@ import pytest
 import lockstep
 from lockstep.calls.continuation import fetch_copy
 from lockstep.calls.leased_run import leased_run
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.runs.run_checkpoints import aside
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.notebook import default_progress
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import SpecError
 from lockstep.record.ledger.tables import read_parquet
 from lockstep.spec.loading import load_spec
 from tests.empty_store import put_empty_store
+from tests.raised import raises
 from tests.unit.record.conftest import THIRD_PARTY
 from tests.untraced_jobs import UntracedDigits
 
@@ -134,15 +137,13 @@ def test_what_a_killed_download_has_left_goes_with_the_next_resume(tmp_path: Pat
 
 def test_a_disk_that_refuses_a_download_is_told_in_one_line(tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            StorageError, match=r"checkpoint.storage: cannot write .*run-a.*: No space left"
-        ) as raised,
+        raises(problems.NOT_DOWNLOADED, folder=re.compile("run-a"), got="No space left on device") as raised,
         aside(str(tmp_path), "run-a"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert "\n" not in str(raised.value)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="Not a directory"), aside(str(tmp_path / "file"), "run-a"):
+    with raises(problems.NOT_DOWNLOADED, got="Not a directory"), aside(str(tmp_path / "file"), "run-a"):
         pass
 
 
@@ -159,10 +160,10 @@ def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp
     shutil.rmtree(new)
     RunFolder.create(open_storage(old), "run-a")
     with leased(open_storage(old), "run-a", "run run-a"):
-        with pytest.raises(SpecError, match="run run-a is held by process"), held(new):
+        with raises(problems.HELD, what="run run-a"), held(new):
             pass
         assert not Path(new).exists()
-    with held(new), pytest.raises(SpecError, match="run run-a is held by process"), held(old):
+    with held(new), raises(problems.HELD, what="run run-a"), held(old):
         pass
     Path(link).symlink_to(old)
     for storage in (link, f"file://{old}", old):  # the same place, which is held once

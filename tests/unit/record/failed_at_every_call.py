@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.record import opening, writer
+from lockstep.record.errors import DeniedError, RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point, evaluation_points, step_points
 from lockstep.record.events.union import (
     CheckpointRow,
@@ -41,7 +42,6 @@ from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from lockstep.record.mirror import delivery_lanes
 from lockstep.record.mirror.folder import FolderStore
-from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import RecordError, SpecError
+from lockstep.record import problems
 from lockstep.record.events.union import Finished
 from lockstep.record.mirror import folder as folder_store
 from lockstep.record.mirror.stores import reader
@@ -16,6 +16,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.forked import lockstep
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]
@@ -101,9 +102,9 @@ def test_a_run_of_another_user_whose_process_has_gone_is_shown_so(
 
 
 def test_what_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="no record of it"):
+    with raises(problems.NO_RUN):
         reader("off", tmp_path).run("0" * 32)
-    with pytest.raises(SpecError, match="experiment: runs that are recorded in folders"):
+    with raises(problems.NO_EXPERIMENTS):
         reader("off", tmp_path).runs("digits", 1)
     _, refused = command(tmp_path, "runs", "--uri", "off", "--limit", "0")
     assert refused == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
@@ -22,6 +23,7 @@ from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.check import InStore, check_store
 from lockstep.spec.fields import Spec
+from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -90,7 +92,7 @@ def test_a_disk_that_stays_full_ends_in_a_run_that_says_so(
     recorder.run_id()
     disk.full.set()
     recorder.tell(step_row(1), Finished({"step": 1}))
-    with pytest.raises(RecordError, match=r"No space left on device; name a folder .*; 2 events"):
+    with raises(problems.EVENTS_LOST, got=re.compile("No space left on device"), count=2):
         recorder.close()
     assert json.loads((recorder.run_folder() / "run.json").read_text())["status"] == "FAILED"
     assert read_steps(recorder.run_folder()) == []
@@ -116,7 +118,7 @@ def test_a_run_whose_ledger_is_not_whole_is_not_finished(spec: Specs) -> None:
     recorder = Recorder(spec())
     recorder.start()
     recorder.tell(*[step_row(i) for i in (1, 2, 5)], Finished({"step": 5}))
-    with pytest.raises(RecordError, match="the record is not whole: its ledger lacks steps 3 to 4"):
+    with raises(problems.NOT_WHOLE, got="its ledger lacks steps 3 to 4"):
         recorder.close()
     run = json.loads((recorder.run_folder() / "run.json").read_text())
     assert run["status"] == "FAILED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import train
-from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.metrics import Point, step_points
 from lockstep.record.events.union import Finished, StepRow
 from lockstep.record.ledger.journal_file import NAME
@@ -22,6 +23,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.forked import Forked, lockstep
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 from tests.unit.record.written import read_steps
@@ -241,7 +243,7 @@ def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
     server.kill()
     recorder.tell(*[step_row(i) for i in range(1, 301)])
     recorder.tell(Finished({"step": 300, "stopped": False}))
-    with pytest.raises(RecordError, match=rf"`lockstep record sync {folder.name}` sends it"):
+    with raises(problems.NOT_SENT, remedy=re.compile(f"`lockstep record sync {folder.name}` sends it")):
         recorder.close(timeout_s=1.0)
     rows = read_parquet(folder / "ledger.parquet")
     assert rows == [step_row(i) for i in range(1, 301)]

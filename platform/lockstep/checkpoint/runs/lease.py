@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
-from lockstep.checkpoint.runs.run_folder import deleted
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.parsing import canonical_json, flat_record, strict_json
@@ -127,14 +126,14 @@ class Lease:
         """StaleAttemptError where another command has taken the run over, StorageError where its folder was deleted."""
         self._look()
         if self.deleted:
-            raise StorageError(deleted(self.what, f"{self.storage.shown.rstrip('/')}/{self.folder}"))
+            raise problems.FOLDER_DELETED(
+                what=self.what, folder=f"{self.storage.shown.rstrip('/')}/{self.folder}"
+            )
         if self.taker is not None:
-            raise StaleAttemptError(self.taken_over())
+            raise self._taken_over(self.taker)
 
-    def taken_over(self) -> str:
-        """The message that says who has taken the run over."""
-        taker = self.taker.shown if self.taker is not None else "another command"
-        return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, the other one continues"
+    def _taken_over(self, taker: Holder) -> StaleAttemptError:
+        return problems.TAKEN_OVER(what=self.what, taker=taker.shown, step=self.holder.step)
 
     def release(self) -> None:
         """Release the run, so that the next command need not wait."""
@@ -205,9 +204,9 @@ def leased(
     except StaleAttemptError as error:
         with suppress(StorageError):
             lease._look()
-        if lease.taker is None or str(error) == lease.taken_over():
+        if lease.taker is None or error.code == problems.TAKEN_OVER.code:
             raise
-        raise StaleAttemptError(lease.taken_over()) from error
+        raise lease._taken_over(lease.taker) from error
     finally:
         _held.pop(key, None)
         lease.release()
@@ -313,9 +312,7 @@ def _await_end(
 def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:
     who = "another process" if holder is None else holder.shown
     step = "" if holder is None else f" at step {holder.step}"
-    return SpecError(
-        f"{what} is held by {who}{step}, {heard}; let it continue, or take over from it with --takeover"
-    )
+    return problems.HELD(what=what, holder=f"{who}{step}", heard=heard)
 
 
 def _forget(storage: Storage, folder: str, number: int) -> None:

@@ -5,10 +5,10 @@ A retrying system, such as Kubernetes or a queue, cannot know the run id that th
 
 from __future__ import annotations
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import LostFileError, TakenError
 from lockstep.checkpoint.layout import is_run_id
 from lockstep.checkpoint.storage.interface import Storage
-from lockstep.errors import SpecError, StorageError
 from lockstep.paths import shown
 
 
@@ -19,8 +19,8 @@ def run_of_name(storage: Storage, name: str) -> str | None:
     except LostFileError:
         return None
     if not is_run_id(owner):
-        raise StorageError(
-            f"run: the file of the name {name!r} in {storage.shown!r} has no run's id: {shown(owner)}"
+        raise problems.NAME_FILE(
+            name=name, got=shown(owner), file=f"{storage.shown.rstrip('/')}/{_file(name)}"
         )
     return owner
 
@@ -33,9 +33,7 @@ def give_name(storage: Storage, name: str, run_id: str) -> None:
         owner = run_of_name(storage, name)
         if owner == run_id:
             return  # given before, by one whose answer was lost
-        raise SpecError(
-            f"run: {name!r} already belongs to run {owner}, which another command began; start one of them"
-        ) from error
+        raise problems.NAME_TAKEN(name=name, owner=owner) from error
 
 
 def folder_of(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, StaleAttemptError
 from lockstep.checkpoint.layout import SHARED, is_shared, manifests, step_folder
 from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
@@ -16,7 +17,6 @@ from lockstep.checkpoint.runs.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import SpecError, StorageError
 from lockstep.files import flush, make_folder
 
 
@@ -43,7 +43,7 @@ def check_step(run_id: str, step: int, there: Sequence[int]) -> None:
     """SpecError where `step` is none of the steps that have a checkpoint."""
     if step not in there:
         available = ", ".join(map(str, sorted(there))) or "none"
-        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {available}")
+        raise problems.NO_STEP(run=run_id, got=step, wanted=available)
 
 
 def saved_steps(folder: RunFolder) -> list[int]:
@@ -100,10 +100,7 @@ def _begun(storage: str, run_id: str) -> RunFolder:
     try:
         return RunFolder.open(store, run_id)
     except LostFileError as error:
-        raise StorageError(
-            f"checkpoint.storage: nothing is left of run {run_id} in {store.shown!r}, though it has trained; mount the storage, or put its folder "
-            "back, and resume the run; if its checkpoints are lost, start a new run with its spec"
-        ) from error
+        raise problems.NOTHING_LEFT(run=run_id, storage=store.shown) from error
 
 
 def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
@@ -134,9 +131,7 @@ def aside(storage: str, run_id: str) -> Iterator[Path]:
         folder.mkdir(parents=True)  # with the mode of every other folder there, which a temporary one has not
         yield folder
     except OSError as error:
-        raise StorageError(
-            f"checkpoint.storage: cannot write {str(folder)!r}: {error.strerror or error}; the checkpoint is not downloaded"
-        ) from error
+        raise problems.NOT_DOWNLOADED(folder=folder, got=error.strerror or error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
 from lockstep.checkpoint.storage.interface import Storage, Written
 from lockstep.checkpoint.storage.local import ENDED
@@ -98,10 +98,7 @@ class RunFolder:
         except TakenError as error:
             if token and storage.read(folder.path(layout.OWNER)) == content:
                 return folder
-            raise TakenError(
-                f"checkpoint.storage: {folder.shown!r} already belongs to run {folder._owner() or '?'}; "
-                "resume that run, or give the new one another storage"
-            ) from error
+            raise problems.OWNED(folder=folder.shown, owner=folder._owner() or "?") from error
         return folder
 
     @classmethod
@@ -111,13 +108,10 @@ class RunFolder:
         try:
             owner = folder._owner()
         except LostFileError as error:
-            raise LostFileError(
-                f"checkpoint.storage: no run {run_id} in {storage.shown!r}; "
-                "look for it with another checkpoint.storage"
-            ) from error
+            raise problems.NO_RUN(run=run_id, storage=storage.shown) from error
         if owner != run_id:
-            raise StorageError(
-                f"checkpoint.storage: {folder.shown!r} belongs to run {owner or '?'}, not to {run_id}"
+            raise problems.OTHER_OWNER(
+                folder=folder.shown, got=owner or "?", wanted=run_id, file=layout.OWNER
             )
         return folder
 
@@ -145,9 +139,8 @@ class RunFolder:
         except LostFileError:
             return Fence(0, "")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise StorageError(
-                f"checkpoint.storage: {self.shown}/{layout.ATTEMPT} cannot be understood ({one_line(error)}); "
-                "resume the run to begin a new attempt"
+            raise problems.FENCE(
+                file=f"{self.shown}/{layout.ATTEMPT}", got=f"cannot be understood ({one_line(error)})"
             ) from error
 
     def claim(self, number: int | None = None, token: str | None = None) -> Attempt:
@@ -205,9 +198,7 @@ class RunFolder:
             with suppress(LostFileError):  # another process has deleted it too
                 self.storage.delete(self._claim_path(claim))
         if rivals:
-            raise TakenError(
-                f"checkpoint.storage: {self._claim_path(max(rivals))} was there at the same time"
-            )
+            raise problems.TAKEN(path=self._claim_path(max(rivals)))
 
     def _claim_path(self, claim: tuple[int, str]) -> str:
         return self.path(layout.CLAIMS, layout.claim_name(*claim))
@@ -287,10 +278,9 @@ class Attempt:
         fence = self.run.fence()
         if fence.number == 0:  # this attempt has written one that says otherwise
             if not self.run.storage.exists(self.run.path(layout.OWNER)):
-                raise StorageError(deleted(f"run {self.run.run_id}", self.run.shown))
-            raise StorageError(
-                f"checkpoint.storage: {self.run.shown}/{layout.ATTEMPT} was deleted while the run trained; "
-                "resume the run to begin a new attempt"
+                raise problems.FOLDER_DELETED(what=f"run {self.run.run_id}", folder=self.run.shown)
+            raise problems.FENCE(
+                file=f"{self.run.shown}/{layout.ATTEMPT}", got="was deleted while the run trained"
             )
         if fence != (self.number, self.token):
             raise self._stale(f"attempt {fence.number} has taken its place")
@@ -339,28 +329,13 @@ class Attempt:
 
     def late(self, why: str) -> StaleAttemptError:
         """The error for a claim of this attempt that came too late."""
-        return StaleAttemptError(
-            f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} cannot begin, {why}"
-        )
+        return problems.LATE(attempt=self.number, run=self.run.run_id, reason=why)
 
     def _stale(self, why: str) -> StaleAttemptError:
-        return StaleAttemptError(
-            f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} is over, {why}; "
-            "it can neither publish nor delete"
-        )
-
-
-def deleted(what: str, folder: str) -> str:
-    """The message for a run, or a sweep, whose folder was deleted while it went on."""
-    return (
-        f"checkpoint.storage: the folder of {what}, {folder!r}, was deleted while it trained, and its checkpoints with it; keep "
-        "what deletes there, such as a clean-up script, away from runs that go on, and begin the run again"
-    )
+        return problems.OVER(attempt=self.number, run=self.run.run_id, reason=why)
 
 
 def _checked(run_id: str) -> str:
     if not layout.is_run_id(run_id):
-        raise StorageError(
-            f"checkpoint.storage: {run_id!r} cannot name a run's folder; wanted letters, digits and . _ -"
-        )
+        raise problems.RUN_ID(run=run_id)
     return run_id

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from lockstep.errors import StorageError
+from lockstep.checkpoint import problems
 
 PIECE = 1 << 20
 """Bytes that are hashed and written, or read and hashed, at a time: few enough to stay in the processor's cache in between."""
@@ -99,7 +99,7 @@ def filled(reading: Reading, buffer: memoryview, shown: str) -> None:
     while buffer:
         got = reading.readinto(buffer) or 0
         if not got:
-            raise StorageError(f"checkpoint.storage: {shown!r} ends {len(buffer)} bytes too early")
+            raise problems.FILE_SHORT(path=shown, missing=len(buffer))
         buffer = buffer[got:]
 
 

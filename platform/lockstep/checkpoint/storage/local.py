@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
-from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
+from lockstep.checkpoint import problems
+from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, filled, hashed
 from lockstep.errors import StorageError
 from lockstep.files import flush, make_folder
@@ -96,9 +96,7 @@ class LocalStorage:
         with _storage_errors("read", self.root / path), self._opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > LARGEST_READ:
-                raise BadCheckpointError(
-                    f"checkpoint.storage: {str(self.root / path)!r} has {size} bytes, and at most {LARGEST_READ} are read at once"
-                )
+                raise problems.TOO_LARGE(path=self.root / path, got=size, wanted=LARGEST_READ)
             return file.read()
 
     @contextmanager
@@ -167,7 +165,7 @@ class LocalStorage:
                 if temporary.exists():
                     _clear(temporary)
                 if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
-                    raise TakenError(f"checkpoint.storage: {str(target)!r} is there already") from error
+                    raise problems.TAKEN(path=target) from error
                 raise
             try:
                 flush(target.parent)
@@ -188,9 +186,7 @@ class LocalStorage:
 
 
 def _outside(error: OutsideError) -> BadCheckpointError:
-    return BadCheckpointError(
-        f"checkpoint.storage: {error}; put the folder itself there, or a link of its owner's to a folder of the same name"
-    )
+    return problems.LEADS_OUT(got=error)
 
 
 def _clear(folder: Path) -> None:
@@ -244,12 +240,7 @@ def _storage_errors(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _raise(error, f"checkpoint.storage: cannot {verb} {str(path)!r}: {error.strerror or error}")
-
-
-def _raise(error: OSError, line: str) -> NoReturn:
-    if error.errno in _LOST:
-        raise LostFileError(line) from error
-    if error.errno == errno.EEXIST:
-        raise TakenError(line) from error
-    raise StorageError(line) from error
+        if error.errno == errno.EEXIST:
+            raise problems.TAKEN(path=path) from error
+        problem = problems.LOST if error.errno in _LOST else problems.FAILED
+        raise problem(verb=verb, path=path, got=error.strerror or error) from error

@@ -19,9 +19,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, TakenError
+from lockstep.checkpoint import problems
+from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.storage.interface import LARGEST_READ, Item, Reading, Written, filled, hashed
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import StorageError
 from lockstep.paths import OutsideError, relative
 
 if TYPE_CHECKING:
@@ -44,17 +45,14 @@ class ObjectStorage:
 
         parts = urlsplit(uri)
         if parts.scheme == "s3" and find_spec("boto3") is None:
-            raise SpecError(
-                f"checkpoint.storage: {parts.scheme}:// needs boto3, to make sure that only one of two commands starts an attempt; "
-                "pip install 'lockstep-train[stores]'"
-            )
+            raise problems.BOTO3_MISSING()
         self._uri = uri
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         try:
             self._files, root = pafs.FileSystem.from_uri(_in_one_request(uri))
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = _one_line(error).replace(uri, self.shown)
-            raise SpecError(f"checkpoint.storage: cannot open {self.shown!r}: {reason}") from None
+            raise problems.CANNOT_OPEN(storage=self.shown, got=reason) from None
         self._root = root.rstrip("/")
         self._conditions = parts.scheme == "s3"
 
@@ -82,9 +80,7 @@ class ObjectStorage:
         with self._storage_errors("read", path), self._files.open_input_stream(self._at(path)) as stream:
             content = cast(bytes, stream.read(LARGEST_READ + 1))
         if len(content) > LARGEST_READ:
-            raise BadCheckpointError(
-                f"checkpoint.storage: {self._shown(path)!r} has more than the {LARGEST_READ} bytes that are read at once"
-            )
+            raise problems.TOO_LARGE(path=self._shown(path), got="more", wanted=LARGEST_READ)
         return content
 
     @contextmanager
@@ -155,7 +151,7 @@ class ObjectStorage:
         with suppress(LostFileError):
             if content and self.read(path) == content:
                 return
-        raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already")
+        raise problems.TAKEN(path=self._shown(path))
 
     def _create_alone(self, path: str, content: bytes) -> None:
         """Announce that we want the name, look, and take it if nobody else is seen: of two, the later one sees the earlier."""
@@ -172,7 +168,7 @@ class ObjectStorage:
                 and mtimes[marker] - at < _RIVAL
             ]
             if name in mtimes or markers != [marker]:
-                raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already, or being made")
+                raise problems.TAKEN(path=self._shown(path))
             self.put(path, content)
         finally:
             self.delete(f"{folder}/{marker}")
@@ -215,14 +211,14 @@ class ObjectStorage:
         try:
             return f"{self._root}/{relative(path)}" if path else self._root
         except OutsideError as error:
-            raise BadCheckpointError(f"checkpoint.storage: {error}") from error
+            raise problems.KEY_LEADS_OUT(got=error) from error
 
     def _shown(self, path: str) -> str:
         return f"{self.shown.rstrip('/')}/{path}"
 
     def _failed(self, verb: str, path: str, error: BaseException) -> StorageError:
-        kind = LostFileError if isinstance(error, FileNotFoundError) else StorageError
-        return kind(f"checkpoint.storage: cannot {verb} {self._shown(path)!r}: {_one_line(error)}")
+        problem = problems.LOST if isinstance(error, FileNotFoundError) else problems.FAILED
+        return problem(verb=verb, path=self._shown(path), got=_one_line(error))
 
     @contextmanager
     def _storage_errors(self, verb: str, path: str) -> Iterator[None]:

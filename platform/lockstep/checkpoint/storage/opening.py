@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.local import LocalStorage
-from lockstep.errors import SpecError
 
 
 def open_storage(uri: str) -> Storage:
@@ -21,6 +21,4 @@ def open_storage(uri: str) -> Storage:
         from lockstep.checkpoint.storage.object_store import ObjectStorage
 
         return ObjectStorage(uri)
-    raise SpecError(
-        f"checkpoint.storage: got {scheme}://…, wanted a path or a URI of file://, s3:// or gs://"
-    )
+    raise problems.SCHEME(got=scheme)

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never, get_type_hints
 
-from lockstep.errors import RecordError, StorageError
+from lockstep.errors import StorageError
 from lockstep.parsing import OtherVersionError, check_version, conforms, json_mapping
 from lockstep.paths import component, relative
+from lockstep.record import problems
 from lockstep.record.events.union import (
     SOURCE,
     VERSION,
@@ -174,7 +175,7 @@ def from_line(line: bytes, folder: Path) -> Recorded | None:
         _check(event, folder)
         return event
     except OtherVersionError as error:
-        raise RecordError(f"run {folder.name}: its journal cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=folder.name, file="journal", got=error) from error
     except (ValueError, TypeError, AttributeError, KeyError, LookupError, struct.error, StorageError):
         return None
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import LockstepError, StorageError
+from lockstep.errors import LockstepError
+from lockstep.record import problems
 
 VERSION = 1
 """Of what is recorded, in journals, tables of rows and statements: raised with any change of an event or a row. Nothing else is read."""
@@ -395,7 +396,7 @@ class Segment(NamedTuple):
         """The segment that a file's name describes. StorageError for any other name."""
         match = _SEGMENT_FILE.fullmatch(name)
         if match is None:
-            raise StorageError(f"ledger: {name!r} is no segment")
+            raise problems.LEDGER_UNREADABLE(what=repr(name), got="it is no segment")
         return cls(int(match[1]), int(match[2]), match[3], size, sha256)
 
 

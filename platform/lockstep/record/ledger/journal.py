@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO, NamedTuple
 
-from lockstep.errors import RecordError
 from lockstep.job.identity import forked_step
 from lockstep.paths import open_beneath
+from lockstep.record import problems
 from lockstep.record.events.codec import StepTime, from_line, held_by, step_number, step_time, to_line
 from lockstep.record.events.union import (
     CheckpointRow,
@@ -236,9 +236,7 @@ class Journal:
         for number in self._steps.numbers(after):
             row = self.step(number)
             if row is None:
-                raise RecordError(
-                    f"record: {str(self._file.path)!r} was damaged since it was opened; resume the run"
-                )
+                raise problems.JOURNAL_CHANGED(file=self._file.path)
             yield row
 
     def step_times(self) -> Iterator[StepTime]:
@@ -265,10 +263,10 @@ def _opened(folder: Path) -> BinaryIO | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise RecordError(f"run {folder.name}: {error}") from error
+        raise problems.LEADS_OUT(run=folder.name, got=error) from error
     except OSError as error:
-        raise RecordError(
-            f"run {folder.name}: its {NAME} in {str(folder)!r} cannot be read: {error.strerror}"
+        raise problems.UNREADABLE(
+            run=folder.name, file=f"{NAME} in {str(folder)!r}", got=error.strerror
         ) from error
 
 

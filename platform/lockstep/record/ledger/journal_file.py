@@ -13,13 +13,10 @@ from pathlib import Path
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
 from lockstep.paths import plain_file
+from lockstep.record import problems
 
 NAME = "journal.jsonl"
 READ_BYTES = 1 << 20
-
-
-class LockedError(RecordError):
-    """Another process records the run. Example: the run was resumed by another command."""
 
 
 class JournalFile:
@@ -69,14 +66,9 @@ class JournalFile:
         try:
             lock(self._file, shared=self._read_only)
         except BlockingIOError as error:
-            raise LockedError(
-                f"run {self._folder.name}: another process records it now; wait for it, or end it"
-            ) from error
+            raise problems.LOCKED(run=self._folder.name) from error
         except NoLocksError as error:
-            raise RecordError(
-                f"record.folder: no file can be locked on the file system of {str(self._folder)!r} ({error.strerror}), so two "
-                "processes could write one record; name a folder elsewhere, or mount that one with locks (Lustre: -o flock)"
-            ) from error
+            raise problems.FOLDER_LOCKS(folder=self._folder, got=error.strerror) from error
 
     def take_up(self) -> Iterator[tuple[bytes, int, int]]:
         """Yields the existing lines when the file is opened, and cuts off what follows the last whole one."""
@@ -148,6 +140,4 @@ def _write(file: int, data: bytes) -> None:
 
 def broken(path: Path, error: OSError) -> RecordError:
     """The error for a disk that refuses."""
-    return RecordError(
-        f"record.folder: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
-    )
+    return problems.CANNOT_WRITE(path=path, got=error.strerror or error)

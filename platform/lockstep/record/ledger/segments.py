@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import StorageError
 from lockstep.parsing import check_version, json_mapping
+from lockstep.record import problems
 from lockstep.record.events.union import EvaluationRow, Segment, StepRow
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.tables import Rows
@@ -67,7 +67,7 @@ def evaluations_in(content: bytes) -> list[EvaluationRow]:
 def check(segment: Segment, content: bytes) -> bytes:
     """Return the content if it is the segment's. StorageError if not."""
     if len(content) != segment.size or hashlib.sha256(content).hexdigest() != segment.sha256:
-        raise StorageError(f"ledger: segment {segment.name} is damaged: its hash is another")
+        raise problems.LEDGER_UNREADABLE(what=repr(segment.name), got="its hash is not the one in its name")
     return content
 
 
@@ -83,7 +83,7 @@ def _blocks(content: bytes) -> tuple[bytes, bytes]:
         if min(steps, evaluations) < 0 or len(body) != steps + evaluations:
             raise ValueError(f"it has {len(body)} bytes of rows, wanted {steps + evaluations}")
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise StorageError(f"ledger: a segment cannot be read: {error}") from error
+        raise problems.LEDGER_UNREADABLE(what="a segment", got=error) from error
     return body[:steps], body[steps:]
 
 

@@ -16,10 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, get_type_hints
 
-from lockstep.errors import StorageError
 from lockstep.files import replacing
 from lockstep.parsing import check_version, one_line
 from lockstep.paths import OutsideError, open_beneath
+from lockstep.record import problems
 from lockstep.record.events.union import VERSION, Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def write_parquet(rows: Iterable[StepRow], path: Path) -> None:
                     table = table.append_column(fields[name], pa.nulls(len(table), fields[name].type))
                 writer.write_table(table.select(names))
     except OSError as error:
-        raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise problems.LEDGER_UNWRITABLE(path=path, got=error.strerror or error) from error
 
 
 def columns(steps: Iterable[StepRow], names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -265,7 +265,7 @@ def _write(table: pa.Table, path: Path) -> None:
         with replacing(path) as file:
             _write_table(table, file)
     except OSError as error:
-        raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise problems.LEDGER_UNWRITABLE(path=path, got=error.strerror or error) from error
 
 
 def _decoded(block: bytes, types: Mapping[str, str]) -> Fields:
@@ -277,7 +277,7 @@ def _read(path: Path, types: Mapping[str, str]) -> Fields:
         with os.fdopen(open_beneath(path.parent, path.name), "rb") as file:
             return _rows(file, os.fstat(file.fileno()).st_size, types, repr(str(path)))
     except (OSError, OutsideError) as error:
-        raise StorageError(f"ledger: cannot read {str(path)!r}: {error}") from error
+        raise problems.LEDGER_UNREADABLE(what=repr(str(path)), got=error) from error
 
 
 def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fields:
@@ -290,7 +290,7 @@ def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fie
         _check_columns(table.schema, types)
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StorageError(f"ledger: cannot read {what}: {one_line(error)}") from error
+        raise problems.LEDGER_UNREADABLE(what=what, got=one_line(error)) from error
     return [
         (
             {field: row[field] for field in types},

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, lock
+from lockstep.record import problems
 from lockstep.record.mirror.store_uri import database_path
 
 _PATIENCE_S = 60.0
@@ -28,9 +28,7 @@ def database_lock(uri: str) -> Iterator[Path | None]:
         database.parent.mkdir(parents=True, exist_ok=True)
         file = database.with_name(f"{database.name}.lock").open("ab")
     except OSError as error:
-        raise RecordError(
-            f"record.uri: cannot write beside {str(database)!r}: {error.strerror or error}; name another database with --uri"
-        ) from error
+        raise problems.BESIDE_DATABASE(database=database, got=error.strerror or error) from error
     with file:  # closing it releases the lock
         _take(file.fileno(), database)
         yield database
@@ -41,9 +39,7 @@ def _database(uri: str) -> Path | None:
         return None
     path = database_path(uri)
     if path in {"", ":memory:"}:
-        raise RecordError(
-            f"record.uri: got {uri!r}, which is gone with its process; wanted a file: sqlite:///mlflow.db"
-        )
+        raise problems.IN_MEMORY(got=uri)
     return Path(path).absolute()
 
 
@@ -54,14 +50,8 @@ def _take(descriptor: int, database: Path) -> None:
             lock(descriptor)
             return
         except NoLocksError as error:
-            raise RecordError(
-                f"record.uri: no file can be locked on the file system of {str(database)!r} ({error.strerror}), and SQLite needs "
-                "locks; name a database elsewhere, or a server, with --uri"
-            ) from error
+            raise problems.DATABASE_LOCKS(database=database, got=error.strerror) from error
         except BlockingIOError as error:
             if time.monotonic() > until:
-                raise RecordError(
-                    f"record.uri: another process has been opening {str(database)!r} for {_PATIENCE_S:.0f} s; "
-                    "stop it, or name another database with --uri"
-                ) from error
+                raise problems.DATABASE_BUSY(database=database, waited_s=f"{_PATIENCE_S:.0f}") from error
             time.sleep(0.02)

@@ -24,8 +24,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from lockstep.errors import RecordError, first_line
-from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
+from lockstep.errors import RecordError
+from lockstep.record import problems
+from lockstep.record.errors import DeniedError, RejectedError, UnavailableError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_DENIED_S = 0.25, 5.0, 20.0
 _TRIES, _PROBED_AFTER_S = 3, 10.0
@@ -127,7 +128,7 @@ class Lane:
         try:
             self._note(what, error)
         except RecordError as disk:
-            raise UnavailableError(str(disk)) from disk
+            raise problems.OTHER.of(UnavailableError)(got=disk) from disk
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Part:
 
     def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
         """Note that the store refuses this content. UnavailableError if the journal cannot note it now."""
-        refusal = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
+        refusal = problems.as_record_error(error)
         title = self._title([name for name, _ in items])
         if title not in self.refused:
             self._lane.note(title, refusal)

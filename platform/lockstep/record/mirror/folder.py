@@ -17,11 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from lockstep.errors import RecordError, SpecError
+from lockstep.errors import RecordError
 from lockstep.files import as_text, is_there, replacing, write_text
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
 from lockstep.record import problems
+from lockstep.record.errors import UnavailableError
 from lockstep.record.events.codec import LATEST
 from lockstep.record.events.union import Opened
 from lockstep.record.ledger.journal import Journal, newest_step
@@ -33,7 +34,6 @@ from lockstep.record.mirror.run_store import (
     RunStore,
     Status,
     StoredRun,
-    UnavailableError,
     no_such_run,
     recorded,
 )
@@ -48,7 +48,7 @@ def recorded_in_folder(storage: Path, run_id: str) -> StoredRun:
     try:
         spec, summary = (read_bounded(file, MOST_BYTES).decode() if file.exists() else None for file in files)
     except (OSError, ValueError) as error:
-        raise RecordError(f"run {run_id}: its record in {str(storage)!r} cannot be read ({error})") from error
+        raise problems.UNREADABLE(run=run_id, file=f"record in {str(storage)!r}", got=error) from error
     return recorded(run_id, run["status"], spec, summary, "", repr(str(storage)))
 
 
@@ -65,12 +65,10 @@ def run_in_folder(
     except ValueError as error:
         what = f"cannot be read ({error})"
     except PermissionError as error:
-        raise RecordError(
-            f"run {run_id}: {str(folder)!r} cannot be read: {error.strerror}; it may be another user's"
-        ) from error
+        raise problems.DENIED(run=run_id, folder=folder, got=error.strerror) from error
     except OSError as error:
         if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
-            raise UnavailableError(f"run {run_id}: cannot read {str(folder)!r}: {error}") from error
+            raise problems.CANNOT_READ(path=folder, got=error.strerror) from error
         if not is_there(folder / NAME) or not _is_recorded_here(folder):
             raise no_such_run(run_id, repr(str(storage)), advice) from error
         what = "is missing"
@@ -216,10 +214,10 @@ class FolderStore(RunStore):
             with path.open("rb") as original, replacing(target) as file:
                 shutil.copyfileobj(original, file)
         except FileNotFoundError as error:
-            raise RecordError(f"record: cannot copy {str(path)!r}: {error.strerror}") from error
+            raise problems.CANNOT_COPY(path=path, target=target, got=error.strerror) from error
         except OSError as error:
-            raise UnavailableError(
-                f"record: cannot copy {str(path)!r} to {str(target)!r}: {error.strerror}"
+            raise problems.CANNOT_COPY.of(UnavailableError)(
+                path=path, target=target, got=error.strerror
             ) from error
 
     def ended(self) -> Ended | None:
@@ -235,8 +233,8 @@ class FolderStore(RunStore):
         try:
             write_text(self._folder / "run.json", as_json(self._run))
         except OSError as error:
-            raise UnavailableError(
-                f"record.folder: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
+            raise problems.CANNOT_WRITE.of(UnavailableError)(
+                path=self._folder, got=error.strerror or error
             ) from error
 
 
@@ -249,7 +247,7 @@ class FolderReader:
 
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         if experiment is not None:
-            raise SpecError("experiment: runs that are recorded in folders alone have none; leave it out")
+            raise problems.NO_EXPERIMENTS()
         run_infos = []
         for path in self._storage.glob("*/run.json"):
             try:
@@ -291,7 +289,7 @@ class FolderReader:
         try:
             return as_text(read_beneath(self._storage / component(run_id), path, MOST_BYTES))
         except (OSError, ValueError) as error:
-            raise RecordError(f"run {run_id}: its {shown(path)} cannot be read: {error}") from error
+            raise problems.UNREADABLE(run=run_id, file=shown(path), got=error) from error
 
     def artifacts(self, run_id: str) -> list[str]:
         folder = self._storage / run_id

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from lockstep.record import problems
 from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points_of
 from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.delivery_lanes import Call, Lane, Part, send_acceptable
-from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, RunStore, UnavailableError
+from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, RunStore
 
 MOST_REFUSED = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
@@ -100,7 +102,7 @@ class MetricCursor(Part):
                     self._lane.answered()
                 self._cursor = cursor
         except OSError as error:  # from the journal's disk
-            raise UnavailableError(f"record: cannot read the journal: {error}") from error
+            raise problems.CANNOT_READ(path=NAME, got=error.strerror or error) from error
         self._accepted([(_REST, None)])
 
     def _refuse_points(self, points: Sequence[Point], error: Exception) -> None:

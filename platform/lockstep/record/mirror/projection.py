@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
+from lockstep.errors import RecordError
 from lockstep.files import as_bytes
+from lockstep.record import problems
 from lockstep.record.events import union
 from lockstep.record.events.metrics import evaluation_points, test_points
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
@@ -34,8 +36,6 @@ _DOCUMENTS = ("plan", "git", "environment")
 
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
 """Facts of the environment by which people search for runs; all facts are in environment.json."""
-
-_REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is missing is taken from its newest checkpoint"
 
 
 class Ending(NamedTuple):
@@ -72,7 +72,7 @@ class Projection:
         """The end that has the test."""
         self.end: Ending | None = None
         """How the run ended; None if it goes on. An end before the last start belongs to an earlier attempt."""
-        self.lack = ""
+        self.lack: RecordError | None = None
         """What the ledger of a run that reached its end lacks."""
         self._running = documents.Verdict("RUNNING", f" · {spec.name}")
         self.lost = ""
@@ -263,8 +263,8 @@ class Projection:
         summary = end.summary
         last_step = int(summary.get("step") or 0)
         self.lack = self._missing(last_step)
-        if self.lack:
-            return self._failed(Failed(self.lack, at=end.at))
+        if self.lack is not None:
+            return self._failed(Failed(str(self.lack), at=end.at))
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
         metrics = documents.single_values(summary.get("metrics") or {})
         of_evaluations_first = sorted(metrics.items(), key=lambda metric: not metric[0].startswith("eval/"))
@@ -288,15 +288,12 @@ class Projection:
             None if model is None else (model, last_step),
         )
 
-    def _missing(self, last: int) -> str:
-        """What the ledger of a run that ended after step `last` lacks; empty if nothing."""
+    def _missing(self, last: int) -> RecordError | None:
+        """What the ledger of a run that ended after step `last` lacks; None if nothing."""
         if self.lost:
-            return f"the record is not whole: its ledger lacks {self.lost}"
+            return problems.STEPS_LOST(got=self.lost)
         if self._journal.is_deleted:
-            return (
-                f"the record is not whole: the run's folder, {str(self._folder)!r}, was deleted while it trained; keep what "
-                "deletes there, such as a clean-up script, away from runs that go on, and begin the run again"
-            )
+            return problems.FOLDER_DELETED(folder=self._folder)
         missing = self._journal.missing_steps()
         if not missing and 0 < self._journal.last_step < last:
             missing = range(self._journal.last_step + 1, last + 1)
@@ -304,13 +301,13 @@ class Projection:
             return _not_whole(missing)
         if self._journal.damage:
             contents = ", ".join(damage.held for damage in self._journal.damage[:5])
-            return f"the record is not whole: lines of its journal are damaged ({contents}); {_REMEDY}"
-        return ""
+            return problems.NOT_WHOLE(got=f"lines of its journal are damaged ({contents})")
+        return None
 
 
-def _not_whole(missing: range) -> str:
+def _not_whole(missing: range) -> RecordError:
     steps = f"step {missing.start}" if len(missing) == 1 else f"steps {missing.start} to {missing.stop - 1}"
-    return f"the record is not whole: its ledger lacks {steps}; {_REMEDY}"
+    return problems.NOT_WHOLE(got=f"its ledger lacks {steps}")
 
 
 def log_line(event: Recorded) -> str:

@@ -17,6 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lockstep.errors import RecordError, first_line
+from lockstep.record import problems
+from lockstep.record.errors import DeniedError
 from lockstep.record.events.union import SetAside
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.checkpoint_copies import Copies, checkpoint_tags
@@ -25,7 +27,7 @@ from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.metric_cursor import Evaluations, MetricCursor
 from lockstep.record.mirror.projection import Ending, Projection
 from lockstep.record.mirror.run_files import RunFiles
-from lockstep.record.mirror.run_store import DeniedError, RunStore, Status
+from lockstep.record.mirror.run_store import RunStore, Status
 from lockstep.record.mirror.run_texts import LOG
 from lockstep.record.runs.heartbeat import BEAT_S, process_tags
 from lockstep.spec.fields import Spec
@@ -293,7 +295,7 @@ class Reconciler:
         if self._final_status.wanted or (self._is_informed(settle) and not lacks_points):
             self._allow_end()
         elif end and end.status:  # with it, readers would believe the record complete
-            self.refuse(RecordError(f"record: the store was not told how the run ended; {advice}"))
+            self.refuse(problems.END_UNTOLD(remedy=advice))
         settle(self._facts, self._status)
         self._give_up(self._lanes, advice)
         return copied
@@ -317,7 +319,7 @@ class Reconciler:
         for lane in lanes:
             lane.stop()
             if count := sum(1 for _ in lane.calls()):
-                self.refuse(RecordError(f"{lane.why_waiting}; calls not made: {count}; {kept}"))
+                self.refuse(problems.NOT_SENT(got=lane.why_waiting, count=count, remedy=kept))
 
     def stop(self) -> None:
         """Push nothing more."""
@@ -328,9 +330,7 @@ class Reconciler:
 
     def refuse(self, error: Exception) -> None:
         """Note what cannot be recorded. The first error is kept: the others mostly follow from it."""
-        self._error = self._error or (
-            error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
-        )
+        self._error = self._error or problems.as_record_error(error)
 
     def failure(self) -> RecordError | None:
         """What cannot be recorded or was refused; else a denied call, or an outage longer than the patience; else None."""
@@ -339,7 +339,7 @@ class Reconciler:
         refused = [item for lane in self._lanes for item in lane.refused.items()]
         for what, error in refused[:1]:
             more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
-            return RecordError(f"{error}; not recorded: {what}{more}; {self._advice}")
+            return problems.NOT_RECORDED(got=error, what=f"{what}{more}", remedy=self._advice)
         for outage in self._outages():
             silent_s = time.monotonic() - outage.since
             if isinstance(outage.error, DeniedError) or silent_s > self._patience_s:

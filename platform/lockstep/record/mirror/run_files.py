@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.errors import RecordError
 from lockstep.files import encoded, write_bytes
 from lockstep.paths import OutsideError, beneath
+from lockstep.record import problems
 from lockstep.record.ledger import final_tables
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.run_texts import LOG, Texts
@@ -44,7 +45,7 @@ class RunFiles:
             try:
                 path = beneath(self.folder, name)
             except OutsideError as error:
-                impossible.append(RecordError(f"run {self.folder.name}: a document is not recorded: {error}"))
+                impossible.append(problems.LEADS_OUT(run=self.folder.name, got=error))
             else:
                 write_bytes(path, as_written(content))
                 self.names[name] = content

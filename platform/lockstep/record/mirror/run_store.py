@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from lockstep.errors import NoSuchRunError, RecordError
+from lockstep.errors import NoSuchRunError
 from lockstep.parsing import json_value, yaml_value
+from lockstep.record import problems
 from lockstep.record.events.metrics import Point
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.final_model_files import FinalModel
@@ -24,18 +25,6 @@ SWEEP_FILE = "sweep.yaml"
 
 
 Sent = Callable[[int], None]
-
-
-class UnavailableError(RecordError):
-    """The store does not answer now; the same call may succeed later. Example: the tracking server restarts."""
-
-
-class DeniedError(UnavailableError):
-    """The store, or a proxy before it, denies this process everything for now. Example: a token was changed (401), a route is missing (404)."""
-
-
-class RejectedError(RecordError):
-    """The store refuses this content, now and later. Example: a file is larger than a proxy lets through (413)."""
 
 
 class Ended(NamedTuple):
@@ -185,9 +174,6 @@ class CheckpointCopy(NamedTuple):
     download: Callable[[Path], None]
 
 
-_CHECK = "`lockstep record check {} --repair` writes again what its journal has"
-
-
 def recorded(
     run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
 ) -> StoredRun:
@@ -196,18 +182,19 @@ def recorded(
         document = yaml_value(spec) if spec is not None else None
         parsed_summary = json_value(summary) if summary is not None else {}
     except ValueError as error:
-        raise RecordError(
-            f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}; {_CHECK.format(run_id)}"
+        raise problems.DAMAGED(
+            run=run_id,
+            file="record",
+            where=where,
+            got=f"cannot be understood: {' '.join(str(error).split())}",
         ) from error
     if not isinstance(parsed_summary, dict) or (
         status == "FINISHED" and summary is None and isinstance(document, dict)
     ):
         what = "is missing" if summary is None else "has no summary"
-        raise RecordError(f"run {run_id}: its summary.json in {where} {what}; {_CHECK.format(run_id)}")
+        raise problems.DAMAGED(run=run_id, file="summary.json", where=where, got=what)
     if not isinstance(document, dict):
-        raise NoSuchRunError(
-            f"run {run_id} in {where} has no spec.yaml; either it ended before it began, so start it again with its spec, or Lockstep did not create it"
-        )
+        raise problems.NO_SPEC(run=run_id, where=where)
     known_status: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
     return StoredRun(run_id, known_status, document, parsed_summary, url)
 
@@ -215,9 +202,5 @@ def recorded(
 def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:
     """The error for an id that a store does not have, although it answers."""
     if not re.fullmatch("[0-9a-f]{32}", run_id):
-        return NoSuchRunError(
-            f"run {run_id or repr(run_id)}: no record of it in {where}; wanted a whole id, 32 hexadecimal digits, as `lockstep runs` lists them"
-        )
-    return NoSuchRunError(
-        f"run {run_id}: no record of it in {where}; `lockstep runs` lists those that it has; {advice}, or its store with --uri"
-    )
+        return problems.PART_OF_ID(run=run_id or repr(run_id), where=where)
+    return problems.NO_RUN(run=run_id, where=where, advice=advice)

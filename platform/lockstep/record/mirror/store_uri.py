@@ -8,7 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from lockstep.errors import RecordError, SpecError
+from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.mirror.documents import without_password
 
 _START = "start it, name another with --uri, or set record.uri=off"
@@ -37,15 +38,16 @@ def remedy(reason: str) -> str:
     return next((what for words, what in _REMEDIES.items() if words in reason), "")
 
 
-def unreachable(uri: str, reason: str) -> str:
-    """One line for a store that does not answer."""
-    return f"record.uri: {without_password(uri)!r} does not answer ({without_password(reason)}); {remedy(reason) or _START}"
+def unreachable(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
+    """The error of a store that does not answer."""
+    return problems.UNREACHABLE.of(kind)(
+        uri=without_password(uri), got=without_password(reason), remedy=remedy(reason) or _START
+    )
 
 
-def refused(uri: str, reason: str) -> str:
-    """One line for a store that refuses a call."""
-    advice = remedy(reason)
-    return f"record.uri: {without_password(uri)!r} refuses: {reason}" + (f"; {advice}" if advice else "")
+def refused(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
+    """The error of a store that refuses a call."""
+    return problems.REFUSES.of(kind)(uri=without_password(uri), got=reason, remedy=remedy(reason))
 
 
 def check_uri(uri: str) -> None:
@@ -55,10 +57,7 @@ def check_uri(uri: str) -> None:
     """
     scheme = urlsplit(uri).scheme
     if (scheme == "file" or uri.startswith("/")) and not _folders_allowed():
-        raise SpecError(
-            f"record.uri: got {uri!r}, a folder, in which MLflow keeps no runs any more; wanted a database such as sqlite:///mlflow.db, "
-            "a server, or off; `mlflow migrate-filestore` moves the runs of a folder into a database"
-        )
+        raise problems.FOLDER_URI(got=uri)
     if scheme == "sqlite":
         check_database(Path(database_path(uri)))
 
@@ -67,10 +66,7 @@ def database_path(uri: str) -> str:
     """The path in the URI of a SQLite database. SpecError for one that SQLAlchemy takes for another path: it decodes %41, and ends at a `?`."""
     path, _, options = uri.partition(":///")[2].partition("?")
     if unquote(path) != path or "/" in options:
-        raise SpecError(
-            f"record.uri: got {uri!r}, with a `%` or a `?` in its path, which a URI takes for something else; wanted a path without them: "
-            "name another database or a server with --uri, or set record.uri=off"
-        )
+        raise problems.ODD_PATH(got=uri)
     return path
 
 
@@ -85,9 +81,7 @@ def check_database(path: Path) -> None:
     A missing or empty file is fine: MLflow will create the database.
     """
     if path.is_dir():
-        raise SpecError(
-            f"record.uri: {str(path)!r} is a folder; wanted a file, such as sqlite:///{path}/mlflow.db"
-        )
+        raise problems.DATABASE_IS_FOLDER(path=path)
     if not path.is_file():
         return
     try:
@@ -99,10 +93,7 @@ def check_database(path: Path) -> None:
     except sqlite3.OperationalError:
         return  # it is locked, or its disk fails: the code that opens it deals with that, and may wait
     except sqlite3.DatabaseError as error:
-        raise RecordError(
-            f"record.uri: {str(path)!r} cannot be used: {error}; {remedy(str(error)) or _NAME.removeprefix('or ')}"
-        ) from error
+        advice = remedy(str(error)) or _NAME.removeprefix("or ")
+        raise problems.DATABASE_DAMAGED(path=path, got=error, remedy=advice) from error
     if tables and not tables & _OF_MLFLOW:
-        raise SpecError(
-            f"record.uri: {str(path)!r} is the database of another program, with the table {min(tables)!r}, and is left alone; name another with --uri"
-        )
+        raise problems.OTHER_PROGRAM(path=path, got=min(tables))

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError, SpecError
 from lockstep.parsing import MOST_YAML_BYTES, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_bounded
+from lockstep.record import problems
 from lockstep.record.events.union import Observation
 from lockstep.record.ledger.tables import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.mirror.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
@@ -26,9 +26,7 @@ def store_for(spec: Spec, started_at: float) -> RunStore:
 
     uri = spec.record.uri
     if uri is None:
-        raise RecordError(
-            "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
-        )
+        raise problems.URI_MISSING()
     if uri == RECORD_OFF:
         return FolderStore(spec.folder, spec.name, started_at)
     experiment = spec.record.experiment or spec.name or "lockstep"
@@ -76,7 +74,7 @@ def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there:
         run = folder / component(run_id)
         local_names = [name for name in names if beneath(run, name).exists()]
     except OutsideError as error:
-        raise RecordError(f"run: {error}") from error
+        raise problems.LEADS_OUT(run=shown(run_id), got=error) from error
     for name in local_names:
         if (run / name).is_dir():
             shutil.copytree(run / name, there / name, symlinks=True)
@@ -143,9 +141,7 @@ def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
-        raise SpecError(
-            f"sweep {run_id}: its {SWEEP_FILE} is no sweep: {shown(document)}; put a copy of it back"
-        )
+        raise problems.SWEEP_FILE(run=run_id, file=SWEEP_FILE, got=f"is no sweep: {shown(document)}")
     return document
 
 
@@ -153,7 +149,7 @@ def _text(run_id: str, path: Path) -> str:
     try:
         return read_bounded(path, MOST_YAML_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise SpecError(f"sweep {run_id}: its {SWEEP_FILE} cannot be read: {error}") from error
+        raise problems.SWEEP_FILE(run=run_id, file=SWEEP_FILE, got=f"cannot be read: {error}") from error
 
 
 def reader(uri: str, storage: Path) -> RunReader:

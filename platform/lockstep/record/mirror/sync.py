@@ -7,8 +7,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.errors import RecordError, SpecError
+from lockstep.errors import SpecError
 from lockstep.process import place
+from lockstep.record import problems
 from lockstep.record.events.union import Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
@@ -89,9 +90,8 @@ def _refuse_continued(folder: Path, journal: Journal, run: RunInfo) -> None:
         return  # that is reported, and mended, by itself
     ahead = run.step > journal.last_step and (other_process or other_folder)
     if ahead or (other_process and other_folder and run.status in {"RUNNING", "FINISHED"}):
-        raise SpecError(
-            f"run {folder.name}: it was continued in {str(there)!r}, up to step {run.step} ({run.status}); "
-            f"sync that folder: --storage {str(there.parent)!r}"
+        raise problems.CONTINUED(
+            run=folder.name, folder=there, step=run.step, status=run.status, storage=there.parent
         )
 
 
@@ -102,17 +102,14 @@ def _refuse_living(folder: Path, run: RunInfo) -> None:
     """
     machine = run.tags.get(PROCESS, "").partition(" ")[0]
     if run.status == "RUNNING" and machine != place():
-        raise RecordError(
-            f"run {folder.name}: it is RUNNING, and the process that records it, on host {run.tags.get('lockstep.host', '?')}, may live; "
-            f"it counts as gone once its beat has not moved for {SILENT_S:.0f} s while this machine watched: give the command again then"
-        )
+        host = run.tags.get("lockstep.host", "?")
+        raise problems.LIVING(run=folder.name, host=host, silent_s=f"{SILENT_S:.0f}")
 
 
 def _refuse_lost_end(folder: Path, journal: Journal, run: RunInfo) -> None:
     if lost_end(journal.events, run.status, run.tags.get(PROCESS)):
-        raise SpecError(
-            f"run {folder.name}: it is {run.status}, and its {NAME} in {str(folder)!r} has lost that end: it goes up to step "
-            f"{journal.last_step}; `lockstep record check {folder.name} --repair` writes the end again, or put a whole copy of the file back"
+        raise problems.END_LOST(
+            run=folder.name, status=run.status, file=NAME, folder=folder, step=journal.last_step
         )
 
 
@@ -121,13 +118,9 @@ def check_there(folder: Path) -> None:
     try:
         there = (folder / NAME).is_file()
     except OSError as error:
-        raise RecordError(
-            f"run {folder.name}: {str(folder)!r} cannot be read: {error.strerror}; it may be another user's"
-        ) from error
+        raise problems.DENIED(run=folder.name, folder=folder, got=error.strerror) from error
     if not there:
-        raise SpecError(
-            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
-        )
+        raise problems.NO_JOURNAL(run=folder.name, file=NAME, folder=folder)
 
 
 def spec_of(folder: Path, uri: str | None) -> Spec:
@@ -135,10 +128,8 @@ def spec_of(folder: Path, uri: str | None) -> Spec:
     try:
         spec = load_spec(folder / "spec.yaml", uri=uri)
     except SpecError as error:
-        raise RecordError(f"run {folder.name}: its spec cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=folder.name, file="spec", got=error) from error
     if spec.record.uri is not None and HIDDEN in spec.record.uri:
-        raise SpecError(
-            f"run {folder.name}: the password of {spec.record.uri!r} is not recorded; give the whole --uri"
-        )
+        raise problems.PASSWORD(run=folder.name, uri=spec.record.uri)
     record = spec.record.model_copy(update={"folder": str(folder.absolute().parent)})
     return spec.model_copy(update={"record": record})

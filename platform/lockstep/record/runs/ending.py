@@ -18,9 +18,10 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
 from lockstep.process import place, started
+from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, TakenOver
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_file import NAME, LockedError
+from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.replay import PROCESS
 from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.recorder import Recorder

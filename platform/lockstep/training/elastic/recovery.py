@@ -30,12 +30,14 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
 from lockstep.communication.group import Group
-from lockstep.errors import ClusterError, DriftError
+from lockstep.errors import DriftError
 from lockstep.failure_kinds import kind_of
 from lockstep.record.events.union import Started, Tell
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.driver_requests import Requests
+from lockstep.training.elastic import problems
+from lockstep.training.elastic.errors import LeftError, RegroupError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.inputs import completed, differing
 from lockstep.training.setup import Run
@@ -50,14 +52,6 @@ class Seat(NamedTuple):
     tell: Tell
     requests: Requests
     origin: AttemptOrigin | None
-
-
-class RegroupError(ClusterError):
-    """Raised after the agreed step at which the group is to change, because workers join or leave. Reported only if no new group can be formed."""
-
-
-class LeftError(ClusterError):
-    """Raised in a worker that leaves the run as planned; the others go on."""
 
 
 class Recovery(Protocol):
@@ -202,9 +196,7 @@ def agree_on_state(
     try:
         check_same_state(group, state)
     except DriftError as error:
-        raise ClusterError(  # a checkpoint may still be right: let another attempt try
-            f"the workers of a new group hold different states after step {state.counters.step}, and cannot go on"
-        ) from error
+        raise problems.OTHER_STATES(step=state.counters.step) from error
     return source, [rank for rank in range(group.size) if rank not in holding]
 
 
@@ -223,9 +215,7 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
     ]
     for rank, names in enumerate(group.gather(others)):
         if names:
-            raise ClusterError(
-                f"rank {rank}, which has just joined, has a different {names[0]} than the others, and cannot train with them"
-            )
+            raise problems.OTHER_WORKER(rank=rank, got=names[0])
     return run if holds else replace(run, facts=facts, history=History.of(rows))
 
 

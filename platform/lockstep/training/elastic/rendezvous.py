@@ -19,8 +19,9 @@ from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.store import AuthenticatedStore, StoreServer
 from lockstep.errors import SilentError
+from lockstep.training.elastic import problems
 from lockstep.training.elastic.membership import Answer, Arrival, Dismissed, Formation, Progress
-from lockstep.training.elastic.recovery import LeftError, Seat
+from lockstep.training.elastic.recovery import Seat
 
 ASK_S = 0.02
 """Seconds between the questions of a waiting worker whether all have come."""
@@ -107,7 +108,7 @@ class RendezvousHandler:
             return self._connected(seat, answer, store)
         store.close()
         if isinstance(answer, Dismissed):
-            raise LeftError("this worker leaves the run, which the others go on with")
+            raise problems.LEFT()
         return None
 
     def _connected(self, seat: Seat, answer: Formation, own: StoreServer | None) -> Seat:

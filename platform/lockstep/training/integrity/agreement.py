@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.errors import CorruptionError
 from lockstep.record.events.union import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.auxiliary_state import unlisted_tensors
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.digests import (
     Digester,
     held_digest,
@@ -140,9 +140,7 @@ class Agreement:
         if len(set(every)) > 1:
             corrupted = self._found(every)
             self.tell(corrupted)
-            raise CorruptionError(
-                f"{corrupted}; no checkpoint has it: the last agreement is after step {self._since}"
-            )
+            raise problems.OTHER_BITS(got=corrupted, since=self._since)
         step = self._state.counters.step
         for doubt in self._doubts:
             if doubt.step == step:

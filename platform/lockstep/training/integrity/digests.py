@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
-from lockstep.errors import DriftError
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
 from lockstep.training.state import TrainState, assembled_optimizer
 from lockstep.training.step.phases import Optimizers, sharded_of
@@ -276,9 +276,7 @@ def check_same_weights(
     """Raise DriftError for ranks whose weights differ from rank 0's, and name the first tensor that differs."""
     every = group.gather(tensor_digests(model.state_dict()))
     first = next(name for name in every[0] if any(digests.get(name) != every[0][name] for digests in every))
-    raise DriftError(
-        f"after step {step} ranks {list(strays)} hold other {what} than rank 0, first in {first!r}; this run is void"
-    )
+    raise problems.RANKS_DIFFER(step=step, ranks=list(strays), what=what, got=first)
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------

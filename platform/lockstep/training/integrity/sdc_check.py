@@ -22,11 +22,12 @@ from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import CorruptionError, JobError, LockstepError
+from lockstep.errors import JobError, LockstepError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64, recheck_key
 from lockstep.record.events.union import Corrupted
 from lockstep.spec.fields import Spec
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.agreement import Agreement, outvoted, witness
 from lockstep.training.integrity.digests import Summed, resolved
 from lockstep.training.integrity.rehearsal.names_of_objects import named
@@ -175,7 +176,7 @@ class Recheck:
             micro_batch=m,
         )
         self._agreement.tell(event)
-        return CorruptionError(f"{event}; the step is not taken with it")
+        return problems.OTHER_GRADIENTS(got=event)
 
     def _kept_by_job(self, position: Position, m: int) -> JobError | None:
         """The error for a micro-batch that gives other bits at each computation on every rank, because of what a computation leaves in the job."""
@@ -185,10 +186,8 @@ class Recheck:
         places = [place for _, changed in every for place in changed]
         if not places or not all(unsteady for unsteady, _ in every):
             return None
-        return JobError(
-            f"{named(list(dict.fromkeys(places)))} is kept from one micro-batch to the next, and the gradient of step {position.number}, micro-batch {m} "
-            "depends on it: workers that run other micro-batches, and a resume, would get other bits; keep it in a buffer of the model, where the "
-            "step's first micro-batch alone updates it, or change it once a step in job.after_step(model, step)"
+        return problems.KEPT_IN_TRAINING(
+            got=named(list(dict.fromkeys(places))), step=position.number, micro_batch=m
         )
 
     def _digest(self, position: Position, m: int) -> int:

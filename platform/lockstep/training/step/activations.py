@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.randomness import drawing_alike
+from lockstep.training.step import problems
 
 
 def checkpoint_activations(job: Job, model: nn.Module) -> None:
@@ -23,9 +23,7 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
     """
     modules = list(job.activation_checkpoints(model))
     if not modules:
-        raise JobError(
-            "activation_checkpointing: the job names no module for it; return some from activation_checkpoints(model)"
-        )
+        raise problems.NO_MODULE_RECOMPUTED()
     for module in modules:
         module.forward = partial(_recomputed, module.forward)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
 from lockstep.training.integrity.rehearsal.object_state import LARGEST, same_bits
+from lockstep.training.step import problems
 
 
 class StepBuffers:
@@ -80,10 +80,7 @@ class StepBuffers:
             if i in self._statistics or i in self._by_forward:
                 continue
             if i not in self._kept:
-                raise JobError(
-                    f"buffer {self._names[i]!r} was written to in backward, and not in the rehearsal: its value would be lost; write to it in every "
-                    "backward from the first one on, or in job.after_step(model, step)"
-                )
+                raise problems.BUFFER_IN_BACKWARD(name=self._names[i])
             self._kept[i] = self._written_value(i).clone()
 
     def resized(self) -> list[int]:
@@ -100,9 +97,7 @@ class StepBuffers:
         value, initial = owner.get(name), self._before[i]
         if value is None or value.dtype != initial.dtype:
             got = "None" if value is None else f"a tensor of {value.dtype}"
-            raise JobError(
-                f"buffer {self._names[i]!r} became {got} in training, wanted {initial.dtype} as at the start; a buffer keeps its type"
-            )
+            raise problems.BUFFER_TYPE(name=self._names[i], got=got, wanted=initial.dtype)
         return value.detach()
 
     def restore(self) -> None:
@@ -111,10 +106,7 @@ class StepBuffers:
         JobError for a buffer that has come since the start: only the workers whose samples asked for it would have it.
         """
         if new := self._come_since():
-            raise JobError(
-                f"buffer {new[0]!r} was made after training had begun, and not in the rehearsal: other workers have none, and no checkpoint "
-                "could be loaded into a new model; make it in job.model, or hold it in a plain attribute that job.state_dict() returns, or that every step computes anew"
-            )
+            raise problems.BUFFER_MADE(name=new[0])
         changed = self._changed()
         if not changed:
             return
@@ -146,10 +138,7 @@ class StepBuffers:
         for i, (buffer, initial) in enumerate(zip(self.buffers, self._before, strict=True)):
             small = buffer.numel() * buffer.element_size() <= LARGEST
             if small and i not in self.written and not same_bits(buffer, initial):
-                raise JobError(
-                    f"buffer {self._names[i]!r} was written to past torch's count of writes ({where}), and not in the rehearsal, so each "
-                    "worker would keep what its own micro-batches wrote; write to it by torch: buffer.copy_(…), not buffer.data"
-                )
+                raise problems.BUFFER_UNCOUNTED(name=self._names[i], where=where)
 
     def end_step(self, flagged: Sequence[int], *, resized: bool = False) -> None:
         """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast; `resized`: some have another shape."""

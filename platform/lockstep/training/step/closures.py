@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.errors import DriftError, JobError, SpecError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
+from lockstep.training.step import problems
 from lockstep.training.step.sharding import ShardedOptimizer
 
 LINE_SEARCH = 26
@@ -40,10 +40,7 @@ def closure_calls(job: Job, optimizer: torch.optim.Optimizer) -> int:
     if kind.__module__.startswith("torch.optim."):
         return 0
     if needs_closure(optimizer) and not job.closure_calls:
-        raise JobError(
-            f"job.optimizer: {kind.__name__} evaluates the loss again within an update (it needs a closure); say how often at most by an "
-            "attribute of the job's class, such as closure_calls = 2"
-        )
+        raise problems.CLOSURE_CALLS(name=kind.__name__)
     return job.closure_calls if "closure" in inspect.signature(kind.step).parameters else 0
 
 
@@ -51,15 +48,11 @@ def check_closures(spec: Spec, job: Job, optimizers: Sequence[torch.optim.Optimi
     """SpecError for settings under which no optimizer can evaluate the loss again."""
     for optimizer in optimizers:
         if closure_calls(job, optimizer) and spec.sharding == "optimizer" and spec.faults.mirror:
-            raise SpecError(
-                f"faults.mirror: got true, and {kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which would be evaluated for the "
-                "mirror too; set faults.mirror=false, with which the run resumes from its last checkpoint when a worker is lost"
+            raise problems.MIRROR(
+                reason=f"{kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which would be evaluated for the mirror too"
             )
         if closure_calls(job, optimizer) and spec.precision == "fp16":
-            raise SpecError(
-                f"precision: got 'fp16', and {kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which torch's loss scaler does not "
-                "allow; set precision to bf16 or fp32"
-            )
+            raise problems.CLOSURE_FP16(name=kind_of_optimizer(optimizer).__name__)
 
 
 class Closure:
@@ -93,10 +86,7 @@ class Closure:
     def __call__(self) -> Tensor:
         self.calls += 1
         if self.calls > self._most:
-            raise JobError(
-                f"job.optimizer: {self._name} has called its closure more than {self._most} times in one update, wanted at most so many; look for a search that "
-                "does not end, or raise closure_calls of the job's class"
-            )
+            raise problems.CLOSURE_OFTEN(name=self._name, wanted=self._most)
         known, self._loss = self._loss, None
         if known is not None:  # the ranks have other parts, and evaluate the loss together
             changed = [parameter._version for parameter in self._parameters] != self._versions
@@ -109,9 +99,7 @@ class Closure:
     def check(self, every: Sequence[int]) -> None:
         """DriftError where the ranks have called it a different number of times, `every` by rank."""
         if len(set(every)) > 1:
-            raise DriftError(
-                f"job.optimizer: {self._name} has called its closure {', '.join(map(str, every))} times on the ranks in turn; it got the same bits on each"
-            )
+            raise problems.CLOSURE_DIFFERS(name=self._name, got=", ".join(map(str, every)))
 
 
 def step_once(job: Job, optimizer: torch.optim.Optimizer, again: Callable[[], Tensor]) -> None:

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.data.cache import cache_path
 from lockstep.data.loader import map_tensors
-from lockstep.errors import JobError, SpecError, first_line
+from lockstep.errors import JobError, first_line
+from lockstep.training.step import problems
 
 NAME = "compile.json"
 """The document that says what was compiled, and how far its results are from eager."""
@@ -188,15 +189,11 @@ class CompiledLoss:
             with config.patch(_DYNAMO), _disable_current_modes():
                 return self._compiled(model, batch)
         except FailOnRecompileLimitHit as error:
-            raise JobError(
-                f"compile: the loss would have to be compiled more than {_DYNAMO['recompile_limit']} times "
-                f"({first_line(error)[:300]}); something other than the batch's shapes changes from one micro-batch to the next, such as a "
-                "counter of the job's: hold it in a tensor, or set compile=false"
+            raise problems.COMPILED_AGAIN(
+                limit=_DYNAMO["recompile_limit"], got=first_line(error)[:300]
             ) from error
         except TorchDynamoException as error:
-            raise JobError(
-                f"compile: the loss cannot be compiled: {first_line(error)[:300]}; change what the message names, or set compile=false"
-            ) from error
+            raise problems.NOT_COMPILED(got=first_line(error)[:300]) from error
 
 
 def shapes_of(batch: Any) -> tuple[str, ...]:
@@ -269,10 +266,7 @@ def cpp_compiler() -> str:
             [name, "--version"], capture_output=True, text=True, check=True, timeout=60
         )
     except (InvalidCxxCompiler, OSError, subprocess.SubprocessError) as error:
-        raise SpecError(
-            f"compile: got true, but {os.environ.get('CXX', 'g++')} does not run on this machine, and inductor needs a C++ compiler; "
-            "install g++ on every node (or name one by CXX), or set compile=false"
-        ) from error
+        raise problems.NO_COMPILER(got=os.environ.get("CXX", "g++")) from error
     return completed.stdout.partition("\n")[0].strip()
 
 
@@ -326,13 +320,15 @@ def _too_far(difference: Difference) -> JobError:
     from torch._functorch import config as autograd
 
     budget: float = autograd.activation_memory_budget
-    cause = (
-        f"torch._functorch.config.activation_memory_budget is {budget:g} here, with which torch recomputes dropout with other draws in backward: leave it "
-        "at 1, or set compile=false"
+    remedy = (
+        f"torch._functorch.config.activation_memory_budget is {budget:g} here, with which torch recomputes dropout with other draws in backward: leave it at 1"
         if budget != 1
-        else "look for what the loss does otherwise when it is compiled, or set compile=false"
+        else "look for what the loss does otherwise when it is compiled"
     )
-    return JobError(
-        f"compile: the gradient of the first micro-batch is {difference.distance:.2g} of its norm away from that of an eager one, which no rounding explains "
-        f"(parameter {difference.parameter!r}: by {difference.gradient:.3g} where the largest is {difference.largest_gradient:.3g}); {cause}"
+    return problems.COMPILED_DIFFERS(
+        distance=f"{difference.distance:.2g}",
+        name=difference.parameter,
+        got=f"{difference.gradient:.3g}",
+        largest=f"{difference.largest_gradient:.3g}",
+        remedy=remedy,
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.errors import SpecError
 from lockstep.training.failure import job_at
+from lockstep.training.step import problems
 from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
@@ -23,7 +23,6 @@ from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT
 _OF_TORCH = ("param_groups", "state", "defaults")
-_ADVICE = "the workers would get other bits than one that has all; let it compute each element from that element's own numbers, or set sharding=none"
 
 
 def check_shardable(optimizer: torch.optim.Optimizer) -> None:
@@ -37,27 +36,29 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(optimizer, torch.optim.LBFGS)
             else "parts of a parameter get the bits of the whole only if each element is updated by its own numbers; if this one does so, say elementwise = True in its class"
         )
-        raise SpecError(
-            f"sharding: the job's optimizer is {name}, wanted one of {supported}, or one that updates each element alone: {why}; or set sharding=none"
-        )
+        raise problems.NOT_ELEMENT_WISE(got=name, wanted=supported, reason=why)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise SpecError(
-            f"sharding: the job's {name} has hooks, which would see a part of the parameters and of the state; "
-            "take the hooks out, or set sharding=none"
+        raise problems.NO_PARTS(
+            name=name,
+            got="has hooks, which would see a part of the parameters and of the state",
+            remedy="take the hooks out, or ",
         )
     if optimizer.state:
-        raise SpecError(
-            f"sharding: the job's {name} comes with state; wanted one that has taken no step, or sharding=none"
+        raise problems.NO_PARTS(
+            name=name, got="comes with state, wanted one that has taken no step", remedy=""
         )
     if kind not in ELEMENT_BY_ELEMENT:
         if has_modes(optimizer):
-            raise SpecError(
-                f"sharding: the job's {name} has weights of its own to evaluate (train() and eval()), which it would swap in parts of the parameters; set sharding=none"
+            raise problems.NO_PARTS(
+                name=name,
+                got="has weights of its own to evaluate (train() and eval()), which it would swap in parts of the parameters",
+                remedy="",
             )
         if held := _holding(optimizer):
-            raise SpecError(
-                f"sharding: the job's {name} has parameters, or an optimizer over them, in its attribute {held!r}, which would go on with whole ones; let it take them from "
-                "its param_groups and keep what it needs in its state, or set sharding=none"
+            raise problems.NO_PARTS(
+                name=name,
+                got=f"has parameters, or an optimizer over them, in its attribute {held!r}, which would go on with whole ones",
+                remedy="let it take them from its param_groups and keep what it needs in its state, or ",
             )
         _try(optimizer, name)
 
@@ -80,26 +81,24 @@ def _try(optimizer: torch.optim.Optimizer, name: str) -> None:
     with torch.random.fork_rng(), job_at(f"while {name} was tried on a few numbers"):
         whole, parts = _updated(optimizer, [_ELEMENTS]), _updated(optimizer, [UNIT, _ELEMENTS - UNIT])
     if whole.changed:
-        raise SpecError(
-            f"sharding: the job's {name} changes {whole.changed} in its updates, beside the state of its parameters: no worker would know of what another one "
-            "changes; keep it in the state, or set sharding=none"
+        raise problems.NO_PARTS(
+            name=name,
+            got=f"changes {whole.changed} in its updates, beside the state of its parameters: no worker would know of what another one changes",
+            remedy="keep it in the state, or ",
         )
     if not torch.equal(whole.values, parts.values):
-        raise SpecError(
-            f"sharding: the job's {name} says elementwise, and updates a row of numbers otherwise in two parts than whole: {_ADVICE}"
-        )
+        raise problems.PARTS_DIFFER(name=name, got="updates a row of numbers otherwise")
     for key, value in whole.state.items():
         if isinstance(value, Tensor) and value.shape != (_ELEMENTS,) and key not in SCALARS:
-            raise SpecError(
-                f"sharding: the job's {name} keeps {key!r} of the shape {tuple(value.shape)} for a parameter of {_ELEMENTS} elements, wanted one number for each "
-                "element, or a plain number; or set sharding=none"
+            raise problems.NO_PARTS(
+                name=name,
+                got=f"keeps {key!r} of the shape {tuple(value.shape)} for a parameter of {_ELEMENTS} elements, wanted one number for each element, or a plain number",
+                remedy="",
             )
         if isinstance(value, Tensor) and value.shape == (_ELEMENTS,):
             rows = [state[key] for state in parts.states]
             if not torch.equal(value, torch.cat(rows)):
-                raise SpecError(
-                    f"sharding: the job's {name} says elementwise, and keeps another {key!r} in two parts than whole: {_ADVICE}"
-                )
+                raise problems.PARTS_DIFFER(name=name, got=f"keeps another {key!r}")
 
 
 class _Tried:

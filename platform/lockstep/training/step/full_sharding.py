@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
-from lockstep.errors import JobError, SpecError
+from lockstep.errors import JobError
+from lockstep.training.step import problems
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharding_units import Calls, units_of
@@ -53,9 +54,7 @@ def check_torch() -> None:
     else:
         missing = next((name for name in _CALLS if not hasattr(FSDPModule, name)), "")
     if missing:
-        raise SpecError(
-            f"sharding: got 'full', and torch {torch.__version__} has no {missing}; install torch>=2.11, or set sharding=optimizer"
-        )
+        raise problems.NO_FSDP(got=torch.__version__, missing=missing)
 
 
 class _Root(nn.Module):
@@ -77,7 +76,7 @@ class _NoShards(TorchFunctionMode):
             for value in args:
                 parts = value if isinstance(value, list | tuple) else (value,)
                 if any(hasattr(part, "to_local") for part in parts):
-                    raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
+                    raise problems.NOT_GATHERED(got=func.__name__)
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -254,10 +253,7 @@ class FullSharding:
             if parameter._version != writes:
                 raise written_parameter(name, where)
             if parameter.grad is not None:
-                raise JobError(
-                    f"parameter {name!r}: its gradient went on after that of its module was done ({where}), as where a gradient is differentiated again, and "
-                    "with sharding=full the rest would be lost; set sharding=optimizer"
-                )
+                raise problems.GRADIENT_WENT_ON(name=name, where=where)
         for scatter in self._scatters:
             if scatter.calls != bool(scatter.learning):
                 raise _not_once(scatter.learning, scatter.calls, where)
@@ -548,10 +544,7 @@ def _name_of(model: nn.Module, unit: nn.Module) -> str:
 def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
     if times == 0:
         return missing_gradient(names, where)
-    return JobError(
-        f"parameter {names[0]!r}: its module was computed {times} times ({where}), and once in the first micro-batch; with sharding=full a module of a list is "
-        "computed once in each micro-batch, or never once; set sharding=optimizer"
-    )
+    return problems.COMPUTED_AGAIN(name=names[0], got=times, where=where)
 
 
 _OF_SHARDS = ("storage of size 0", "DTensor")
@@ -564,17 +557,12 @@ def advised() -> Iterator[None]:
     try:
         yield
     except JobError as error:
-        if any(word in str(error) for word in _OF_SHARDS):
-            raise JobError(
-                f"{error}: with sharding=full a parameter has its values only while its own module computes, and a gradient that is differentiated again needs "
-                "them later; use parameters in their modules, or set sharding=optimizer"
-            ) from error
+        text = error.facts.get("got", "")  # of an error that the job's code raised, what torch said
+        if error.code == problems.NOT_GATHERED.code or any(word in text for word in _OF_SHARDS):
+            raise problems.ONLY_GATHERED(got=error) from error
         raise
 
 
 def diverged(where: str) -> JobError:
     """The error for workers that did not gather the same units in the same order."""
-    return JobError(
-        f"sharding: in {where} the workers did not compute the same modules in the same order, so one may have had the weights of another module; with "
-        "sharding=full what is computed must not depend on the samples; set sharding=optimizer"
-    )
+    return problems.DIVERGED(where=where)

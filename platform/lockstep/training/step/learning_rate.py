@@ -14,10 +14,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
-from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Job, PerEpoch, Plateau, Updates
 from lockstep.spec.schedules import Schedule
 from lockstep.training.failure import job_at
+from lockstep.training.step import problems
 
 
 class RateSchedule(Protocol):
@@ -142,10 +142,7 @@ class TorchScheduler:
                 if not state
                 else f"began with the rates {state['base']}"
             )
-            raise SpecError(
-                f"fork: the run that is forked {lacks}, and this job's schedule goes on from its own with {self.base}; keep schedule and "
-                "rates, or start a new run from its weights with initial_weights"
-            )
+            raise problems.FORK_SCHEDULE(got=lacks, wanted=self.base)
         counting = [
             scheduler
             for scheduler in _nested(self.scheduler)
@@ -195,30 +192,31 @@ def make_schedule(
     if callable(schedule):
         _check_unused(optimizer)
         return FunctionOfUpdates(optimizer, _checked(schedule, total))
-    raise JobError(
-        f"job.schedule: returned {type(schedule).__name__}, wanted a function of the number of updates, a torch LRScheduler, a lockstep.PerEpoch, a "
-        "lockstep.Plateau, or None"
-    )
+    raise problems.SCHEDULE_KIND(got=type(schedule).__name__)
 
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a scheduler that was made and not returned: it leaves `initial_lr` in the groups."""
     if any("initial_lr" in group for group in optimizer.param_groups):
-        raise JobError("job.schedule: made a scheduler and did not return it; nothing would step it")
+        raise problems.SCHEDULER_KEPT()
 
 
 def _on_plateau(own: Plateau, optimizer: torch.optim.Optimizer) -> TorchScheduler:
     if not isinstance(own.scheduler, ReduceLROnPlateau):
-        raise JobError(
-            f"job.schedule: lockstep.Plateau holds a {type(own.scheduler).__name__}, wanted a ReduceLROnPlateau: only that goes by a metric"
+        raise problems.SCHEDULER_HELD(
+            holder="Plateau",
+            got=type(own.scheduler).__name__,
+            wanted="a ReduceLROnPlateau: only that goes by a metric",
         )
     return _over(own.scheduler, optimizer, own.metric)
 
 
 def _by_epoch(own: PerEpoch, optimizer: torch.optim.Optimizer) -> TorchScheduler:
     if not isinstance(own.scheduler, LRScheduler) or isinstance(own.scheduler, ReduceLROnPlateau):
-        raise JobError(
-            f"job.schedule: lockstep.PerEpoch holds a {type(own.scheduler).__name__}, wanted a torch LRScheduler that goes by no metric"
+        raise problems.SCHEDULER_HELD(
+            holder="PerEpoch",
+            got=type(own.scheduler).__name__,
+            wanted="a torch LRScheduler that goes by no metric",
         )
     return _over(own.scheduler, optimizer, PLATEAU_METRIC, by_epoch=True)
 
@@ -226,15 +224,9 @@ def _by_epoch(own: PerEpoch, optimizer: torch.optim.Optimizer) -> TorchScheduler
 def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> TorchScheduler:
     if isinstance(own, ReduceLROnPlateau):
         if own.mode == "max":
-            raise JobError(
-                f"job.schedule: {type(own).__name__} waits for a metric to rise (mode 'max') and names none, and {PLATEAU_METRIC}, which it would "
-                "follow, falls as the model improves; return lockstep.Plateau(scheduler, metric='eval/accuracy') with the name of the metric"
-            )
+            raise problems.PLATEAU_RISES(got=type(own).__name__, metric=PLATEAU_METRIC)
         if not evaluates:
-            raise JobError(
-                f"job.schedule: {type(own).__name__} goes by {PLATEAU_METRIC}, and the job has no eval_data, or phases and no loss for it; give it some, "
-                "name another metric by lockstep.Plateau(scheduler, metric=…), or use a schedule by updates"
-            )
+            raise problems.PLATEAU_UNEVALUATED(got=type(own).__name__, metric=PLATEAU_METRIC)
     return _over(own, optimizer, PLATEAU_METRIC)
 
 
@@ -242,9 +234,7 @@ def _over(
     own: LRScheduler, optimizer: torch.optim.Optimizer, metric: str, *, by_epoch: bool = False
 ) -> TorchScheduler:
     if own.optimizer is not optimizer:
-        raise JobError(
-            f"job.schedule: the {type(own).__name__} is over another optimizer; make it with the one that is given"
-        )
+        raise problems.OTHER_OPTIMIZER(got=type(own).__name__)
     scheduler = TorchScheduler(optimizer, own, metric, by_epoch=by_epoch)
     pack(scheduler.state_dict(), "job.schedule")  # so a state that no checkpoint can hold fails now
     return scheduler
@@ -258,18 +248,13 @@ def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:
         with job_at(f"while its schedule was asked for update {at}"):
             value = float(own(at))
         if not math.isfinite(value) or value < 0:
-            raise JobError(
-                f"job.schedule: gave {value} for update {at}, wanted a factor on the learning rate, finite and at least 0"
-            )
+            raise problems.SCHEDULE_FACTOR(got=value, update=at)
         return value
 
     once = [factor(update) for update in (0, total - 1)]
     again = [factor(update) for update in (0, total - 1)]
     if once != again:
-        raise JobError(
-            f"job.schedule: returned {once} for the first and the last update, and {again} when called again; a resumed run would have "
-            "other rates: make it a function of the number of updates alone, or return a torch LRScheduler, whose state is kept"
-        )
+        raise problems.SCHEDULE_DIFFERS(wanted=once, got=again)
     return factor
 
 
@@ -314,9 +299,12 @@ class Rates:
         if self._left and isinstance(self.schedule, FunctionOfUpdates):
             for i, (current, previous) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
                 if current != previous:
-                    raise JobError(
-                        f"job.optimizer: the learning rate of group {i} was changed from {previous:g} to {current:g} after an update, as by "
-                        "job.after_step, and the schedule would overwrite it: use the spec's schedule or job.schedule(optimizer, updates)"
+                    raise problems.RATE_CHANGED(
+                        group=i,
+                        previous=f"{previous:g}",
+                        got=f"{current:g}",
+                        when="after an update, as by job.after_step",
+                        remedy="",
                     )
         self.schedule.set(update)
         self._set = self._used = rates_of(self.optimizer)
@@ -328,21 +316,19 @@ class Rates:
             zip(rates_of(self.optimizer), self._set, self._used, strict=True)
         ):
             if current not in (was_set, used):
-                raise JobError(
-                    f"job.optimizer: an update changed the learning rate of group {i} from {used:g} to {current:g}, which the schedule "
-                    "would overwrite: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
-                    "update (register_step_pre_hook)"
+                raise problems.RATE_CHANGED(
+                    group=i,
+                    previous=f"{used:g}",
+                    got=f"{current:g}",
+                    when="by an update",
+                    remedy=", or set the rate in a hook before the update (register_step_pre_hook)",
                 )
         self._left = rates_of(self.optimizer)
         return self._used[0]
 
     def _check_groups(self) -> None:
         if len(self.optimizer.param_groups) != self._groups:
-            raise JobError(
-                f"job.optimizer: got {len(self.optimizer.param_groups)} parameter groups after an update, wanted the {self._groups} that it was made with; the schedule "
-                "and every checkpoint go by its groups: give it all of them in job.optimizer(model), and leave those that are to rest "
-                "to job.frozen_parameters(model, step)"
-            )
+            raise problems.GROUPS_CHANGED(got=len(self.optimizer.param_groups), wanted=self._groups)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, base: list[float], factor: float) -> float:

@@ -9,9 +9,9 @@ from typing import Any, SupportsFloat
 import numpy as np
 import torch
 
-from lockstep.errors import JobError
 from lockstep.job.interface import Loss, Mean
 from lockstep.training import problems
+from lockstep.training.step import problems as step_problems
 
 RECORDED = ("loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped")
 """What is recorded of each step, or phase, beside the parts of its loss; `loss` of each evaluation as well."""
@@ -20,9 +20,7 @@ RECORDED = ("loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped")
 def means_of(loss: object, further: object) -> dict[str, Mean]:
     """The loss, its parts and the job's metrics by name. Raises JobError for what is no mean. Nothing waits for the device."""
     if not isinstance(loss, Loss):
-        raise JobError(
-            f"job.loss: returned {type(loss).__name__} in evaluation, wanted lockstep.Loss(total, weight) as in training"
-        )
+        raise step_problems.EVALUATION_LOSS(got=type(loss).__name__)
     check_parts("job.loss", loss.parts)
     means = {"loss": Mean(loss.total, loss.weight), **loss.parts}
     return {**means, **means_alone(further, means)}
@@ -59,9 +57,7 @@ def check_same_parts(loss: Loss, parts: Sequence[str], label: str, where: str) -
 def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({})) -> dict[str, Mean]:
     """The job's metrics by name, none of which may be `taken`. Raises JobError for what is no mean."""
     if not isinstance(further, Mapping):
-        raise JobError(
-            f"job.metrics: returned {_kind(further)}, wanted a dict of lockstep.Mean(total, weight) by name, empty for none"
-        )
+        raise step_problems.NO_MAPPING(what="job.metrics: returned", got=_kind(further))
     for name, mean in further.items():
         _check(name, mean, taken)
     return dict(further)
@@ -78,43 +74,34 @@ def check_parts(label: str, parts: object, phase: str = "") -> None:
 
 def _check_mapping(label: str, parts: object, where: str = "") -> Mapping[Any, object]:
     if not isinstance(parts, Mapping):
-        raise JobError(
-            f"{label}: parts is {_kind(parts)}{where}, wanted a dict of lockstep.Mean(total, weight) by name"
-        )
+        raise step_problems.NO_MAPPING(what=f"{label}: parts is", got=f"{_kind(parts)}{where}")
     return parts
 
 
 def check_name(label: str, name: object) -> None:
     """Raise JobError for an invalid name of a part or metric: checkpoints, tables and stores need text of one line."""
-    if not isinstance(name, str):
-        raise JobError(f"{label}: got {name!r} as a name, wanted text")
-    if not name or not name.isprintable():
-        raise JobError(f"{label}: got {name!r} as a name, wanted text that one line can show")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise step_problems.MEAN_NAME(label=label, got=repr(name))
 
 
 def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
     check_name("job.metrics", name)
     if name in taken:
-        raise JobError(
-            f"job.metrics: {name!r} is the name of the loss or of one of its parts; give the metric another name"
-        )
+        raise step_problems.METRIC_NAME_TAKEN(got=name)
     _check_mean("job.metrics", repr(name), mean)
 
 
 def _check_mean(label: str, whose: str, mean: object) -> None:
     """Raise JobError for what is no mean, or whose total or weight is not one number; `label` is the method that returned it."""
     if not isinstance(mean, Mean):
-        raise JobError(
-            f"{label}: {whose} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
-            "the number of samples or tokens that it is divided by in the end"
-        )
+        raise step_problems.NO_MEAN(label=label, name=whose, got=_kind(mean))
     for field, value in (("total", mean.total), ("weight", mean.weight)):
         if isinstance(value, torch.Tensor):
             fits = value.numel() == 1
         else:
             fits = hasattr(value, "__float__") and np.size(value) == 1
         if not fits:
-            raise JobError(f"{label}: {field} of {whose} is {_kind(value)}, wanted one number")
+            raise step_problems.MEAN_NUMBER(label=label, part=field, name=whose, got=_kind(value))
         if not isinstance(value, torch.Tensor):
             as_float(f"{label}: {field} of {whose}", value)
 
@@ -124,9 +111,7 @@ def as_float(what: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise JobError(
-            f"{what} is {type(value).__name__} beyond 1.8e308, wanted a number that a float64 can hold"
-        ) from None
+        raise step_problems.TOO_LARGE(what=what, got=type(value).__name__) from None
 
 
 def number(value: torch.Tensor | float) -> float:

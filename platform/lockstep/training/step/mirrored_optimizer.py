@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.errors import ClusterError
+from lockstep.training.step import problems
 from lockstep.training.step.sharding import (
     SCALARS,
     Part,
@@ -301,7 +301,4 @@ def _chosen(reports: Sequence[_Report]) -> tuple[Layout, dict[int, int]]:
         if len(sources) == layout.ranks:
             return layout, sources
     layout = layouts[0]
-    raise ClusterError(
-        f"the optimizer's state of a lost worker was lost with its mirror: of {layout.ranks} parts some have none left; "
-        "the next attempt reads the newest checkpoint"
-    )
+    raise problems.OPTIMIZER_MIRROR_LOST(ranks=layout.ranks)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
 from lockstep.spec.optimizers import Optimizer
 from lockstep.training import problems
 from lockstep.training.failure import job_at
+from lockstep.training.step import problems as step_problems
 from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.element_wise import check_shardable
 from lockstep.training.step.joined_optimizer import JoinedOptimizer
@@ -65,7 +65,7 @@ def _of_phases(
         optimizer = _joined(optimizer, label)
         named = dict(zip(phase.names, parameters, strict=True))
         if any(optimizer is earlier for earlier in optimizers.values()):
-            raise JobError(f"{label} is that of another phase; make one for each")
+            raise step_problems.OPTIMIZER_TWICE(label=label)
         optimizers[phase.name] = _checked(optimizer, named, parameters, label)
     return optimizers
 
@@ -115,39 +115,29 @@ def _checked(
 ) -> torch.optim.Optimizer:
     """Check an optimizer of the job's own: it must hold all of `learning`, and nothing that is not `allowed`."""
     if isinstance(optimizer, list | tuple | dict):
-        raise JobError(
-            f"{label}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer or a list of them; "
-            "set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
-        )
+        raise step_problems.OPTIMIZER_KIND(label=label, got=f"a {type(optimizer).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"{label}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        raise step_problems.OPTIMIZER_KIND(label=label, got=type(optimizer).__name__)
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
-        raise JobError(
-            f"{label}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
-            "its own; call it in __init__, with the parameters of the optimizer that it wraps"
-        )
+        raise step_problems.NO_SUPER_INIT(label=label, got=type(optimizer).__name__)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     allowed_ids = set(map(id, allowed))
     strange = [parameter for parameter in parameters if id(parameter) not in allowed_ids]
     if strange:
         whose = "the model's" if label == "job.optimizer" else "the phase's"
-        raise JobError(
-            f"{label}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
-            f"no gradient; build the optimizer from {'the model that it is' if label == 'job.optimizer' else 'the parameters that it is'} given"
+        raise step_problems.STRANGE_PARAMETER(
+            label=label,
+            got=f"{tuple(strange[0].shape)}{_others(strange)}",
+            wanted=whose,
+            source="the model" if label == "job.optimizer" else "the parameters",
         )
     ids = {id(parameter) for parameter in parameters}
     missing = [name for name, parameter in learning.items() if id(parameter) not in ids]
     if missing:
-        raise JobError(
-            f"{label}: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
-            "add it, or set requires_grad to False"
-        )
+        raise step_problems.NO_GROUP(label=label, got=f"{missing[0]!r}{_others(missing)}")
     _check_no_scheduler(optimizer, label)
     if any("lr" not in group for group in optimizer.param_groups):
-        raise JobError(
-            f"{label}: a group of {type(optimizer).__name__} has no learning rate, which the schedule sets before each update; call it lr in "
-            "defaults, or give lr=1.0 where the optimizer needs none"
-        )
+        raise step_problems.NO_RATE(label=label, got=type(optimizer).__name__)
     if has_modes(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -156,10 +146,7 @@ def _checked(
 def _check_no_scheduler(optimizer: torch.optim.Optimizer, label: str) -> None:
     """Refuse an attached scheduler, which torch marks in the groups of its optimizer: no checkpoint would have its state."""
     if any("initial_lr" in group for group in optimizer.param_groups):
-        raise JobError(
-            f"{label}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
-            "return it without one: use the spec's schedule, or return the scheduler from job.schedule(optimizer, updates)"
-        )
+        raise step_problems.SCHEDULER_CARRIED(label=label)
 
 
 def _others(found: list[Any]) -> str:

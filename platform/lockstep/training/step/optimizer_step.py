@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
-from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
+from lockstep.errors import FailedAt, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan, Position
@@ -43,6 +43,7 @@ from lockstep.training.observe.rank_speed import Stopwatch
 from lockstep.training.observe.step_times import StepTimes
 from lockstep.training.settings import Settings
 from lockstep.training.state import TrainState, power_of_two
+from lockstep.training.step import problems
 from lockstep.training.step.after_step import follow_update, has_after_step
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.closures import Closure
@@ -542,9 +543,7 @@ class Stepper:
         label = phase.phase.loss_label
         if self.statistics is None:
             if loss.statistics:
-                raise JobError(
-                    f"{label}: gives statistics ({self._where(phase, position, m)}), and gave none in the first micro-batch; give them in every micro-batch"
-                )
+                raise problems.STATISTICS_LATE(label=label, where=self._where(phase, position, m))
             return
         if counts:
             self.statistics.note(m, loss.statistics, label)
@@ -672,20 +671,24 @@ class Stepper:
         within = f" of phase {phase.name!r}" if phase.name else ""
         # A loss that is not finite gives such gradients too, for which the fp16 scaler skips the update.
         if totals.first_bad is not None and self.spec.precision != "fp16":
-            raise NumericsError(
-                f"the loss of step {position.number}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
-                f"rate that is too high (optimizer.lr is {self._rate(phase):g}), a label or an input that is not finite, a division by zero"
+            raise problems.LOSS_NOT_FINITE(
+                step=position.number,
+                micro_batch=totals.first_bad,
+                phase=within,
+                got=totals.loss,
+                rate=f"{self._rate(phase):g}",
             )
         if totals.bad_weight is not None:
             m, weight = totals.bad_weight
-            raise JobError(
-                f"{phase.phase.loss_label}: the weight of step {position.number}, micro-batch {m} is {weight}, wanted a number of samples or "
-                "tokens, at least 0"
+            raise problems.STEP_WEIGHT(
+                label=phase.phase.loss_label, step=position.number, micro_batch=m, got=weight
             )
         if not totals.weight > 0.0 or not math.isfinite(totals.weight):
-            raise JobError(
-                f"{phase.phase.loss_label}: the weights of step {position.number} add up to {totals.weight}, wanted more than 0; "
-                f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
+            raise problems.NO_WEIGHT(
+                label=phase.phase.loss_label,
+                step=position.number,
+                got=totals.weight,
+                hint="" if self.spec.data.without is None else " (data.without leaves samples out)",
             )
 
     def _evaluate_again(
@@ -752,9 +755,8 @@ class Stepper:
         grad_norm = self._take_mean(phase, position, totals, scale_down)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             within = f" of phase {phase.name!r}" if phase.name else ""
-            raise NumericsError(
-                f"the gradient of step {position.number}{within} has the norm {grad_norm} though its loss is finite; "
-                f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
+            raise problems.NORM_NOT_FINITE(
+                step=position.number, phase=within, got=grad_norm, rate=f"{self._rate(phase):g}"
             )
         phase.rest_unused()
         phase.rates.set(state.counters.updates)

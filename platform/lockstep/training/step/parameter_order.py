@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
+from lockstep.training.step import problems
 from lockstep.training.step.phases import Optimizers, optimizers_of
 
 Order = dict[str, list[list[str]]]
 """The names of the parameters of each group, by phase; without phases, by the empty name."""
-
-_REMEDY = (
-    "the optimizer's state would go to another parameter; a set has another order in each process: give parameters in a list, in the "
-    "model's order"
-)
 
 
 def order_of(optimizer: Optimizers, model: nn.Module) -> Order:
@@ -45,9 +40,7 @@ def check_order(own: Order, there: str, other: Order, elsewhere: str) -> None:
     """JobError for the first place at which two orders have different parameters; `there` and `elsewhere` say whose they are."""
     for (place, name), (_, another) in zip(_places(own), _places(other), strict=False):
         if name != another:
-            raise JobError(
-                f"job.optimizer: {place} is {name!r} {there} and {another!r} {elsewhere}: {_REMEDY}"
-            )
+            raise problems.PARAMETER_ORDER(where=place, got=name, here=there, wanted=another, there=elsewhere)
 
 
 def check_same_order(group: Group, own: Order) -> None:

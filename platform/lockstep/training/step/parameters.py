@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import JobError
 from lockstep.training import problems
+from lockstep.training.step import problems as step_problems
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -62,10 +63,7 @@ class ParameterWatch:
         """Raise JobError where an update has replaced a parameter: the optimizer holds the old one."""
         for full, parameter, owner, name in self._held:
             if owner.get(name) is not parameter:
-                raise JobError(
-                    f"parameter {full!r} was replaced after the first update (before training), and the optimizer and the other "
-                    "workers hold the old one; write into it: parameter.copy_(…) in job.after_step(model, step)"
-                )
+                raise step_problems.PARAMETER_REPLACED(name=full)
 
 
 class ModuleWatch:
@@ -108,17 +106,10 @@ class ModuleWatch:
             is_another_name = id(before) in there and id(after) in known_ids
             if before is not after and not is_another_name and (_has_tensors(before) or _has_tensors(after)):
                 done = "was made" if before is None else "was taken out" if after is None else "was replaced"
-                raise JobError(
-                    f"module {name!r} {done} after training had begun ({where}): the optimizer and the other workers hold what was there before, and "
-                    "no checkpoint could be loaded into a new model; make all modules in job.model, and write into those that are there: "
-                    "module.load_state_dict(…) in job.after_step(model, step)"
-                )
+                raise step_problems.MODULE_CHANGED(name=name, got=done, where=where)
         for name, _ in self._model.named_parameters(remove_duplicate=False):
             if name not in self._parameters:
-                raise JobError(
-                    f"parameter {name!r} was made after training had begun ({where}), so no optimizer holds it, and no checkpoint could be loaded "
-                    "into a new model; make it in job.model"
-                )
+                raise step_problems.PARAMETER_MADE(name=name, where=where)
         self._known = current  # modules without tensors may come and go
         self._note()
 
@@ -133,10 +124,7 @@ def check_scaled(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise problems.COMPLEX_SCALED(name=name, dtype=parameter.dtype)
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise JobError(
-                f"job.model: parameter {name!r} is torch.float16, which precision fp16 cannot scale: it computes in float16, and needs "
-                "the gradients in more digits; hold it in float32"
-            )
+            raise step_problems.HALF_PARAMETER(name=name)
 
 
 def short_parameters(model: nn.Module) -> list[str]:
@@ -152,18 +140,11 @@ def short_parameters(model: nn.Module) -> list[str]:
 
 
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
-    return JobError(
-        f"parameter {name!r} {'no longer asks' if asked else 'now asks'} for a gradient ({where}): which parameters learn is "
-        "fixed before each step, because the workers sum exactly their gradients; leave requires_grad as job.model sets it, and "
-        "name frozen parameters in job.frozen_parameters(model, step)"
-    )
+    return step_problems.ASKS_OTHERWISE(name=name, got="no longer asks" if asked else "now asks", where=where)
 
 
 def written_parameter(name: str, where: str) -> JobError:
-    return JobError(
-        f"parameter {name!r} was written to by the job itself ({where}), which a worker with more micro-batches does more often; "
-        "do it once a step in job.after_step(model, step), or register a buffer in its place"
-    )
+    return step_problems.PARAMETER_WRITTEN(name=name, where=where)
 
 
 def missing_gradient(names: Sequence[str], where: str) -> JobError:

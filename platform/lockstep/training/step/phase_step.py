@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.communication.group import Group
 from lockstep.data.loader import map_tensors
-from lockstep.errors import DriftError, JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.state import TrainState
+from lockstep.training.step import problems as step_problems
 from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
@@ -77,7 +78,9 @@ class LossModule(nn.Module):
         conditional = list(job.conditional_parameters(model))
         unknown = [name for name in conditional if name not in parameters]
         if unknown:
-            raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
+            raise step_problems.NO_SUCH_NAME(
+                label="job.conditional_parameters", what="parameter", got=unknown[0], hint=""
+            )
         self._conditional = frozenset(conditional)
         self.without_batch = False
         self.of_whole_batch = False
@@ -335,9 +338,7 @@ class PhaseStep:
         """The error for a step in which gradients are missing."""
         names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
         if not names:
-            return DriftError(
-                f"a gradient was summed over this worker alone ({where}): DDP was not given all that learns"
-            )
+            return step_problems.SUMMED_ALONE(where=where)
         return missing_gradient(names, where)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, SpecError, nearest
+from lockstep.errors import JobError, nearest
 from lockstep.job.interface import Job, Loss, Phase, Rows, overrides
 from lockstep.randomness import frozen_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
+from lockstep.training.step import problems
 from lockstep.training.step.learning_rate import RateSchedule
 from lockstep.training.step.sharding import ShardedOptimizer
 
@@ -69,9 +70,7 @@ def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
     missing = [name for name in asking if name not in learning]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise JobError(
-            f"job.phases: parameter {missing[0]!r}{others} is in no phase and would never learn; add it to one, or set requires_grad to False"
-        )
+        raise problems.NOT_IN_PHASE(got=f"{missing[0]!r}{others}")
     return phases
 
 
@@ -82,29 +81,26 @@ def own_phases(job: Job) -> list[Phase]:
     with job_at("while its phases were asked for"):
         phases: Any = job.phases()
     if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
-        raise JobError(f"job.phases: returned {type(phases).__name__}, wanted a list of lockstep.Phase")
+        raise problems.PHASES_KIND(got=type(phases).__name__)
     names = [phase.name for phase in phases]
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise JobError(f"job.phases: got the name {name!r}, wanted letters, digits, '_', '-' and '.'")
+            raise problems.PHASE_NAME(got=f"the name {name!r}", wanted="letters, digits, '_', '-' and '.'")
     if len(set(names)) < len(names):
-        raise JobError(f"job.phases: got the names {names}, wanted each once")
+        raise problems.PHASE_NAME(got=f"the names {names}", wanted="each once")
     return list(phases)
 
 
 def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: list[str]) -> ModelPhase:
     names = [candidate.name for candidate in every]
     if phase.draws_as is not None and phase.draws_as not in names:
-        raise JobError(
-            f"job.phases: phase {phase.name!r} draws as {phase.draws_as!r}, which is none of {names}"
-            f"{nearest(phase.draws_as, names)}"
+        raise problems.DRAWS_AS(
+            name=phase.name, got=phase.draws_as, wanted=names, hint=nearest(phase.draws_as, names)
         )
     chosen = selected(model, phase.parameters, f"job.phases: the parameters of phase {phase.name!r}")
     trainable = tuple(name for name in chosen if name in asking)
     if not trainable:
-        raise JobError(
-            f"job.phases: no parameter of phase {phase.name!r} asks for a gradient; there is nothing to train"
-        )
+        raise problems.PHASE_LEARNS_NOTHING(got=phase.name)
     key = (phase.draws_as or phase.name,)
     return ModelPhase(phase.name, phase.loss, trainable, key, phase.optimizer, phase.embed)
 
@@ -112,22 +108,23 @@ def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: li
 def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
     """The parameters that `names` of parameters or modules stand for, in the order of `named_parameters`. JobError for an unknown name."""
     if isinstance(names, str):
-        raise JobError(f"{label}: got the text {names!r}, wanted a list of names of parameters or modules")
+        raise problems.NAMES_KIND(label=label, got=f"the text {names!r}")
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     chosen: set[str] = set()
     for requested in names:
         if not isinstance(requested, str):
-            raise JobError(
-                f"{label}: got a {type(requested).__name__}, wanted names of parameters or modules"
-            )
+            raise problems.NAMES_KIND(label=label, got=f"a {type(requested).__name__}")
         matches = {
             name for full, name in every.items() if full == requested or full.startswith(f"{requested}.")
         }
         if not matches:
             candidates = [*every, *(module for module, _ in model.named_modules() if module)]
-            raise JobError(
-                f"{label}: the model has no parameter and no module with parameters named {requested!r}{nearest(requested, candidates)}"
+            raise problems.NO_SUCH_NAME(
+                label=label,
+                what="parameter and no module with parameters named",
+                got=requested,
+                hint=nearest(requested, candidates),
             )
         chosen |= matches
     return [name for name in first.values() if name in chosen]
@@ -140,29 +137,18 @@ def check_combination(job: Job, spec: Spec) -> None:
         return
     feature = "phases" if phased else "frozen_parameters"
     if phased and spec.sharding == "optimizer" and spec.faults.mirror:
-        raise SpecError(
-            "faults.mirror: got true, and the job has phases: the state of one optimizer alone is mirrored, and a run with several resumes from its last "
-            "checkpoint when a worker is lost; set faults.mirror=false"
-        )
+        raise problems.MIRROR(reason="the job has phases: the state of one optimizer alone is mirrored")
     if spec.reduction == "native":
-        raise SpecError(
-            f"reduction: got 'native', and the job has {feature}: their gradients are summed along the exact tree alone; set reduction=exact"
-        )
+        raise problems.NATIVE(feature=feature)
     if phased and spec.recheck:
-        raise SpecError(
-            f"determinism.recheck: got {spec.recheck:g}, and the job has phases: a micro-batch is computed again for one loss alone; "
-            "set determinism.recheck=0"
-        )
+        raise problems.RECHECK(got=f"{spec.recheck:g}")
 
 
 def refuse_phases(job: Job, who: str) -> None:
     """SpecError for a job with phases; `who` can only look at one loss and one optimizer."""
     phases = own_phases(job)
     if phases:
-        raise SpecError(
-            f"job.use: the job has {len(phases)} phases, and {who} can look at one loss with one optimizer alone; give each phase an "
-            "optimizer with a rate of its own, and compare short runs (length.steps=100)"
-        )
+        raise problems.PROBED_PHASES(got=len(phases), who=who)
 
 
 class FrozenRule:
@@ -195,19 +181,14 @@ class FrozenRule:
         again = [self(step) for step in steps]
         for step, first, second in zip(steps, once, again, strict=True):
             if first != second:
-                raise JobError(
-                    f"job.frozen_parameters: returned {sorted(first)} for step {step}, and {sorted(second)} when called again; a "
-                    "resumed run would train other parameters: make it a function of the number of the step"
-                )
+                raise problems.FROZEN_DIFFER(wanted=sorted(first), step=step, got=sorted(second))
             if first >= set(learning):
                 raise all_rest(step)
 
 
 def all_rest(step: int) -> JobError:
     """The error for a step in which nothing would learn."""
-    return JobError(
-        f"job.frozen_parameters: all parameters rest in step {step}, which would learn nothing; leave one out"
-    )
+    return problems.ALL_REST(step=step)
 
 
 class PhaseOptimizers:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from lockstep.errors import NumericsError
+from lockstep.training.step import problems
 from lockstep.training.step.sharding import FullyShardedOptimizer
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,10 +100,7 @@ class Precision:
                 if self.scale
                 else "steps overflowed again and again"
             )
-            raise NumericsError(
-                f"precision fp16: {overflowed} and the loss scale fell to {self.scale:g}; "
-                "the loss or its gradients are not finite at any scale: lower optimizer.lr, or use precision bf16 or fp32"
-            )
+            raise problems.SCALE_FELL(got=overflowed, scale=f"{self.scale:g}")
 
 
 def underflow(gradients: Sequence[Tensor], scale: float) -> float:

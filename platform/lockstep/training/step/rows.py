@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.reduction_tree import Ranges
+from lockstep.training.step import problems
 
 
 class RowKind(NamedTuple):
@@ -116,9 +117,7 @@ class StepRows:
             every = self._group.gather(None if self.kinds is None else (self.kinds, self.alone))
             known = [kinds for kinds in every if kinds is not None]
             if not known:
-                raise JobError(
-                    f"{self._label}: gives no rows in this step, for no micro-batch of it has a sample"
-                )
+                raise problems.NO_ROWS(label=self._label)
             for kinds, _ in known:
                 if kinds != known[0][0]:
                     raise self._differs(known[0][0], kinds, "")
@@ -156,13 +155,11 @@ class StepRows:
     ) -> LockstepError:
         if wanted.keys() != got.keys():
             names = [", ".join(map(repr, kinds)) or "none" for kinds in (got, wanted)]
-            return JobError(
-                f"{self._label}: gives {names[0]}{where}, wanted {names[1]} as in the micro-batch before"
-            )
+            return problems.OTHER_ROWS(label=self._label, got=names[0], where=where, wanted=names[1])
         name = next(name for name in wanted if wanted[name] != got[name])
         what = f" in {name!r}" if name else ""
-        return JobError(
-            f"{self._label}: gives {got[name]}{what}{where}, wanted {wanted[name]} as in the micro-batch before: rows are of one kind in all of them"
+        return problems.OTHER_ROWS(
+            label=self._label, got=f"{got[name]}{what}", where=where, wanted=wanted[name]
         )
 
 
@@ -170,16 +167,22 @@ def rows_by_name(returned: object, count: int, label: str, where: str) -> dict[s
     """Rows of `count` samples by name, a tensor alone by the empty one. JobError where there is no row for each sample; `label` is what returned them."""
     named = {"": returned} if isinstance(returned, Tensor) else returned
     if not isinstance(named, Mapping):
-        raise JobError(
-            f"{label}: returned {type(returned).__name__}{where}, wanted a tensor with a row for each sample, or several by name"
+        raise problems.ROWS_KIND(
+            label=label,
+            got=f"returned {type(returned).__name__}",
+            where=where,
+            wanted="sample, or several by name",
         )
     rows = dict[str, Tensor]()
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
             is_tensor = isinstance(value, Tensor)
             got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-            raise JobError(
-                f"{label}: {f'{name!r} is ' if name else 'returned '}{got}{where}, wanted a tensor with a row for each of the {count} samples"
+            raise problems.ROWS_KIND(
+                label=label,
+                got=f"{name!r} is {got}" if name else f"returned {got}",
+                where=where,
+                wanted=f"of the {count} samples",
             )
         rows[str(name)] = value
     return rows

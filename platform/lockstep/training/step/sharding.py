@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
-from lockstep.errors import SpecError
+from lockstep.training.step import problems
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.shards import element_ranges
@@ -106,11 +106,7 @@ def check_threads(model: nn.Module, device: torch.device, threads: int, sharding
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in SHORT:
-            raise SpecError(
-                f"sharding: got {sharding!r} with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
-                "thread's share of it ends, and that is elsewhere in a part; set threads=1, hold it in float32 and set precision: bf16, or set "
-                "sharding=none"
-            )
+            raise problems.SHORT_THREADS(got=sharding, threads=threads, name=name, dtype=parameter.dtype)
 
 
 def over(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

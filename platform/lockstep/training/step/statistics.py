@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
-from lockstep.errors import JobError
 from lockstep.job.interface import Job, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.reduction_tree import nodes
+from lockstep.training.step import problems
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.rows import StepRows
 
@@ -73,9 +73,9 @@ class StepStatistics:
             self._kinds = kinds
         if kinds != self._kinds:
             odd = next(n for n in {**self._kinds, **kinds} if kinds.get(n) != self._kinds.get(n))
-            raise JobError(
-                f"{self._label}: the mean {odd!r} is {_shown(kinds.get(odd))}{where}, and {_shown(self._kinds.get(odd))} in the micro-batch before; every "
-                "micro-batch gives the same ones, of one type and shape"
+            raise problems.OTHER_STATISTICS(
+                label=self._label,
+                got=f"the mean {odd!r} is {_shown(kinds.get(odd))}{where}, and {_shown(self._kinds.get(odd))} in the micro-batch before",
             )
 
     def _agree(self) -> None:
@@ -84,8 +84,8 @@ class StepStatistics:
             return
         known = [kinds for kinds in self._group.gather(self._kinds) if kinds is not None]
         if known and any(kinds != known[0] for kinds in known):
-            raise JobError(
-                f"{self._label}: the means differ in type or shape from one micro-batch to another"
+            raise problems.OTHER_STATISTICS(
+                label=self._label, got="the means differ in type or shape from one micro-batch to another"
             )
         self._kinds, self._agreed = known[0] if known else {}, True
 
@@ -160,8 +160,11 @@ def _tensors(mean: Mean) -> tuple[Tensor, Tensor]:
 def own_statistics(statistics: object, label: str) -> dict[str, Mean | Tensor]:
     """Statistics without their graph and in memory of their own. JobError for what is neither a mean nor rows; `label` is what returned them."""
     if not isinstance(statistics, Mapping):
-        raise JobError(
-            f"{label}: returned {type(statistics).__name__}, wanted means or tensors of rows by name, empty for none"
+        raise problems.STATISTICS_KIND(
+            label=label,
+            what="returned",
+            got=type(statistics).__name__,
+            wanted="means or tensors of rows by name, empty for none",
         )
     own: dict[str, Mean | Tensor] = {}
     for name, value in statistics.items():
@@ -171,8 +174,11 @@ def own_statistics(statistics: object, label: str) -> dict[str, Mean | Tensor]:
         elif isinstance(value, Tensor):
             own[str(name)] = value.detach().clone()
         else:
-            raise JobError(
-                f"{label}: the statistic {name!r} is {type(value).__name__}, wanted lockstep.Mean(total, weight), or a tensor with a row for each sample"
+            raise problems.STATISTICS_KIND(
+                label=label,
+                what=f"the statistic {name!r} is",
+                got=type(value).__name__,
+                wanted="lockstep.Mean(total, weight), or a tensor with a row for each sample",
             )
     return own
 

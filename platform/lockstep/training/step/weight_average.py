@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import StorageError
+from lockstep.training.step import problems
 
 
 class Average:
@@ -76,9 +76,7 @@ class Average:
                 tuple(tensors[name].shape) if name in tensors else None for tensors in (state, learning)
             ]
             if shapes[0] != shapes[1]:
-                raise StorageError(
-                    f"checkpoint: the average of {name!r} has the shape {shapes[0]}, and the parameter {shapes[1]}"
-                )
+                raise problems.AVERAGE_SHAPE(name=name, got=shapes[0], wanted=shapes[1])
         self.weights = {
             name: state[name].detach().to(parameter.device, copy=True)
             for name, parameter in learning.items()

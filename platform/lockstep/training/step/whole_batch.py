@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lockstep.communication.group import Group
 from lockstep.data.order import Ids
-from lockstep.errors import DeterminismError, JobError
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.training.integrity.rehearsal.object_state import same_bits
+from lockstep.training.step import problems
 from lockstep.training.step.exchange import Totals
 from lockstep.training.step.means import as_float, check_form, check_same_parts, has_form
 from lockstep.training.step.phases import ModelPhase
@@ -135,10 +135,7 @@ class BatchLoss(WholeBatch):
             check_form(loss, label)
             check_same_parts(loss, self.parts, label, "")
         if not leaves or not loss.total.requires_grad:
-            raise JobError(
-                f"{label}: total has no gradient; it must come from the rows, without detach() or no_grad(), and {self.phase.embed_label} must "
-                "compute them from the model"
-            )
+            raise problems.ROWS_DETACHED(label=label, embed=self.phase.embed_label)
         parameters = at_hand()
         wanted = [*leaves.values(), *parameters.values()]
         gradients = torch.autograd.grad(precision.scaled(loss.total * scale_down), wanted, allow_unused=True)
@@ -191,10 +188,7 @@ class BatchLoss(WholeBatch):
         for name, row in second.items():
             if not same_bits(first[name], row):
                 what = f" in {name!r}" if name else ""
-                raise DeterminismError(
-                    f"determinism strict: {self.phase.embed_label} gives other bits{what} when it is called again for the same micro-batch{where}; its "
-                    "gradient would be that of other rows: draw from the default generators or from lockstep.rng(), and keep nothing from one call to the next"
-                )
+                raise problems.EMBED_DIFFERS(label=self.phase.embed_label, name=what, where=where)
 
 
 class _Given(torch.autograd.Function):
@@ -245,9 +239,7 @@ class TermWeights(WholeBatch):
         """Note what `weights` gave for this rank's next micro-batch."""
         if not isinstance(weights, Mapping) or weights.keys() != set(self.terms):
             got = ", ".join(map(repr, weights)) if isinstance(weights, Mapping) else type(weights).__name__
-            raise JobError(
-                f"job.term_weights: returned {got or 'no weight'}, wanted a weight for each of {', '.join(map(repr, self.terms))}"
-            )
+            raise problems.TERM_WEIGHTS(got=got or "no weight", wanted=", ".join(map(repr, self.terms)))
         self._own += [self._as_number(name, weights[name]) for name in self.terms]
 
     def take_none(self) -> None:
@@ -268,9 +260,8 @@ class TermWeights(WholeBatch):
         terms = returned.terms if isinstance(returned, Loss) else {}
         if terms.keys() != set(self.terms):
             got = ", ".join(map(repr, terms)) or "none"
-            raise JobError(
-                f"{self.phase.loss_label}: the terms are {got}{where}, wanted {', '.join(map(repr, self.terms))} as in the first micro-batch; give every "
-                "term in each, with a total and a weight of 0 where there is nothing to add"
+            raise problems.OTHER_TERMS(
+                label=self.phase.loss_label, got=got, where=where, wanted=", ".join(map(repr, self.terms))
             )
         return terms
 
@@ -315,9 +306,12 @@ class TermWeights(WholeBatch):
                     if self.weights is not None
                     else "the first pass over the step's micro-batches"
                 )
-                raise JobError(
-                    f"{self.phase.loss_label}: the weight of the term {name!r} is {of_losses:g} over the step, and {source} gave {weight:g}; both must be "
-                    "the same, for the gradient was divided by the latter"
+                raise problems.TERM_WEIGHT_DIFFERS(
+                    label=self.phase.loss_label,
+                    name=name,
+                    got=f"{of_losses:g}",
+                    source=source,
+                    wanted=f"{weight:g}",
                 )
 
 

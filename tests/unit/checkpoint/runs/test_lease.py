@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.checkpoint import problems
 from lockstep.checkpoint.runs import lease
 from lockstep.checkpoint.runs.lease import Holder, leased
 from lockstep.checkpoint.runs.run_checkpoints import claim
@@ -24,6 +25,7 @@ from lockstep.checkpoint.storage.object_store import ObjectStorage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
 from lockstep.parsing import canonical_json
+from tests.raised import raises
 from tests.unit.checkpoint.states import everywhere
 
 RUN, WHAT = "run-a", "run run-a"
@@ -48,10 +50,11 @@ def test_a_run_is_held_once_and_let_go(storage: Storage, monkeypatch: pytest.Mon
     with leased(storage, RUN, WHAT) as taken:
         taken.reached(17, 2)
         with (
-            pytest.raises(
-                SpecError,
-                match=r"^run run-a is held by process \d+ on host \S+ at step 17, heard 0.2 s ago; "
-                r"let it continue, or take over from it with --takeover$",
+            raises(
+                problems.HELD,
+                what=WHAT,
+                holder=re.compile(r"^process \d+ on host \S+ at step 17$"),
+                heard="heard 0.2 s ago",
             ) as raised,
             leased(storage, RUN, WHAT),
         ):
@@ -80,7 +83,7 @@ def test_a_counter_that_moves_elsewhere_is_a_holder_that_lives(
     thread.start()
     try:
         with (
-            pytest.raises(SpecError, match=r"held by process 7 on host far at step 9, heard 0\.2 s ago"),
+            raises(problems.HELD, holder="process 7 on host far at step 9", heard="heard 0.2 s ago"),
             leased(storage, RUN, WHAT),
         ):
             pass
@@ -185,7 +188,7 @@ def test_a_takeover_asks_the_holder_and_waits_for_its_end(storage: Storage) -> N
 
     def live() -> None:
         with (
-            pytest.raises(StaleAttemptError, match=r"run-a was taken over by process \d+ .* after step 30"),
+            raises(problems.TAKEN_OVER, what=WHAT, taker=re.compile(r"^process \d+ "), step=30),
             leased(storage, RUN, WHAT) as taken,
         ):
             taken.reached(30, 1)
@@ -213,7 +216,7 @@ def test_who_was_taken_over_claims_no_attempt(storage: Storage, uri: str) -> Non
     with leased(storage, RUN, WHAT):
         assert claim(uri, RUN, None).attempt == 1
         put(storage, elsewhere(2))
-        with pytest.raises(StaleAttemptError, match="taken over by process 7 on host far"):
+        with raises(problems.TAKEN_OVER, taker="process 7 on host far"):
             claim(uri, RUN, None)
     assert RunFolder.open(storage, RUN).claim().number == 2
 
@@ -221,7 +224,7 @@ def test_who_was_taken_over_claims_no_attempt(storage: Storage, uri: str) -> Non
 def test_a_number_that_was_forgotten_is_not_taken_again(storage: Storage) -> None:
     """Who looked before two others had come and gone, and is late, gives way to the newest."""
     put(storage, elsewhere(6))
-    with pytest.raises(SpecError, match="which has just begun"):
+    with raises(problems.HELD, heard="which has just begun"):
         lease._create(storage, RUN, Holder.here(5), WHAT)
     assert files(storage) == ["0006.json"]
     assert json.loads(storage.read(f"{RUN}/holds/0006.json"))["host"] == "far"
@@ -240,5 +243,5 @@ def test_a_run_that_is_held_in_two_places_is_taken_over_in_either(tmp_path: Path
         assert (old.holder.step, old.holder.attempt) == (17, 2)
         put(places[0], elsewhere(2))
         assert asked.wait(20)
-        with pytest.raises(StaleAttemptError, match="taken over by process 7 on host far"):
+        with raises(problems.TAKEN_OVER, taker="process 7 on host far"):
             new.ensure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
+from lockstep.checkpoint import problems
+from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, file_name, staging_folder, step_folder, step_of
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
 from lockstep.checkpoint.reader import checkpoints, load
@@ -25,6 +27,7 @@ from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.writer import commit, post_receipt, write_part
 from lockstep.errors import StorageError
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, everywhere, same, state
 
@@ -34,7 +37,7 @@ ROOT = Path(__file__).parents[4]
 @everywhere
 def test_two_runs_never_share_a_folder(storage: Storage) -> None:
     RunFolder.create(storage, "run-a")
-    with pytest.raises(TakenError, match="run-a' already belongs to run run-a; resume that run"):
+    with raises(problems.OWNED, folder=re.compile("run-a$"), owner="run-a"):
         RunFolder.create(storage, "run-a")
     RunFolder.create(storage, "run-b")
     assert RunFolder.open(storage, "run-a").run_id == "run-a"
@@ -67,20 +70,20 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     RunFolder.create(storage, "run-a")
     (tmp_path / "run-a").rename(tmp_path / "run-b")
-    with pytest.raises(StorageError, match="belongs to run run-a, not to run-b"):
+    with raises(problems.OTHER_OWNER, got="run-a", wanted="run-b"):
         RunFolder.open(storage, "run-b")
 
 
 @everywhere
 def test_a_run_that_is_not_there_is_told(storage: Storage) -> None:
-    with pytest.raises(LostFileError, match=r"no run run-x in .*look for it with another checkpoint.storage"):
+    with raises(problems.NO_RUN, run="run-x"):
         RunFolder.open(storage, "run-x")
 
 
 @pytest.mark.parametrize("run_id", ["", "..", "../x", "a/b", ".hidden", "a\nb"])
 def test_a_run_id_that_leads_elsewhere_is_refused(tmp_path: Path, run_id: str) -> None:
     for make in (RunFolder.create, RunFolder.open):
-        with pytest.raises(StorageError, match="cannot name a run's folder"):
+        with raises(problems.RUN_ID, run=run_id):
             make(LocalStorage(tmp_path), run_id)
 
 
@@ -91,9 +94,7 @@ def test_attempts_count_up(run: RunFolder) -> None:
     assert run.claim(5).number == 5
     assert run.claim().number == 6
     for late in (1, 5, 6):
-        with pytest.raises(
-            StaleAttemptError, match=f"attempt {late} of run run-a cannot begin, attempt 6 has begun"
-        ):
+        with raises(problems.LATE, attempt=late, run="run-a", reason="attempt 6 has begun"):
             run.claim(late)
 
 
@@ -139,7 +140,7 @@ def test_a_claim_that_fails_at_any_call_can_be_made_again(storage: Storage, acts
         write_checkpoint(second, 1, state(1))
         with pytest.raises(StaleAttemptError):
             first.ensure_current()
-        with pytest.raises(StaleAttemptError, match=r"attempt 2 of run .* cannot begin, attempt 2 has begun"):
+        with raises(problems.LATE, attempt=2, reason="attempt 2 has begun"):
             run.claim(2, "another process's")
         if not disk.failed:
             return
@@ -194,7 +195,7 @@ def test_a_claim_that_is_late_gives_no_number_again_and_ends_no_newer_attempt(tm
     late = Paced(tmp_path)
     claimed: list[Attempt] = []
     late.before["begin_staging"] = lambda: claimed.extend((others.claim(), others.claim()))
-    with pytest.raises(StaleAttemptError, match=r"attempt 1 of run run-a cannot begin, attempt 2 has begun"):
+    with raises(problems.LATE, attempt=1, reason="attempt 2 has begun"):
         RunFolder(late, "run-a").claim()
     assert [attempt.number for attempt in claimed] == [1, 2]
     claimed[1].ensure_current()
@@ -232,9 +233,7 @@ def test_other_ranks_join_the_attempt(run: RunFolder) -> None:
     joined = RunFolder.open(run.storage, "run-a").attempt(claimed.number)
     assert joined == claimed
     run.claim()
-    with pytest.raises(
-        StaleAttemptError, match="attempt 1 of run run-a is over, attempt 2 has taken its place"
-    ):
+    with raises(problems.OVER, attempt=1, reason="attempt 2 has taken its place"):
         run.attempt(1)
 
 
@@ -253,10 +252,10 @@ def test_a_lost_fence_gives_no_number_twice(run: RunFolder) -> None:
 def test_a_fence_that_cannot_be_understood_lets_nobody_publish(run: RunFolder) -> None:
     attempt = run.claim()
     run.storage.delete(run.path("attempt.json"))
-    with pytest.raises(StorageError, match=r"attempt.json was deleted while the run trained; resume the run"):
+    with raises(problems.FENCE, got="was deleted while the run trained"):
         write_checkpoint(attempt, 1, state(1))
     run.storage.create(run.path("attempt.json"), b"{")
-    with pytest.raises(StorageError, match=r"attempt.json cannot be understood .*resume the run"):
+    with raises(problems.FENCE, got=re.compile("^cannot be understood")):
         write_checkpoint(attempt, 1, state(1))
 
 
@@ -267,9 +266,7 @@ def test_a_deleted_folder_is_told_as_such_and_not_as_another_attempt(run: RunFol
     claims = [] if run.storage.fences else [run._claim_path(claim) for claim in run._claims()]
     for path in (run.path("owner.json"), run.path("attempt.json"), *claims):
         run.storage.delete(path)
-    with pytest.raises(
-        StorageError, match=r"the folder of run run-a, .* was deleted while it trained"
-    ) as told:
+    with raises(problems.FOLDER_DELETED, what="run run-a") as told:
         write_checkpoint(attempt, 2, state(2), FACTS)
     assert not isinstance(told.value, StaleAttemptError)
 
@@ -289,9 +286,7 @@ def test_a_stale_attempt_neither_publishes_nor_deletes(run: RunFolder) -> None:
         lambda: prune(stale, Keep(last=1), whole=2),
         lambda: clear_leftovers(stale),
     ):
-        with pytest.raises(
-            StaleAttemptError, match=r"attempt 1 of run run-a is over, .*neither publish nor delete"
-        ):
+        with raises(problems.OVER, attempt=1, run="run-a"):
             attempted()
     assert [checkpoint.step for checkpoint in checkpoints(run)] == [2, 1]
     write_checkpoint(current, 3, state(3))
@@ -326,11 +321,11 @@ def test_a_worker_that_wakes_after_its_last_look_is_stopped_too(tmp_path: Path) 
     attempt = run.claim()
     write_checkpoint(attempt, 1, state(1))
     storage.held_up = True
-    with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place"):
+    with raises(problems.OVER, reason="attempt 2 has taken its place"):
         write_checkpoint(attempt, 2, state(2))
     attempt = run.claim()
     storage.held_up = True
-    with pytest.raises(StaleAttemptError, match="attempt 4 has taken its place"):
+    with raises(problems.OVER, reason="attempt 4 has taken its place"):
         apply(attempt, [1])
     assert [checkpoint.step for checkpoint in checkpoints(run)] == [1]
     assert same(load(checkpoints(run)[0]).sections["model"], state(1)["model"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.writer import share
-from lockstep.errors import RecordError, StorageError
+from lockstep.errors import StorageError
+from lockstep.record import problems
 from lockstep.record.events.union import EvaluationRow, Finished, Restored, Segment
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.history import History
@@ -33,6 +35,7 @@ from lockstep.record.mirror.checkpoint_copies import _held
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
+from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -290,7 +293,7 @@ def test_a_run_whose_segments_cannot_be_read_is_not_finished(run: RunFolder, spe
 
     told = restored(run).past()
     recorder = resumed(spec(), run_id, told, lost)
-    with pytest.raises(RecordError, match=r"\.rows is not there"):
+    with raises(problems.STEPS_LOST, got=re.compile(r"\.rows is not there")):
         recorder.close()
     assert '"status": "FAILED"' in (recorder.run_folder() / "run.json").read_text()
     recorder = resumed(spec(), run_id, told, Fetch(run.storage.shown))
@@ -307,7 +310,7 @@ def test_what_is_no_segment_is_refused() -> None:
             segments.check(segment, bad)
         with pytest.raises(StorageError):
             segments.steps_in(bad)
-    with pytest.raises(StorageError, match="is no segment"):
+    with raises(problems.LEDGER_UNREADABLE, got="it is no segment"):
         Segment.of("../../etc/passwd", 1, hashlib.sha256().hexdigest())
 
 

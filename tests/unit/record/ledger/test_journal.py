@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.union import Digests, Mended, Started
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal, newest_step
 from lockstep.record.ledger.journal_file import NAME
+from tests.raised import raises
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -147,7 +148,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
     holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdin is not None
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(RecordError, match="another process records it now"):
+    with raises(problems.LOCKED):
         Journal(tmp_path)
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_file import NAME, JournalFile, LockedError
+from lockstep.record.ledger.journal_file import NAME, JournalFile
+from tests.raised import raises
 from tests.unit.record.rows import step_row
 
 
@@ -60,7 +62,7 @@ def test_half_a_line_that_could_not_be_cut_off_is_cut_off_before_the_next(
     with monkeypatch.context() as refusing:
         Refusing(refusing, "write", NAME)
         Refusing(refusing, "ftruncate", NAME)
-        with pytest.raises(RecordError, match=r"^record\.folder: cannot write .*No space left on device"):
+        with raises(problems.CANNOT_WRITE, got="No space left on device"):
             file.append(b"two and more\n")
     assert file.torn
     assert (tmp_path / NAME).read_bytes() == b"one\ntwo an"
@@ -94,9 +96,7 @@ def test_a_new_journal_is_on_the_disk_under_its_name_or_is_refused(
     before = descriptors()
     with monkeypatch.context() as refusing:
         Refusing(refusing, "fsync", "run")
-        with pytest.raises(
-            RecordError, match=rf"^record\.folder: cannot write .*{NAME}.*No space left on device"
-        ):
+        with raises(problems.CANNOT_WRITE, path=folder / NAME, got="No space left on device"):
             JournalFile(folder)
     assert descriptors() == before
 
@@ -109,7 +109,7 @@ def test_a_journal_whose_file_was_deleted_knows_it(tmp_path: Path) -> None:
     other = JournalFile(tmp_path)  # a second writer, of another file
     assert file.is_deleted
     assert not other.is_deleted
-    with pytest.raises(LockedError, match="another process records it now"):
+    with raises(problems.LOCKED):
         JournalFile(tmp_path)
     file.close()
     other.close()
@@ -158,7 +158,7 @@ def test_a_line_that_is_damaged_while_the_run_goes_on_does_not_pass(tmp_path: Pa
             disk.write(bytes([whole[bit // 8] ^ 1 << bit % 8]))
         assert journal.step(2) is None
         assert journal.step(3) == step_row(3)
-        with pytest.raises(RecordError, match="damaged"):
+        with raises(problems.JOURNAL_CHANGED):
             list(journal.steps())
         with (tmp_path / NAME).open("r+b") as disk:
             disk.write(whole)
@@ -179,6 +179,6 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_bytes() == b"one\ntwo, torn"
     for reader in readers:
         reader.close()
-    with pytest.raises(RecordError, match=r"^record\.folder: cannot write"):
+    with raises(problems.CANNOT_WRITE):
         JournalFile(tmp_path / "nowhere", read_only=True)
     assert not (tmp_path / "nowhere").exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import StorageError
 from lockstep.files import replacing
+from lockstep.record import problems
 from lockstep.record.events.union import Digests, EvaluationRow, StepRow
 from lockstep.record.ledger.comparison import step_difference
 from lockstep.record.ledger.tables import (
@@ -22,6 +23,7 @@ from lockstep.record.ledger.tables import (
     write_evaluations,
     write_parquet,
 )
+from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
 
 
@@ -136,16 +138,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 
 def test_a_torn_or_missing_ledger_is_one_clear_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.parquet"
-    with pytest.raises(StorageError, match=r"cannot read .*ledger\.parquet"):
+    with raises(problems.LEDGER_UNREADABLE, what=re.compile(r"ledger\.parquet")):
         read_parquet(path)
     write_parquet([step_row(1)], path)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(StorageError, match=r"cannot read .*ledger\.parquet") as told:
+    with raises(problems.LEDGER_UNREADABLE, what=re.compile(r"ledger\.parquet")) as told:
         read_parquet(path)
     assert "\n" not in str(told.value)
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot write"):
+    with raises(problems.LEDGER_UNWRITABLE):
         write_parquet([step_row(1)], tmp_path / "file" / "ledger.parquet")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import CheckpointRow, EvaluationRow, Event, Finished, Started
 from lockstep.record.mirror import delivery_lanes
@@ -17,7 +18,7 @@ from lockstep.record.mirror.data_sets import DataSet, measured_by
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.mlflow.models import Models
-from lockstep.record.mirror.run_store import Measured, UnavailableError
+from lockstep.record.mirror.run_store import Measured
 from lockstep.record.recorder import Recorder
 from lockstep.record.writer import FLUSH_S
 from lockstep.spec.fields import Spec

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.errors import RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Finished
 from lockstep.record.mirror.delivery_lanes import Lane, Part
 from lockstep.record.mirror.folder import FolderStore
-from lockstep.record.mirror.run_store import RejectedError, UnavailableError
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.failed_at_every_call import quick

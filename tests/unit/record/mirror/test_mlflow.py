@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sqlite3
 import sys
@@ -14,19 +15,20 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import RecordError, SpecError
+from lockstep.record import problems
+from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Failed, Finished, Started
 from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.mirror.mlflow import MlflowStore
 from lockstep.record.mirror.mlflow.reading import MlflowReader
-from lockstep.record.mirror.run_store import UnavailableError
 from lockstep.record.mirror.store_uri import unreachable
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from tests.empty_store import put_empty_store
 from tests.forked import script
+from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
 
 Specs = Callable[..., Spec]
@@ -210,7 +212,7 @@ def test_a_run_whose_folder_cannot_be_made_does_not_stay_running(
     (tmp_path / "runs").write_text("a file where the folder should be")
     recorder = Recorder(spec(database, record={"uri": database, "experiment": "no folder"}))
     recorder.start()
-    with pytest.raises(RecordError, match=r"runs"):
+    with raises(problems.CANNOT_WRITE, path=re.compile("runs")):
         recorder.run_id()
     experiment = client(database).get_experiment_by_name("no folder")
     runs = client(database).search_runs([experiment.experiment_id])
@@ -267,8 +269,8 @@ def test_more_than_a_hundred_parameters_and_odd_names_are_taken(database: str) -
 def test_a_deleted_run_and_an_unknown_one_are_refused_in_one_line(database: str) -> None:
     _, run_id = opened(database)
     client(database).delete_run(run_id)
-    for wrong, message in ((run_id, "was deleted"), ("0" * 32, "not found")):
-        with pytest.raises(RecordError, match=message) as told:
+    for wrong, problem in ((run_id, problems.RUN_DELETED), ("0" * 32, problems.REFUSES)):
+        with raises(problem) as told:
             opened(database, wrong)
         assert "\n" not in str(told.value)
 
@@ -276,17 +278,21 @@ def test_a_deleted_run_and_an_unknown_one_are_refused_in_one_line(database: str)
 def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path, spec: Specs) -> None:
     (tmp_path / "file").write_text("no database")
     wrong = {
-        f"sqlite:///{tmp_path}/file/mlflow.db": r"cannot write beside",
-        f"sqlite:///{tmp_path}/file": r"cannot be used: file is not a database; it is a file of another kind: move it away",
-        "sqlite:///:memory:": r"wanted a file",
-        "gopher://host": r"refuses: .*gopher",
-        "http://127.0.0.1:9": r"does not answer \(Connection refused\); start it, name another with --uri",
+        f"sqlite:///{tmp_path}/file/mlflow.db": (problems.BESIDE_DATABASE, "name another database"),
+        f"sqlite:///{tmp_path}/file": (
+            problems.DATABASE_DAMAGED,
+            "it is a file of another kind: move it away",
+        ),
+        "sqlite:///:memory:": (problems.IN_MEMORY, ""),
+        "gopher://host": (problems.REFUSES, ""),
+        "http://127.0.0.1:9": (problems.UNREACHABLE, "start it, name another with --uri"),
     }
-    for uri, message in wrong.items():
+    for uri, (problem, remedy) in wrong.items():
         recorder = Recorder(spec(uri), patience_s=0.1)
         recorder.start()
-        with pytest.raises(RecordError, match=message) as told:
+        with raises(problem) as told:
             recorder.run_id()
+        assert told.value.remedy.startswith(remedy)
         assert "\n" not in str(told.value)
         assert str(recorder.state.failure) == str(told.value)
 
@@ -309,21 +315,27 @@ def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: S
     with (tmp_path / "cut.db").open("rb+") as file:
         file.truncate(40_000)
     wrong = {
-        "other": r"refuses: its tables have version 0a8213491aaa, those of this MLflow \w+; another version of MLflow made it: install that version",
-        "newer": r"Can't locate revision .*; a newer MLflow, or another program, made it",
-        "cut": r"database disk image is malformed.*; the file is damaged: put a copy of it back",
+        "other": (
+            problems.REFUSES,
+            r"^its tables have version 0a8213491aaa, those of this MLflow \w+$",
+            "another version of MLflow made it: install that version",
+        ),
+        "newer": (problems.REFUSES, "Can't locate revision", "a newer MLflow, or another program, made it"),
+        "cut": (
+            problems.DATABASE_DAMAGED,
+            "database disk image is malformed",
+            "the file is damaged: put a copy of it back",
+        ),
     }
     with closing(sqlite3.connect(tmp_path / "foreign.db")) as connection:
         connection.execute("create table users (a int)")
         connection.commit()
     before = (tmp_path / "foreign.db").read_bytes()
-    with pytest.raises(
-        SpecError, match="is the database of another program, with the table 'users', and is left alone"
-    ):
+    with raises(problems.OTHER_PROGRAM, got="users"):
         MlflowStore(f"sqlite:///{tmp_path}/foreign.db", "e", "r").open(None)
     assert (tmp_path / "foreign.db").read_bytes() == before
-    for name, message in wrong.items():
-        with pytest.raises(RecordError, match=message) as told:
+    for name, (problem, got, remedy) in wrong.items():
+        with raises(problem, got=re.compile(got), remedy=re.compile(f"^{remedy}")) as told:
             MlflowStore(f"sqlite:///{tmp_path}/{name}.db", "e", "r").open(None)
         assert not isinstance(told.value, UnavailableError)
         assert "\n" not in str(told.value) and "start it" not in str(told.value)
@@ -333,13 +345,13 @@ def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: S
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("OperationalError: (sqlite3.OperationalError) database or disk is full", "; make room on its disk, or name another"),
-        ("OperationalError: (sqlite3.OperationalError) attempt to write a readonly database", "; make the file and its folder writable"),
-        ("Connection refused", "; start it, name another with --uri, or set record.uri=off"),
+        ("OperationalError: (sqlite3.OperationalError) database or disk is full", "make room on its disk, or name another"),
+        ("OperationalError: (sqlite3.OperationalError) attempt to write a readonly database", "make the file and its folder writable"),
+        ("Connection refused", "start it, name another with --uri, or set record.uri=off"),
     ],
 )  # fmt: skip
 def test_what_to_do_follows_from_what_a_store_says(reason: str, words: str) -> None:
-    assert words in unreachable("sqlite:////data/mlflow.db", reason)
+    assert unreachable("sqlite:////data/mlflow.db", reason, UnavailableError).remedy.startswith(words)
 
 
 def test_the_link_lands_on_the_training_page_and_shows_no_password() -> None:
@@ -372,9 +384,7 @@ def test_without_mlflow_a_person_is_told_what_to_do(
         monkeypatch.delitem(sys.modules, name)
     recorder = Recorder(spec(database))
     recorder.start()
-    with pytest.raises(
-        RecordError, match=r"mlflow is not installed; pip install mlflow, or set record\.uri=off"
-    ):
+    with raises(problems.MLFLOW_MISSING):
         recorder.run_id()
 
 

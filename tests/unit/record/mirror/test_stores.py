@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.union import Finished, Started
 from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.mirror.mlflow import MlflowStore
@@ -22,6 +24,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.forked import script
+from tests.raised import raises
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.s3 import s3
@@ -94,9 +97,9 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
     with Server(tmp_path) as server:
         run_id = run_once(spec(server.uri))
         assert reader(server.uri, Path()).run(run_id).url.startswith(f"{server.uri}/#/experiments/")
-        with pytest.raises(RecordError, match="no record of it"):
+        with raises(problems.NO_RUN):
             reader(server.uri, Path()).run("0" * 32)
-        with pytest.raises(RecordError, match=r"experiment: there is no 'digit'; known here: .*digits"):
+        with raises(problems.NO_EXPERIMENT, got="digit", wanted=re.compile("digits")):
             reader(server.uri, Path()).runs("digit", 1)
 
 
@@ -227,7 +230,7 @@ def test_a_server_that_answers_with_nothing_is_no_mlflow_server_without_runs(
             if handler is _ShowsNothing:
                 assert store.runs(None, 10) == []
                 return
-            with pytest.raises(RecordError, match="answers, and not as an MLflow server does"):
+            with raises(problems.NO_MLFLOW):
                 store.runs(None, 10)
         finally:
             server.shutdown()

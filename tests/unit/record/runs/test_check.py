@@ -17,7 +17,8 @@ from lockstep.calls.record_check import check_record
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import RecordError, SpecError
+from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.codec import from_line, to_line
 from lockstep.record.events.union import Event, Failed, Finished, Opened, Restored, Started
 from lockstep.record.ledger.history import History
@@ -33,6 +34,7 @@ from lockstep.record.runs import heartbeat
 from lockstep.record.runs.check import COPIED
 from lockstep.spec.fields import Spec
 from lockstep.training.weights import save_weights
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
 from tests.unit.record.test_outage import recorded
@@ -191,10 +193,7 @@ def test_a_run_that_was_continued_elsewhere_is_not_told_from_its_old_folder(
     monkeypatch.undo()
     before, journal = in_mlflow(database, old.name, COPIED), (old / NAME).read_bytes()
     for call in (lambda: sync(old, again=True), lambda: check_record(old, database, repair=True)):
-        with pytest.raises(
-            SpecError,
-            match=rf"^run {old.name}: it was continued in '{new}', up to step 20 \({status}\); sync",
-        ):
+        with raises(problems.CONTINUED, run=old.name, folder=new, step=20, status=status):
             call()
         assert in_mlflow(database, old.name, COPIED) == before
         assert (old / NAME).read_bytes() == journal
@@ -211,7 +210,7 @@ def test_a_run_whose_damage_no_checkpoint_mends_is_not_finished(spec: Specs) -> 
     flip(folder, b'{"step":[7,')
     told = check_record(folder, "off", repair=True)
     assert [one.what for one in told if not one.mended][:1] == ["lacks steps 7 to 7; no checkpoint has them"]
-    with pytest.raises(RecordError, match="its ledger lacks step 7"):
+    with raises(problems.NOT_WHOLE, got="its ledger lacks step 7"):
         sync(folder, again=True)
     run = json.loads((folder / "run.json").read_text())
     assert run["status"] == "FAILED"
@@ -249,7 +248,7 @@ def test_an_end_that_the_journal_has_lost_is_told_and_written_again(
     cut(folder, left)
     if steps == "the tables":
         shutil.rmtree(folder / f"step-{STEPS:09d}")
-    with pytest.raises(SpecError, match=r"it is FINISHED, and its journal\.jsonl in '.*' has lost that end"):
+    with raises(problems.END_LOST, status="FINISHED", folder=folder):
         sync(folder, again=True)
     told = [one.what for one in check_record(folder, uri, repair=False)]
     assert told[-1] == "has lost the run's end: the run is FINISHED"
@@ -268,7 +267,7 @@ def test_an_end_after_steps_that_are_lost_everywhere_is_not_written_again(spec: 
     before = (folder / "run.json").read_bytes()
     (told,) = [one for one in check_record(folder, "off", repair=True) if not one.mended]
     assert told.what == "has lost the run's end: the run is FINISHED"
-    with pytest.raises(SpecError, match="has lost that end"):
+    with raises(problems.END_LOST):
         sync(folder, again=True)
     assert (folder / "run.json").read_bytes() == before
     assert read_parquet(folder / "ledger.parquet") == ROWS[:19], "the table has more than the journal"
@@ -421,11 +420,11 @@ def test_a_run_that_is_being_recorded_is_left_alone(spec: Specs) -> None:
     recorder = Recorder(spec())
     recorder.start()
     folder = recorder.run_folder()
-    with pytest.raises(RecordError, match="another process records it now"):
+    with raises(problems.LOCKED):
         check_record(folder, "off", repair=True)
     recorder.close()
 
 
 def test_without_a_journal_there_is_nothing_to_check(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"there is no journal\.jsonl"):
+    with raises(problems.NO_JOURNAL):
         check_record(tmp_path, "off", repair=False)

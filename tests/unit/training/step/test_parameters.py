@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import JobError
+from lockstep.training.step import problems
 from lockstep.training.step.parameters import ModuleWatch, short_parameters
+from tests.raised import raises
 
 
 def test_parameters_of_few_digits_are_told_and_others_not() -> None:
@@ -38,10 +38,10 @@ def test_a_module_that_is_taken_out_is_refused_and_so_is_a_parameter_in_an_empty
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     watch = ModuleWatch(model)
     model[1].bias = nn.Parameter(torch.zeros(2))
-    with pytest.raises(JobError, match=r"parameter '1.bias' was made after training had begun \(step 4\)"):
+    with raises(problems.PARAMETER_MADE, name="1.bias", where="step 4"):
         watch.check("step 4")
     model[1].bias = None
     watch.check("step 5")
     del model[1]
-    with pytest.raises(JobError, match=r"module '1' was taken out after training had begun \(step 6\)"):
+    with raises(problems.MODULE_CHANGED, name="1", got="was taken out", where="step 6"):
         watch.check("step 6")

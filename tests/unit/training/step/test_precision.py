@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import NumericsError
+from lockstep.training.step import problems
 from lockstep.training.step.precision import Precision
+from tests.raised import raises
 
 
 def overflowing_step(scale: float) -> Precision:
@@ -25,10 +25,7 @@ def overflowing_step(scale: float) -> Precision:
 
 def test_a_loss_scale_that_falls_to_zero_ends_the_run() -> None:
     """Nothing learns with it, however few steps in a row overflowed."""
-    with pytest.raises(
-        NumericsError,
-        match=r"^precision fp16: steps overflowed again and again and the loss scale fell to 0; ",
-    ):
+    with raises(problems.SCALE_FELL, got="steps overflowed again and again", scale=0):
         overflowing_step(2.0**-149)
 
 

@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import LockstepError, RecordError, first_line
+from lockstep.record import problems
+from lockstep.record.errors import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.database_lock import database_lock
 from lockstep.record.mirror.documents import without_password
-from lockstep.record.mirror.run_store import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.store_uri import check_uri, refused, unreachable
 
 _ENVIRONMENT = {
@@ -76,10 +77,7 @@ def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
 def identified(uri: str, found_id: str) -> str:
     """The id of what a store answered with. RecordError where it has none: whoever answers `{}` to everything is no MLflow server."""
     if not found_id:
-        raise RecordError(
-            f"record.uri: {without_password(uri)!r} answers, and not as an MLflow server does: what it returns has no id; see that the "
-            "address is MLflow's own, and no other program's or proxy's"
-        )
+        raise problems.NO_MLFLOW(uri=without_password(uri))
     return found_id
 
 
@@ -111,8 +109,8 @@ def translated(uri: str, *, again: bool = True) -> Iterator[None]:
             raise
         kind = _verdict(error)
         if kind is UnavailableError:
-            raise (UnavailableError if again else RecordError)(unreachable(uri, _reason(error))) from error
-        raise kind(refused(uri, _reason(error))) from error
+            raise unreachable(uri, _reason(error), UnavailableError if again else RecordError) from error
+        raise refused(uri, _reason(error), kind) from error
 
 
 def import_mlflow() -> None:
@@ -123,9 +121,7 @@ def import_mlflow() -> None:
     except ModuleNotFoundError as error:
         if error.name != "mlflow":
             raise
-        raise RecordError(
-            "record.uri: mlflow is not installed; pip install mlflow, or set record.uri=off"
-        ) from error
+        raise problems.MLFLOW_MISSING() from error
     for logger in (mlflow.__name__, "alembic"):
         logging.getLogger(logger).setLevel(logging.WARNING)
     # It logs each failure of a database with a traceback, and raises it as well: `translated` tells it in one line.

@@ -13,6 +13,7 @@ from lockstep.errors import RecordError
 from lockstep.files import as_text
 from lockstep.parsing import MOST_BYTES
 from lockstep.paths import beneath, read_beneath, read_bounded, shown
+from lockstep.record import problems
 from lockstep.record.events.metrics import Point
 from lockstep.record.ledger.replay import PROCESS
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
@@ -50,7 +51,7 @@ def _text(run_id: str, path: Path) -> str:
     try:
         return as_text(read_bounded(path, MOST_BYTES))
     except ValueError as error:
-        raise RecordError(f"run {run_id}: its {shown(path.name)} cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=run_id, file=shown(path.name), got=error) from error
 
 
 def _run(client: Any, uri: str, run_id: str) -> Any:
@@ -71,9 +72,7 @@ def _check_there(uri: str, what: str) -> None:
     """RecordError where the store would be a new file, which MLflow would create under any name."""
     database = database_path(uri) if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
-        raise RecordError(
-            f"{what}: there is no record at {without_password(uri)!r}; name its store with --uri"
-        )
+        raise problems.NO_STORE(what=what, uri=without_password(uri))
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
@@ -176,7 +175,7 @@ class MlflowReader:
             return []  # of a user who may see none
         if not chosen:
             available = ", ".join(sorted(self._experiments.values()))
-            raise RecordError(f"experiment: there is no {experiment!r}; known here: {available}")
+            raise problems.NO_EXPERIMENT(got=experiment, wanted=available)
         with translated(self._uri):
             results = self._client.search_runs(
                 chosen, filter_string=_OURS, max_results=limit, order_by=["attributes.start_time DESC"]

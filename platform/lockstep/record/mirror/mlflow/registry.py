@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import RecordError, first_line
+from lockstep.errors import first_line
+from lockstep.record import problems
 from lockstep.record.mirror.checkpoint_copies import checkpoint_tags
 from lockstep.record.mirror.mlflow.client import connecting, translated
 from lockstep.record.mirror.mlflow.models import Models
@@ -88,9 +89,8 @@ def _taken_back_on_failure(name: str, alias: str) -> Iterator[ExitStack]:
             try:
                 undo.close()
             except Exception as further:  # noqa: BLE001 - whatever it is, what is left has to be told
-                raise RecordError(
-                    f"promote: {first_line(error)}; and taking it back failed as well: {first_line(further)}; look at {name!r} and its alias "
-                    f"{alias!r} in MLflow, and give the command again"
+                raise problems.HALF_PROMOTED(
+                    got=first_line(error), further=first_line(further), name=name, alias=alias
                 ) from error
             raise
         undo.pop_all()

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.record import problems
 from lockstep.record.events.metrics import Point, store_key
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.final_model_files import FinalModel
@@ -102,9 +102,7 @@ class MlflowStore:
                 )  # another process was faster
         identified(self._uri, experiment.experiment_id)
         if experiment.lifecycle_stage != "active":
-            raise RecordError(
-                f"record.experiment: {self._experiment_name!r} was deleted in MLflow; restore it or name another"
-            )
+            raise problems.EXPERIMENT_DELETED(got=self._experiment_name)
         return str(experiment.experiment_id)
 
     def _create(self) -> None:
@@ -136,7 +134,7 @@ class MlflowStore:
             run = self._client.get_run(run_id)
             identified(self._uri, run.info.run_id)
             if run.info.lifecycle_stage != "active":
-                raise RecordError(f"run {run_id}: was deleted in MLflow; restore it to go on")
+                raise problems.RUN_DELETED(run=run_id)
             self._run_id, self._experiment_id = run_id, run.info.experiment_id
             self._params = dict(run.data.params)
             if run.info.status != "RUNNING" and run.info.end_time:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.training import whole_set
 from lockstep.training.evaluate import Evaluation, Row
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.child_process import in_child
 from lockstep.training.integrity.rehearsal.generators import OwnGenerators
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
@@ -130,11 +131,7 @@ class _Trial:
         for with_values, without_values in zip(with_it, without, strict=True):
             for name in {**with_values, **without_values}:
                 if with_values.get(name) != without_values.get(name):
-                    raise JobError(
-                        f"evaluation: {named([*left])} is left behind by an evaluation, and {name} of the first training micro-batch "
-                        "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
-                        "else; keep nothing in evaluation that training reads"
-                    )
+                    raise problems.EVALUATION_LEAVES(name=named([*left]), got=name)
 
     def handed_on(self, training: Callable[[], list[dict[str, str]]], left: Mapping[str, str]) -> list[str]:
         """The places in `left` that go from one evaluation micro-batch to the next: training does not write them, nor one evaluation anew."""
@@ -191,14 +188,8 @@ class _Trial:
 
     def _differs(self, metric: str, left: list[str]) -> LockstepError:
         if left:
-            return JobError(
-                f"evaluation: {named(left)} is kept from one micro-batch to the next, and {metric} depends on it; workers share out the "
-                "micro-batches, so each would have another value: return each micro-batch's own total and weight (lockstep.Mean)"
-            )
-        return DeterminismError(
-            f"evaluation: {metric} of the first micro-batch, computed again under one seed, has other bits; an operator is not "
-            "deterministic, or the job draws from a generator of its own, or keeps hidden state"
-        )
+            return problems.EVALUATION_KEEPS(name=named(left), got=metric)
+        return problems.EVALUATION_DIFFERS(got=metric)
 
 
 def check_modes(model: nn.Module) -> None:
@@ -216,10 +207,7 @@ def check_modes(model: nn.Module) -> None:
             pass
         for name, parameter in model.named_parameters():
             if tensor_digest(parameter) != digests[name]:
-                raise JobError(
-                    f"job.model: parameter {name!r} has other bits after train() and eval() of its modules, so the weights would depend on how "
-                    "often its worker evaluates; add nothing to weights in evaluation mode (in loralib merge_weights=False)"
-                )
+                raise problems.WEIGHTS_MERGED(name=name)
     finally:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), values, strict=True):

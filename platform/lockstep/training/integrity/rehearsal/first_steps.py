@@ -17,10 +17,11 @@ from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Shared, pack, sharing
 from lockstep.data.fingerprint import difference
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.job.interface import Job
 from lockstep.randomness import seed_all, update_key
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.layout import check_listed
 from lockstep.training.integrity.rehearsal.micro_batch import compute
 from lockstep.training.integrity.rehearsal.names_of_objects import HOOKS, memory_of, named
@@ -154,10 +155,7 @@ class FirstSteps:
                 if lost
                 else "something that changes with an update is in no checkpoint"
             )
-            raise JobError(
-                f"resume: {named(names)} has other bits after the second step if the run is taken up from a checkpoint after the first: {cause}; "
-                f"{advice}"
-            )
+            raise problems.NOT_RESUMED(name=named(names), got=cause)
         within = tuple(f"{place}{mark}" for place in known for mark in ".[")
         if any(place not in known and not place.startswith(within) for place in lost):
             warn(
@@ -238,11 +236,7 @@ class FirstSteps:
             return
         for before, (_, after) in zip(batches, fetched(), strict=True):
             if (location := difference(before, after)) is not None:
-                raise JobError(
-                    f"data: {named(changed)} is changed by an update, and the first micro-batches differ{location} with it: a batch is fetched before its "
-                    "step, with data.loader_processes in another process, so it is undefined which batch sees the change; "
-                    "after_step(model, step) must change nothing that the data read"
-                )
+                raise problems.DATA_CHANGED(name=named(changed), where=location)
 
     def _memories(self) -> list[Memory]:
         """What the job and its data hold, and what each optimizer does, including large arrays, which an update may write to."""

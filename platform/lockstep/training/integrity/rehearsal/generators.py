@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lockstep.errors import JobError
 from lockstep.job.interface import Job
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.object_state import (
     LONGEST,
     PLAIN,
@@ -53,11 +53,7 @@ class OwnGenerators:
         """JobError if any of these has gone on once more since."""
         still = [place for place in self.gone_on() if place in places]
         if still:
-            raise JobError(
-                f"data: {still[0]} is a generator of the job's own that each fetch draws on from, so a sample depends on what its process "
-                "fetched before; draw from the default generators or lockstep.rng(), which are seeded for each micro-batch, or seed "
-                f"{still[0]} from the sample's index in each fetch"
-            )
+            raise problems.DATA_GENERATOR(name=still[0])
 
 
 def of_training(job: Job, data: Any) -> OwnGenerators:

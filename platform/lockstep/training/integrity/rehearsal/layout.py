@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import JobError
 from lockstep.training.failure import job_at
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.object_state import same_bits
 
 
@@ -23,24 +23,28 @@ def check_layout(model: nn.Module) -> None:
     there = {what: tensor for what, tensor in named if not nn.parameter.is_lazy(tensor)}
     for what, tensor in there.items():
         if tensor.layout != torch.strided:
-            raise JobError(
-                f"job.model: {what} is of the layout {tensor.layout}, which is neither compared nor put back; hold it dense, or as "
-                "indices and values in two buffers, and make the sparse tensor from them in the forward"
+            raise problems.TENSOR_FORM(
+                name=what,
+                got=f"is of the layout {tensor.layout}, which is neither compared nor put back",
+                remedy="hold it dense, or as indices and values in two buffers, and make the sparse tensor from them in the forward",
             )
         if tensor.is_inference():
-            raise JobError(
-                f"job.model: {what} was made in torch.inference_mode(), so torch counts no writes to it; make it in torch.no_grad(), or give a "
-                "copy that is made outside: .clone()"
+            raise problems.TENSOR_FORM(
+                name=what,
+                got="was made in torch.inference_mode(), so torch counts no writes to it",
+                remedy="make it in torch.no_grad(), or give a copy that is made outside: .clone()",
             )
         if tensor.is_conj() or tensor.is_neg():
-            raise JobError(
-                f"job.model: {what} is a view that torch conjugates or negates when it is read, so its bits are not its values; "
-                "hold the values: .resolve_conj().resolve_neg()"
+            raise problems.TENSOR_FORM(
+                name=what,
+                got="is a view that torch conjugates or negates when it is read, so its bits are not its values",
+                remedy="hold the values: .resolve_conj().resolve_neg()",
             )
         if torch._debug_has_internal_overlap(tensor) == 1:
-            raise JobError(
-                f"job.model: {what} is expanded: several of its elements are one number in memory, which cannot be written to; "
-                "give each its own: .contiguous()"
+            raise problems.TENSOR_FORM(
+                name=what,
+                got="is expanded: several of its elements are one number in memory, which cannot be written to",
+                remedy="give each its own: .contiguous()",
             )
     plain = {what: value for what, value in there.items() if _has_address(value)}
     preceding: list[tuple[str, Tensor]] = []
@@ -61,10 +65,7 @@ def check_listed(model: nn.Module, where: str) -> None:
         if entry is tensor or not isinstance(entry, Tensor) or nn.parameter.is_lazy(tensor):
             continue
         if not same_bits(entry, tensor):
-            raise JobError(
-                f"job.model: its state_dict() gives other bits for {name!r} ({entry.dtype}) than the model computes with ({tensor.dtype}, {where}), so a "
-                "resumed run would go on with other weights; give every tensor as it is, and convert or merge weights after training"
-            )
+            raise problems.STATE_CONVERTED(name=name, got=entry.dtype, wanted=tensor.dtype, where=where)
 
 
 def _refuse(one: str, other: str) -> None:
@@ -72,14 +73,8 @@ def _refuse(one: str, other: str) -> None:
     if one.startswith("buffer"):
         return
     if other.startswith("buffer"):
-        raise JobError(
-            f"job.model: {other} is part of the memory of {one}, so putting it back after a micro-batch would undo updates; "
-            "register a copy (.detach().clone()), and move it in job.after_step(model, step)"
-        )
-    raise JobError(
-        f"job.model: {one} and {other} are two parameters in one piece of memory, which each update and average would change "
-        "twice; tie weights by the parameter itself: b.weight = a.weight"
-    )
+        raise problems.BUFFER_OF_PARAMETER(name=other, other=one)
+    raise problems.ONE_MEMORY(name=one, other=other)
 
 
 def _has_address(tensor: Tensor) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import JobError, NumericsError
 from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import rehearsal_key, seed_all
 from lockstep.training import problems
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
+from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
 from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.step.buffers import KeptBuffers
@@ -73,40 +73,41 @@ def check_norms(model: nn.Module, plan: Plan, samples: int, forward: Callable[[]
         for hook in hooks:
             hook.remove()
     if alone and plan.tokens is not None:
-        raise JobError(
-            f"job.model: {alone[0]!r} is a BatchNorm, and batch.tokens = {plan.tokens} leaves a micro-batch with one sample, which has no variance; raise "
-            "batch.tokens, or use a norm within each sample"
+        raise integrity_problems.BATCH_NORM(
+            name=alone[0],
+            reason=f"batch.tokens = {plan.tokens} leaves a micro-batch with one sample",
+            remedy="raise batch.tokens, or use a norm within each sample",
         )
     if alone:
-        raise JobError(
-            f"job.model: {alone[0]!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
-            "one sample, which has no variance; set data.drop_last=true or change batch.global"
+        raise integrity_problems.BATCH_NORM(
+            name=alone[0],
+            reason=f"the last step of an epoch of {plan.samples} samples has a micro-batch of one sample",
+            remedy="set data.drop_last=true or change batch.global",
         )
 
 
 def check_model(model: nn.Module) -> None:
     """JobError for a model that cannot be exact."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
+        raise integrity_problems.NOTHING_LEARNS()
     check_layout(model)
     check_listed(model, "at the start")
     _check_state(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise JobError(
-                f"job.model: {name or 'the model'!r} is compiled by the job itself, with settings that no identity covers; take "
-                "torch.compile out of the job, and set compile=true in the spec"
+            raise integrity_problems.COMPILED(
+                name=name or "the model",
+                got="the job itself, with settings that no identity covers",
+                remedy="take torch.compile out of the job",
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise JobError(
-                f"job.model: {name or 'the model'!r} is compiled by torch.jit, which hides its parameters; return the module "
-                "as it is, and set compile=true in the spec"
+            raise integrity_problems.COMPILED(
+                name=name or "the model",
+                got="torch.jit, which hides its parameters",
+                remedy="return the module as it is",
             )
         if isinstance(module, nn.SyncBatchNorm):
-            raise JobError(
-                f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "
-                "use BatchNorm (statistics of a micro-batch) or GroupNorm"
-            )
+            raise integrity_problems.SYNC_BATCH_NORM(name=name)
 
 
 def _check_state(model: nn.Module) -> None:
@@ -124,10 +125,7 @@ def _check_state(model: nn.Module) -> None:
     try:
         model.load_state_dict(model.state_dict())
     except (Exception, SystemExit) as error:
-        raise JobError(
-            f"job.model: its load_state_dict() does not take what its state_dict() gives, so no checkpoint could be resumed: "
-            f"{' '.join(str(error).split())}; what state_dict leaves out load_state_dict must not miss: with strict=False in one of the model's own"
-        ) from error
+        raise integrity_problems.STATE_REFUSED(got=" ".join(str(error).split())) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +264,7 @@ def _statistics(
     """The statistics of a micro-batch, with its loss and from `of_step`, where the job has such a method; added to its `results`. JobError where nothing takes them."""
     statistics = own_statistics(loss.statistics, module.phase.loss_label)
     if statistics and not takes_statistics(module.job):
-        raise JobError(
-            f"{module.phase.loss_label}: gives the statistic {next(iter(statistics))!r}, which nothing takes; write after_step(model, step, statistics)"
-        )
+        raise integrity_problems.STATISTICS_UNTAKEN(label=module.phase.loss_label, got=next(iter(statistics)))
     if overrides(module.job, "step_statistics"):
         statistics |= own_statistics(of_step(), "job.step_statistics")
     for name, value in statistics.items():
@@ -281,15 +277,9 @@ def _check_untouched(model: nn.Module, before: Container[str], where: str) -> No
     """JobError for a loss that makes parameters, or that has called backward() itself."""
     for name, parameter in model.named_parameters():
         if name not in before:
-            raise JobError(
-                f"parameter {name!r} was made by the loss ({where}), so no optimizer holds it; make it in job.model, "
-                "or with one of torch's lazy modules"
-            )
+            raise integrity_problems.PARAMETER_OF_LOSS(name=name, where=where)
         if parameter.grad is not None:
-            raise JobError(
-                f"job.loss: it has called backward() ({where}: {name!r} has a gradient already), which Lockstep does; "
-                "return the total, and take inner gradients with torch.autograd.grad"
-            )
+            raise integrity_problems.BACKWARD_CALLED(where=where, name=name)
 
 
 def _gradients(module: LossModule, where: str) -> dict[str, Tensor]:
@@ -328,10 +318,7 @@ def check_loss(
         raise problems.TOTAL_DETACHED(label=label)
     value, weight = number(total), number(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
-        raise NumericsError(
-            f"{label}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
-            "a division by zero or a logarithm of zero"
-        )
+        raise integrity_problems.FIRST_NOT_FINITE(label=label, got=value)
     if not math.isfinite(weight) or weight < 0:
         raise problems.LOSS_WEIGHT(label=label, got=weight)
     check_parts(label, loss.parts, phase)

@@ -31,7 +31,6 @@ from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import DeterminismError, JobError, SpecError
 from lockstep.job.interface import Job, Loss, Rows
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, model_key, rehearsal_key, seed_all
@@ -41,6 +40,7 @@ from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import filled_memory
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.failure import job_at
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.child_process import (
     LIMIT_S,
     TIMES_AS_LONG,
@@ -206,9 +206,7 @@ class StepRehearsal:
         try:
             return in_child(called, self.job, forked=self.forked, limit_s=self._limit_s())
         except NoChildError as reason:
-            raise SpecError(
-                f"sharding: the units of the model could not be found out: {reason}; set rehearsal=quick, with which every worker begins with the whole model"
-            ) from reason
+            raise problems.UNITS_UNKNOWN(got=reason) from reason
 
     def _compare_here(self, modules: Sequence[LossModule], firsts: Sequence[Computed]) -> None:
         """Compare the first micro-batch with itself after the second one, in this process, where no other can be forked.
@@ -304,10 +302,7 @@ class StepRehearsal:
             return
         other_last = run(partial(steps.other_last, fetched))
         if differing := [n for n, v in straight.updated.items() if other_last is None or other_last[n] != v]:
-            raise JobError(
-                f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
-                "a hook reads what the loss left behind: keep nothing from the loss for the update"
-            )
+            raise problems.LAST_MICRO_BATCH(name=named(differing))
         resumed = run(partial(steps.resumed, straight.saved, fetched))
         steps.check_resumed(straight, resumed, self.warn, self._left)
 
@@ -439,9 +434,7 @@ class StepRehearsal:
         every = make_sampler(self.spec, self.plan, self.batches.samples, count)
         keys = list(islice((key for key in every if len(key.ids)), len(count)))
         if not keys:
-            raise SpecError(
-                "data.without: leaves no sample to micro-batches 0 and 1 of any step, and a run is rehearsed on them; leave out fewer"
-            )
+            raise problems.NO_SAMPLE_TO_REHEARSE()
         return keys
 
     def _fetch(self, key: MicroBatch) -> Any:
@@ -470,10 +463,7 @@ class StepRehearsal:
             generators.refuse(gone_on)
         check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
         if drawn != drawn_again:
-            raise JobError(
-                "data: train_data keeps what it drew: the first micro-batch, fetched again under one seed, draws other random numbers, "
-                "so a sample depends on the process that fetched it first; cache what is read, and draw at each fetch"
-            )
+            raise problems.DATA_KEEP_DRAWS()
 
     def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
         """A micro-batch, and the state of the generators after it."""
@@ -532,10 +522,7 @@ class StepRehearsal:
         draws = Draws()
         again, drawn_again = self._compute(module, key), draws.state()
         if drawn != drawn_again:
-            raise JobError(
-                f"{module.phase.loss_label}: it keeps what it drew: a micro-batch, computed again under one seed, draws other random numbers, so a "
-                "draw depends on the worker that needed it first; draw it in job.model and keep it in a buffer, or draw at each call"
-            )
+            raise problems.KEEPS_DRAWS(label=module.phase.loss_label)
         if once.first_difference(again) is not None:
             self._same(once, again, before)
         return once
@@ -562,17 +549,9 @@ class StepRehearsal:
         changed = self._memory().changed_since(held)
         difference = before.first_difference(after)
         if difference is not None and changed:
-            raise JobError(
-                f"{named(changed)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
-                "micro-batches would get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
-                "updates it, or change it once a step in job.after_step(model, step)"
-            )
+            raise problems.KEPT(name=named(changed), got=difference)
         if difference is not None:
-            raise DeterminismError(
-                f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
-                "deterministic, or the job draws from a generator of its own, reads a clock, keeps hidden state, or reads what "
-                "job.after_step changes outside the model: draw from the default generators or from lockstep.rng(), and return state from job.state_dict()"
-            )
+            raise problems.REPEATED_OTHERWISE(got=difference)
         if changed:
             self._left |= {*changed}
             self.warn(

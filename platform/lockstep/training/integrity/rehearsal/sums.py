@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError
 from lockstep.job.interface import Loss
+from lockstep.training.integrity import problems
 from lockstep.training.step.means import number
 
 SURE, LIKELY = 0.05, 0.25
@@ -66,10 +66,7 @@ def check_sum(
             "small by the weight: give the sum of the losses, as with reduction='sum'"
         )
         return
-    raise JobError(
-        f"{text}: a mean, wanted the sum, for it is divided by the weight ({weight:g}) later; "
-        "use reduction='sum', or multiply the mean by the weight"
-    )
+    raise problems.MEAN_FOR_SUM(got=text, weight=f"{weight:g}")
 
 
 def told_compared(

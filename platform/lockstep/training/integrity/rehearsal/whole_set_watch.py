@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
-from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.training import whole_set
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 
 
@@ -41,9 +41,5 @@ class WholeSetWatch:
             self.values = [*self.values, after.values, *further]
         retained = [place for place in changed if before.keeps(place, after.values, *self.values)]
         if retained:
-            raise JobError(
-                f"evaluation: {named(retained)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
-                "worker has it; keep nothing in them: return what is to be recorded, and compute what training goes by in "
-                "job.after_step(model, step), on every worker"
-            )
+            raise problems.WHOLE_SET_KEEPS(got=named(retained))
         return result

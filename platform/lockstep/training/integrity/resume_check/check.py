@@ -21,6 +21,7 @@ from lockstep.errors import ResumeError
 from lockstep.record.events.union import ResumeChecked, StepRow, Tell, Warned
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check.due import Due, ProcessContext
 from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of, held_values
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
@@ -89,8 +90,8 @@ class SpareCheck:
         self._look_at = 0.0
         self._doubt = ""
         """What the last process found otherwise, before another one has confirmed it."""
-        self.refused = ""
-        """Why the run must not go on; empty as long as it may."""
+        self.refused: ResumeError | None = None
+        """Why the run must not go on; None as long as it may."""
 
     def saved(self) -> None:
         """Called when a save of the current state has begun, on all ranks. Takes it for a trial, if one is due."""
@@ -132,9 +133,9 @@ class SpareCheck:
 
     def agree(self) -> None:
         """Called by all ranks when they take no more steps. ResumeError on each where rank 0's check ends the run."""
-        refused: str = self._run.group.gather(self.refused)[0]
-        if refused:
-            raise ResumeError(refused)
+        refused: ResumeError | None = self._run.group.gather(self.refused)[0]
+        if refused is not None:
+            raise refused
 
     # --- one trial --------------------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class SpareCheck:
         if not self._doubt:
             self._doubt = how
             return  # the next look starts another process on the same checkpoint
-        self.refused = f"resume: a process that took up the checkpoint of step {trial.step} {how}; {ADVICE}"
+        self.refused = problems.RESUMED_OTHERWISE(step=trial.step, got=how, remedy=ADVICE)
         self._trial = None
 
     def _came_to_nothing(self, trial: Trial, why: str) -> None:
