@@ -31,7 +31,7 @@ def table_of(path: str, kind: str) -> str:
     if module is exit_codes:
         return exit_codes.table()
     problems = [value for value in vars(module).values() if isinstance(value, errors.Problem)]
-    return errors.table(problem for problem in problems if problem.error.__name__ == kind)
+    return errors.table(problem for problem in problems if problem.section == kind)
 
 
 HEAD = """# Every part of a job

@@ -34,9 +34,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lockstep.exit_codes import ExitCode
 
-ErrorT = TypeVar("ErrorT", bound="LockstepError")
-
-
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
 
@@ -85,6 +82,9 @@ class LockstepError(Exception):
         return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
 
 
+ErrorT = TypeVar("ErrorT", bound=LockstepError)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem(Generic[ErrorT]):
     """One kind of error as data: calling it with the facts of a case makes the error, and docs/failures.md has a row of it.
@@ -115,6 +115,11 @@ class Problem(Generic[ErrorT]):
         error.code, error.facts, error.evidence, error.remedy = self.code, values, evidence, remedy
         error.check, error.unclear, error.field = self.check, self.unclear, values.get("field", "")
         return error
+
+    @property
+    def section(self) -> str:
+        """The section of docs/failures.md: its class, or the one of the tree above that a room's own class is a kind of."""
+        return next(kind.__name__ for kind in self.error.__mro__ if kind.__module__ == __name__)
 
     @property
     def row(self) -> str:
