@@ -28,11 +28,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from lockstep.exit_codes import ExitCode
+
 
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
@@ -83,6 +84,7 @@ class LockstepError(Exception):
 
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)
+OtherT = TypeVar("OtherT", bound=LockstepError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,10 @@ class Problem(Generic[ErrorT]):
         error.code, error.facts, error.evidence, error.remedy = self.code, values, evidence, remedy
         error.check, error.unclear, error.field = self.check, self.unclear, values.get("field", "")
         return error
+
+    def of(self, kind: type[OtherT]) -> Problem[OtherT]:
+        """The same problem as an error of another class, where callers go by the class, such as whether to try again."""
+        return cast("Problem[OtherT]", replace(self, error=kind))  # type: ignore[arg-type]
 
     @property
     def section(self) -> str:
