@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep import train
-from lockstep.calls import problems
+from lockstep.calls.problems import FIELD_CHANGED, NOT_USED
 from lockstep.calls.resume import resume
 from lockstep.calls.sample_removal import resume_without
 from lockstep.calls.verify import verify
@@ -243,9 +243,9 @@ def test_ids_that_are_none_are_told_in_one_line(
 
 def test_ids_that_the_run_never_uses_and_other_changes_are_refused(tmp_path: Path) -> None:
     short = train(spec(tmp_path, length={"steps": 2}), local=True)
-    with raises(problems.NOT_USED, run=short.run_id):
+    with raises(NOT_USED, run=short.run_id):
         without(short, ids_in(tmp_path, WHOLE))
-    with raises(problems.FIELD_CHANGED, field="optimizer.lr", run=short.run_id):
+    with raises(FIELD_CHANGED, field="optimizer.lr", run=short.run_id):
         without(short, ids_in(tmp_path, WHOLE), "optimizer.lr=1.0")
 
 
