@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import struct
@@ -25,8 +26,8 @@ from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.interface import Reading, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
-from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
-from lockstep.training import read_relay, start
+from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.training import problems, read_relay, start
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.read_relay import Relay
@@ -34,6 +35,7 @@ from lockstep.training.weights import load_weights, save_weights
 from tests.distributed.pool import Pool
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
+from tests.raised import raises
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, state
@@ -233,7 +235,7 @@ def found_with_another_byte(storage: str, stray: int) -> Found:
 def test_a_byte_that_changes_on_the_way_is_told(pool: Pool, tmp_path: Path, stray: int) -> None:
     written(str(tmp_path))
     ranks = "1|2|3" if stray == 0 else "2"
-    with pytest.raises(DriftError, match=rf"rank ({ranks}) has read other bytes of .* than rank 0") as info:
+    with raises(problems.OTHER_BYTES, rank=re.compile(f"^({ranks})$")) as info:
         pool.run(4, raised, found_with_another_byte, str(tmp_path), stray)
     assert "\n" not in str(info.value)
 
@@ -303,7 +305,7 @@ def test_initial_weights_are_read_by_one_rank(pool: Pool, tmp_path: Path) -> Non
         path.unlink()
         if content:
             path.write_bytes(content)
-        with pytest.raises(SpecError, match="initial_weights: cannot read") as info:
+        with raises(problems.WEIGHTS_UNREADABLE) as info:
             load_weights(net(), path)
         assert pool.run(3, loaded_by_one, path) == [str(info.value)] * 3
 

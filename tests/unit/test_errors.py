@@ -49,14 +49,14 @@ PACKAGE = Path(errors.__file__).parent
 
 
 def problems() -> dict[str, Problem[Any]]:
-    """Every problem of the product, by the folder of its table and its name."""
+    """Every problem of the product, by the file of its room and its name."""
     found = {}
     for file in sorted(PACKAGE.rglob("problems.py")):
-        folder = file.parent.relative_to(PACKAGE).as_posix()
-        module = importlib.import_module(f"lockstep.{folder.replace('/', '.')}.problems")
+        path = file.relative_to(PACKAGE)
+        module = importlib.import_module(".".join(["lockstep", *path.with_suffix("").parts]))
         entries = {name: value for name, value in vars(module).items() if isinstance(value, Problem)}
         assert entries, file
-        found |= {f"{folder}.{name}": problem for name, problem in entries.items()}
+        found |= {f"{path.as_posix()}:{name}": problem for name, problem in entries.items()}
     return found
 
 
@@ -88,7 +88,7 @@ def test_codes_are_unique_and_every_problem_is_raised() -> None:
     assert len(set(codes)) == len(codes)
     sources = {file: file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "problems.py"}
     for name in PROBLEMS:
-        entry = name.partition(".")[2]
+        entry = name.partition(":")[2]
         assert any(re.search(rf"\b{entry}\b", text) for text in sources.values()), name
 
 
@@ -103,10 +103,19 @@ PASSED_ON = {"checks/bench.py": 3, "cli/records.py": 1, "spec/messages.py": 1}
 
 def lines_in_place() -> dict[str, int]:
     """How many errors each file makes otherwise than of a problem."""
-    kinds = {error.__name__ for error in tree(LockstepError)}
+    sources = {file: [*ast.walk(ast.parse(file.read_text()))] for file in PACKAGE.rglob("*.py")}
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for nodes in sources.values()
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    kinds = {LockstepError.__name__}
+    while more := {name for name, of in bases.items() if of & kinds} - kinds:
+        kinds |= more
     counts = {}
-    for file in PACKAGE.rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    for file, nodes in sources.items():
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         if made := sum(isinstance(call.func, ast.Name) and call.func.id in kinds for call in calls):
             counts[file.relative_to(PACKAGE).as_posix()] = made
     return counts
@@ -127,7 +136,7 @@ def test_the_page_has_a_table_for_every_kind_of_a_rooms_problems() -> None:
     page = (PACKAGE.parents[1] / "docs" / "failures.md").read_text()
     for name, problem in PROBLEMS.items():
         kind = problem.section
-        assert f"platform/lockstep/{name.partition('.')[0]}/problems.py ({kind})" in page, name
+        assert f"platform/lockstep/{name.partition(':')[0]} ({kind})" in page, name
         assert problem.row in page, name
 
 
