@@ -1,4 +1,4 @@
-"""Expects an error by what it is and says of its case: the words of its line may change."""
+"""Which of the product's problems a block raises: by its code and its facts, whatever words they are told in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
 
 def raises(problem: Problem[ErrorT], **facts: object) -> pytest.RaisesExc[ErrorT]:
-    """`pytest.raises` of a problem with these facts. A fact is equal to the text of the value, or a pattern that is found in it."""
+    """As `pytest.raises`, for an error of this problem with these among its facts; a compiled pattern has to be found in one."""
 
-    def is_problem(error: ErrorT) -> bool:
-        return error.code == problem.code and all(
-            wanted.search(error.facts[name]) is not None
-            if isinstance(wanted, re.Pattern)
-            else error.facts[name] == str(wanted)
-            for name, wanted in facts.items()
-        )
+    def is_told(name: str, wanted: object, error: ErrorT) -> bool:
+        told = error.facts.get(name, "")
+        return wanted.search(told) is not None if isinstance(wanted, re.Pattern) else str(wanted) == told
 
-    return pytest.raises(problem.error, check=is_problem)
+    def is_it(error: ErrorT) -> bool:
+        assert error.code == problem.code, error
+        assert all(is_told(name, wanted, error) for name, wanted in facts.items()), (error.facts, facts)
+        return True
+
+    return pytest.raises(problem.error, check=is_it)

@@ -28,9 +28,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lockstep.exit_codes import ExitCode
 
@@ -84,7 +84,6 @@ class LockstepError(Exception):
 
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)
-OtherT = TypeVar("OtherT", bound=LockstepError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,6 @@ class Problem(Generic[ErrorT]):
         error.code, error.facts, error.evidence, error.remedy = self.code, values, evidence, remedy
         error.check, error.unclear, error.field = self.check, self.unclear, values.get("field", "")
         return error
-
-    def of(self, kind: type[OtherT]) -> Problem[OtherT]:
-        """The same problem as an error of another class, where callers go by the class, such as whether to try again."""
-        return cast("Problem[OtherT]", replace(self, error=kind))  # type: ignore[arg-type]
 
     @property
     def section(self) -> str:

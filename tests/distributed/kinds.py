@@ -857,7 +857,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     OutOfSight: ("the loss, computed again under one seed, has other bits", "hidden state"),
     TotalIsAMean: ("job.loss: total is", "for its halves: a mean, wanted the sum", "reduction='sum'"),
     Scheduled: ("job.optimizer: the optimizer carries a learning-rate scheduler", "schedule"),
-    RateAfterwards: ("job.optimizer: an update changed the learning rate of group 0 from 0.1 to 0.01", "schedule"),
+    RateAfterwards: ("job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01 by an update", "schedule"),
     UpdateFromTheLoss: ("job.optimizer: the first update of '0.weight'", "ran last"),
     KeptMetric: ("evaluation: job.right and 1 more is kept from one micro-batch to the next", "eval/running", "lockstep.Mean"),
 }  # fmt: skip

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import StorageError
+from lockstep.training import problems
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step.weight_average import Average
 from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.step_kinds import Averaged
 from tests.distributed.training import Trained, train, train_attempt
+from tests.raised import raises
 
 AFTER: list[dict[str, Tensor]] = []
 """The weights after each update, as the job saw them."""
@@ -90,7 +91,7 @@ def test_an_average_that_no_checkpoint_keeps_is_another_one(tmp_path: Path) -> N
                 found.append(train_attempt(run, RUN, taken_up(run)))
             digested = kept(tmp_path / "digested")
             train_attempt(digested, RUN, AttemptOrigin(), 2)
-            with forgets, pytest.raises(StorageError, match="ema_digest was '"):
+            with forgets, raises(problems.OTHER_POSITION, name="ema_digest"):
                 train_attempt(digested, RUN, taken_up(digested))
         else:
             found.append(train_attempt(run, RUN, taken_up(run)))

@@ -23,9 +23,9 @@ from lockstep.errors import DeterminismError, JobError, JobImportError
 from lockstep.job.loading import load_job
 from lockstep.job.methods import check_methods
 from lockstep.randomness import model_key, seed_all, step_key, whole_batch_key
+from lockstep.training import problems
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.step import problems
 from lockstep.training.step.rows import StepRows
 from tests.distributed import batch_kinds
 from tests.distributed.batch_kinds import (
@@ -598,7 +598,7 @@ def test_a_loss_that_no_rows_of_a_step_give_a_gradient_is_refused() -> None:
             return Loss(rows.detach().sum(), len(rows))
 
     run = {**document(Triplets), "batch": {"global": 16, "micro": 1}}
-    with raises(problems.ROWS_DETACHED, label="job.batch_loss"):
+    with raises(problems.TOTAL_DETACHED, label="job.batch_loss"):
         train_job(run, Constant(None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import JobError, SpecError
+from lockstep.training.integrity import problems
 from tests.distributed.kinds import FEATURES, RUN, Kind, numbers, perceptron, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, train, train_attempt
+from tests.raised import raises
 
 K = 2
 
@@ -117,5 +120,5 @@ def test_a_micro_batch_of_one_picture_has_a_variance_and_one_of_one_vector_has_n
     one = train(pictures)
     assert [row.weight for row in one.steps] == [28, 4]
     assert pool.run(2, train, pictures) == [one] * 2
-    with pytest.raises(JobError, match="'1' is a BatchNorm, and the last step of an epoch of 32 samples"):
+    with raises(problems.BATCH_NORM, name="1", reason=re.compile("^the last step of an epoch of 32 samples")):
         train({"job": {"use": f"{__name__}:Vectors"}, **ragged})

@@ -7,6 +7,7 @@ identity, of the one that was not interrupted.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ import pytest
 from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import DeterminismError, SpecError
+from lockstep.errors import DeterminismError
+from lockstep.training import problems
 from tests.distributed.pool import Pool
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.raised import raises
 from tests.unit.test_source import forget
 
 RUN = "run"
@@ -183,10 +186,9 @@ def test_an_input_that_nobody_named_is_refused_where_it_changed(
     assert saved(project).identity == stopped.identity
     change, told = CHANGES[way]
     change(project)
-    with pytest.raises(
-        SpecError, match=rf"^resume: {told} in the run, which would go on with other bits; put it back, or"
-    ):
+    with raises(problems.OTHER_IDENTITY, remedy="put it back") as refused:
         resumed(project, way)
+    assert re.match(f"resume: {told} in the run", refused.value.evidence)
     other = whole(project, way)
     assert other.weights_digest != undisturbed.weights_digest
     assert other.identity != undisturbed.identity
@@ -248,7 +250,7 @@ def test_what_loader_processes_read_is_found(project: Path, monkeypatch: pytest.
     begin(project, "loader", loader_processes=1)
     assert saved(project).identity_fields["variable.OF_LOADER"] == "1"
     monkeypatch.setenv("OF_LOADER", "2")
-    with pytest.raises(SpecError, match=r"^resume: variable\.OF_LOADER is '2' and was '1' in the run"):
+    with raises(problems.OTHER_IDENTITY, name="variable.OF_LOADER", got="'2'", wanted="'1'"):
         resumed(project, "loader", loader_processes=1)
 
 

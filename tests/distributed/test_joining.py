@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import ClusterError
+from lockstep.training.elastic import problems
 from tests import lake
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.survivors import Change, JoiningWorker, Outlived, outlive
 from tests.distributed.test_survivors import DIGITS, check, undisturbed
 from tests.distributed.training import Document, train, train_attempt
+from tests.raised import raises
 
 
 class Placed(Plain):
@@ -61,8 +63,7 @@ def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: s
         "data": (PLACED, JoiningWorker(environment={"WHERE_DATA_IS": "elsewhere"}), r"data\.train\.\w+"),
         "processor": (PLACED, JoiningWorker(probe="0123456789abcdef"), "numerics_probe"),
     }[differs]
-    told = rf"^rank 1, which has just joined, has a different {name} than the others, and cannot train with them$"
-    with pytest.raises(ClusterError, match=told):
+    with raises(problems.OTHER_WORKER, rank=1, got=re.compile(f"^{name}$")):
         outlive(
             document,
             1,
@@ -105,7 +106,7 @@ def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
     if versions:
         check(joined(), train_attempt(document, "alone", AttemptOrigin(table_versions=versions)), [0, 1])
     else:
-        with pytest.raises(ClusterError, match="which has just joined, has a different data"):
+        with raises(problems.OTHER_WORKER, got=re.compile("^data")):
             joined()
 
 

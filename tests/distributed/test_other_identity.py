@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import SpecError
+from lockstep.training import problems
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.raised import raises
 from tests.unit.test_source import forget
 
 RUN = "run"
@@ -91,7 +92,7 @@ def test_a_changed_file_of_the_job_is_refused_however_it_is_imported(project: Pa
     path, old, new = CHANGES[what]
     begin(project)
     text = (project / path).read_text().replace(old, new)
-    with pytest.raises(SpecError, match=rf"^resume: job\.source\.{path} is '\w+' and was '\w+' in the run"):
+    with raises(problems.OTHER_IDENTITY, name=f"job.source.{path}"):
         resumed(project, lambda: (project / path).write_text(text))
 
 
@@ -110,12 +111,12 @@ def test_what_is_unchanged_is_resumed_to_the_same_bits(project: Path) -> None:
 
 def test_defaults_of_params_are_part_of_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(project)
-    with pytest.raises(SpecError, match=r"^resume: job\.params\.noise is 2\.0 and was 0\.1 in the run"):
+    with raises(problems.OTHER_IDENTITY, name="job.params.noise", got="2.0", wanted="0.1"):
         resumed(project, lambda: monkeypatch.setenv("NOISE", "2.0"))
 
 
 def test_true_is_not_1_and_1_is_a_float_where_the_param_is(project: Path) -> None:
     begin(project, limit=1, rate=1)
-    with pytest.raises(SpecError, match=r"^resume: job\.params\.limit is True and was 1 in the run"):
+    with raises(problems.OTHER_IDENTITY, name="job.params.limit", got="True", wanted="1"):
         resumed(project, limit=True, rate=1)
     assert resumed(project, rate=1.0, noise=0.1, where="there").summary["step"] == 4

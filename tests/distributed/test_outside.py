@@ -16,17 +16,19 @@ import pytest
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.cli.proofs import as_text
-from lockstep.errors import DriftError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.proof.difference import Unwatched
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import replay_here
 from lockstep.proof.spans import Span
 from lockstep.proof.verification import Verified, verify
 from lockstep.spec.loading import load_spec
+from lockstep.training import problems
 from tests.distributed.outside_kinds import HONEST, KINDS, Kind, source, text, undo
 from tests.distributed.pool import Pool
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.raised import raises
 from tests.unit.test_source import forget
 
 RUN = "run"
@@ -149,9 +151,10 @@ def test_the_refusal_of_another_first_micro_batch_names_what_the_job_asks_for(
     job = project / "project" / "job_of_outside.py"
     job.write_text(job.read_text().replace("* scale", "* SCALE"))
     attempt(project, 2)
-    with pytest.raises(
-        LockstepError,
-        match=r"resume: first_micro_batch is .*\(the job asks for .*time\.monotonic \(job_of_outside\.py:\d+\)\)",
+    with raises(
+        problems.OTHER_IDENTITY,
+        name="first_micro_batch",
+        remedy=re.compile(r"\(the job asks for .*time\.monotonic \(job_of_outside\.py:\d+\)\)"),
     ):
         attempt(project, None)
 
@@ -184,9 +187,11 @@ def test_a_file_that_differs_between_workers_is_refused_by_name(
         shutil.copytree(project / "project", project / f"rank{rank}")
     assert len({one.identity for one in pool.run(2, on_a_worker, str(project), {})}) == 1
     (project / "rank1" / "config.json").write_text("2.5")
-    with pytest.raises(
-        DriftError,
-        match=r"file\.config\.json: rank 0 has '\w+', rank 1 has '\w+'; the job reads it: give every worker the same file",
+    with raises(
+        problems.IDENTITIES_DIFFER,
+        name="file.config.json",
+        rank=1,
+        remedy="the job reads it: give every worker the same file",
     ):
         pool.run(2, on_a_worker, str(project), {})
 

@@ -26,7 +26,7 @@ from lockstep.checkpoint.storage.interface import Reading, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
-from lockstep.training import read_relay, start
+from lockstep.training import problems, read_relay, start
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.read_relay import Relay
@@ -34,6 +34,7 @@ from lockstep.training.weights import load_weights, save_weights
 from tests.distributed.pool import Pool
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
+from tests.raised import raises
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, state
@@ -303,7 +304,7 @@ def test_initial_weights_are_read_by_one_rank(pool: Pool, tmp_path: Path) -> Non
         path.unlink()
         if content:
             path.write_bytes(content)
-        with pytest.raises(SpecError, match="initial_weights: cannot read") as info:
+        with raises(problems.WEIGHTS_UNREADABLE) as info:
             load_weights(net(), path)
         assert pool.run(3, loaded_by_one, path) == [str(info.value)] * 3
 

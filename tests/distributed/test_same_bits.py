@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.errors import CorruptionError
+from lockstep.training.integrity import problems
 from lockstep.training.step.reduction import LATENCY_BYTES
 from tests.distributed.covering import covering, pairs, showing_each_value
 from tests.distributed.pool import Pool
@@ -36,6 +37,7 @@ from tests.distributed.training import (
 )
 from tests.distributed.under_torchrun import launch
 from tests.forked import Forked
+from tests.raised import raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -328,7 +330,8 @@ def test_buffers_that_are_not_restored_give_other_bits_on_other_workers(pool: Po
 
 
 def test_ranks_with_buffers_of_their_own_are_found_out(pool: Pool) -> None:
-    with pytest.raises(
-        CorruptionError, match=r"after step 1 the workers have different weights, first in '0.mean'; which is"
+    with raises(
+        problems.OTHER_BITS,
+        got=re.compile("^after step 1 the workers have different weights, first in '0.mean'; which is"),
     ):
         pool.run(2, train_buffers_apart, {**centred(), "rehearsal": "off"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -18,15 +19,17 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.data import Table
-from lockstep.errors import DataError, DriftError, JobError, SpecError
+from lockstep.errors import DataError, JobError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, Warned
 from lockstep.spec.loading import load_spec
+from lockstep.training import problems
 from lockstep.training.determinism import determinism
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.training import Document, Trained, train, train_attempt, train_job
+from tests.raised import raises
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
 
 RUN = "tabular"
@@ -212,9 +215,11 @@ def test_a_resume_on_changed_data_is_refused_with_the_file(tmp_path: Path) -> No
         tmp_path / "train" / "part-1.parquet",
         row_group_size=BLOCK,
     )
-    with pytest.raises(
-        SpecError,
-        match=r"^resume: data\.train\.file\.part-1\.parquet is '550 rows in 11 blocks, .* and was '550 rows in 11 blocks, ",
+    with raises(
+        problems.OTHER_IDENTITY,
+        name="data.train.file.part-1.parquet",
+        got=re.compile("^'550 rows in 11 blocks, "),
+        wanted=re.compile("^'550 rows in 11 blocks, "),
     ):
         train_attempt(spec, RUN, taken_up(tmp_path / "runs"))
 
@@ -223,9 +228,7 @@ def test_workers_with_other_data_are_told_which(pool: Pool, tmp_path: Path) -> N
     for rank, seed in enumerate((1, 3)):
         write(tmp_path / str(rank) / "train", TRAIN_ROWS, seed)
         write(tmp_path / str(rank) / "eval", EVAL_ROWS, 2)
-    with pytest.raises(
-        DriftError, match=r"^data\.train\.file\.part-0\.parquet: rank 0 has '550 rows .*, rank 1 has '550 "
-    ):
+    with raises(problems.IDENTITIES_DIFFER, name="data.train.file.part-0.parquet", rank=1):
         pool.run(2, train_on_own_data, document(tmp_path), str(tmp_path))
 
 

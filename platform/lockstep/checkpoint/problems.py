@@ -152,6 +152,7 @@ LOST = Problem(
     "checkpoint.storage.lost",
     LostFileError,
     "checkpoint.storage: cannot {verb} {path!r}: {got}",
+    shown="checkpoint.storage: cannot … '…': No such file or directory`, `… Not a directory`, `… Input/output error",
     cause="the file was deleted, or its disk cannot read it",
     advice="put it back, or mend the disk",
 )

@@ -569,7 +569,11 @@ def make_plan(spec: Spec, job: Job, train_data: Any) -> Plan:
             by_length=by_length,
         )
     except ValueError as error:
-        advice = "lower batch.global or set data.drop_last=false" if samples else "give train_data samples"
+        advice = (
+            "lower batch.global or set data.drop_last=false"
+            if samples
+            else "train_data holds no sample: give it some"
+        )
         raise problems.NO_PLAN(got=error, remedy=advice) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -17,7 +18,7 @@ from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import FileEntry, Manifest
-from lockstep.checkpoint.reader import Checkpoint, load, load_newest, verify
+from lockstep.checkpoint.reader import Checkpoint, _Verified, load, load_newest, verify
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checkpoint.storage.interface import hashed
@@ -123,6 +124,12 @@ def test_every_flipped_bit_of_a_tensor_file_is_detected(saved: Path, local: RunF
         file.write_bytes(changed)
         with raises(problems.DAMAGED, got=re.compile("its hash is not the one in its manifest")):
             load(Checkpoint.of(local, 2))
+
+
+def test_a_file_that_ends_while_it_is_read_is_told_as_such() -> None:
+    entry = FileEntry("ledger.a0001.r0000.bin", "ledger", "bytes", 3, "0" * 64)
+    with raises(problems.OTHER_CONTENT, got="it ends 1 bytes too early"):
+        _Verified(io.BytesIO(b"12"), entry).all()
 
 
 class Hostile:

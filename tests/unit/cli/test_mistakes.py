@@ -302,11 +302,11 @@ DATA: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     ),
     "train_data() returns nothing": ("def train_data(self): ...", {}, 1, ["job.train_data: returned NoneType, wanted a map-style dataset"]),
     "train_data() returns a DataLoader": (
-        "def train_data(self):\n    return DataLoader(points(32))", {}, 1, ["job.train_data: returned a DataLoader; return its dataset"]
+        "def train_data(self):\n    return DataLoader(points(32))", {}, 1, ["job.train_data: returned a DataLoader, wanted a map-style dataset", "return its dataset"]
     ),
     "eval_data() returns a DataLoader": ("def eval_data(self):\n    return DataLoader(points(32))", {}, 1, ["job.eval_data: returned a DataLoader"]),
     "train_data() is a stream": (
-        "def train_data(self):\n    return Stream()", {}, 1, ["job.train_data: Stream is an IterableDataset", "map-style", "TarShards"]
+        "def train_data(self):\n    return Stream()", {}, 1, ["job.train_data: returned Stream, an IterableDataset", "map-style", "TarShards"]
     ),
     "train_data() returns tensors": ("def train_data(self):\n    return points(32).tensors", {}, 1, ["a tuple of 2 Tensors", "TensorDataset"]),
     "train_data() returns all splits": ("def train_data(self):\n    return {'train': points(32)}", {}, 1, ["job.train_data: returned dict"]),
@@ -398,7 +398,7 @@ TRAINING: dict[str, tuple[str, list[str]]] = {
     ),
     "optimizer() returns a list of something else": (
         "def optimizer(self, model):\n    return [torch.optim.SGD(model.parameters()), None]",
-        ["job.optimizer: returned a list, wanted one torch.optim.Optimizer or a list of them", "set the schedule in the spec"],
+        ["job.optimizer: returned a list, wanted one torch.optim.Optimizer or a list of them", "the schedule is the spec's"],
     ),
     "optimizer() returns Lightning's pair": ("def optimizer(self, model):\n    return [1], [2]", ["job.optimizer: returned a tuple"]),
     "optimizer() returns a name": ("def optimizer(self, model):\n    return 'adam'", ["job.optimizer: returned str"]),

@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import lockstep
-from lockstep.errors import JobError
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.generators import OwnGenerators, of_training
+from tests.raised import raises
 
 KEYS = ([0, 1], [2, 3])
 MODULES = np.random.default_rng(5)
@@ -160,7 +161,5 @@ def test_the_line_names_it_and_a_cache_that_fills_later_is_let_go() -> None:
     own.refuse(["eval_data.rng"])
     data[5]
     own.look()
-    with pytest.raises(
-        JobError, match=r"data: eval_data.rng is a generator of the job's own .* seed eval_data.rng"
-    ):
+    with raises(problems.DATA_GENERATOR, name="eval_data.rng"):
         own.refuse(["eval_data.rng"])

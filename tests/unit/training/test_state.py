@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
-from lockstep.errors import JobError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
+from lockstep.training.problems import OTHER_STATE, SHARED_APART
 from lockstep.training.state import (
     Best,
     TrainState,
@@ -187,9 +188,7 @@ def test_a_state_that_does_not_fit_is_one_line_of_the_checkpoint(
         del saved[section]
     else:
         change(saved[section])
-    with pytest.raises(
-        StorageError, match=rf"^checkpoint: its state does not fit this run: .*{told}"
-    ) as info:
+    with raises(OTHER_STATE, got=re.compile(told)) as info:
         state_over(names).restore(saved)
     assert "\n" not in str(info.value)
 
@@ -272,11 +271,7 @@ def test_what_a_job_holds_in_one_memory_is_in_one_memory_again_or_refused(apart:
 
     packed = pack(state(Window(apart=False)).sections(), "state")
     job = Window(apart=apart)
-    with (
-        pytest.raises(JobError, match="job/history and job/newest share memory where state_dict")
-        if apart
-        else nullcontext()
-    ):
+    with raises(SHARED_APART, name="job/history", other="job/newest") if apart else nullcontext():
         state(job).restore(
             unpack(packed.skeleton, {name: one.clone() for name, one in packed.tensors.items()})
         )  # type: ignore[union-attr]

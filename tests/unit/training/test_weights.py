@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from lockstep import files
-from lockstep.errors import SpecError, StorageError
+from lockstep.training import problems
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.weights import load_weights, read_tensors, save_streamed, save_weights
 from tests.live_bytes import counted
+from tests.raised import raises
 
 
 def model(width: int = 3) -> nn.Module:
@@ -62,7 +64,7 @@ def test_all_tensors_are_asked_for_where_a_streamed_file_cannot_be_written(tmp_p
     """Other ranks send them, and would wait."""
     asked: list[str] = []
     (tmp_path / "weights").write_text("a file in the place of the folder")
-    with pytest.raises(StorageError, match="the weights are not saved"):
+    with raises(problems.WEIGHTS_UNWRITABLE):
         save_streamed(
             tmp_path / "weights" / "x.safetensors",
             {"b": torch.empty(3, device="meta"), "a": torch.empty(3, device="meta")},
@@ -107,25 +109,21 @@ def test_file_that_holds_no_weights(tmp_path: Path, content: bytes | None) -> No
     path = tmp_path / "w.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(
-        SpecError, match=r"^initial_weights: cannot read .*w\.safetensors.*safetensors file"
-    ) as info:
+    with raises(problems.WEIGHTS_UNREADABLE, path=path) as info:
         load_weights(model(), path)
     assert "\n" not in str(info.value)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
     (path,) = save_weights(tmp_path, {"final": model(width=4).state_dict()})
-    with pytest.raises(
-        SpecError, match=r"^initial_weights: .* does not fit the job's model: .*size mismatch"
-    ) as info:
+    with raises(problems.OTHER_WEIGHTS, path=path, got=re.compile("size mismatch")) as info:
         load_weights(model(), path)
     assert "\n" not in str(info.value)
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.joinpath("weights").write_text("a file where the folder should be")
-    with pytest.raises(StorageError, match=r"^checkpoint\.storage: cannot write"):
+    with raises(problems.WEIGHTS_UNWRITABLE):
         save_weights(tmp_path, {"final": model().state_dict()})
 
 

@@ -128,7 +128,7 @@ class Lane:
         try:
             self._note(what, error)
         except RecordError as disk:
-            raise problems.OTHER.of(UnavailableError)(got=disk) from disk
+            raise disk.as_kind(UnavailableError) from disk
 
     # --- the thread -----------------------------------------------------------------------------------------
 

@@ -216,8 +216,8 @@ class FolderStore(RunStore):
         except FileNotFoundError as error:
             raise problems.CANNOT_COPY(path=path, target=target, got=error.strerror) from error
         except OSError as error:
-            raise problems.CANNOT_COPY.of(UnavailableError)(
-                path=path, target=target, got=error.strerror
+            raise problems.CANNOT_COPY(path=path, target=target, got=error.strerror).as_kind(
+                UnavailableError
             ) from error
 
     def ended(self) -> Ended | None:
@@ -233,8 +233,8 @@ class FolderStore(RunStore):
         try:
             write_text(self._folder / "run.json", as_json(self._run))
         except OSError as error:
-            raise problems.CANNOT_WRITE.of(UnavailableError)(
-                path=self._folder, got=error.strerror or error
+            raise problems.CANNOT_WRITE(path=self._folder, got=error.strerror or error).as_kind(
+                UnavailableError
             ) from error
 
 

@@ -40,14 +40,14 @@ def remedy(reason: str) -> str:
 
 def unreachable(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
     """The error of a store that does not answer."""
-    return problems.UNREACHABLE.of(kind)(
+    return problems.UNREACHABLE(
         uri=without_password(uri), got=without_password(reason), remedy=remedy(reason) or _START
-    )
+    ).as_kind(kind)
 
 
 def refused(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
     """The error of a store that refuses a call."""
-    return problems.REFUSES.of(kind)(uri=without_password(uri), got=reason, remedy=remedy(reason))
+    return problems.REFUSES(uri=without_password(uri), got=reason, remedy=remedy(reason)).as_kind(kind)
 
 
 def check_uri(uri: str) -> None:

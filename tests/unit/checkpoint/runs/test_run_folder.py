@@ -21,6 +21,7 @@ from lockstep.checkpoint.layout import MANIFEST, file_name, staging_folder, step
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.retention import Keep
+from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checkpoint.storage.interface import Storage
@@ -85,6 +86,14 @@ def test_a_run_id_that_leads_elsewhere_is_refused(tmp_path: Path, run_id: str) -
     for make in (RunFolder.create, RunFolder.open):
         with raises(problems.RUN_ID, run=run_id):
             make(LocalStorage(tmp_path), run_id)
+
+
+def test_a_step_that_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = RunFolder.create(LocalStorage(tmp_path), "run-a")
+    write_checkpoint(run.claim(), 2, state(2))
+    with raises(problems.NO_STEP, run="run-a", got=1, wanted=2):
+        claim(str(tmp_path), "run-a", 1)
+    assert claim(str(tmp_path), "run-a", 2).step == 2
 
 
 @everywhere

@@ -18,6 +18,7 @@ from lockstep.checkpoint.errors import (
     StaleAttemptError,
     TakenError,
 )
+from lockstep.checkpoint.storage import local, object_store
 from lockstep.checkpoint.storage.interface import PIECE, Item, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import StorageError
@@ -62,6 +63,19 @@ def test_a_range_is_read_by_itself(storage: Storage) -> None:
         storage.fill("run/x/file", 5118, memoryview(bytearray(3)))
     with raises(problems.LOST, verb="read", path=re.compile("run/x/none$")):
         storage.fill("run/x/none", 0, memoryview(bytearray(3)))
+
+
+@everywhere
+def test_a_file_that_is_too_large_for_one_read_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (local, object_store):
+        monkeypatch.setattr(kind, "LARGEST_READ", 3)
+    storage.write("run/x/file", [b"123"], staging=STAGING)
+    assert storage.read("run/x/file") == b"123"
+    storage.write("run/x/file", [b"1234"], staging=STAGING)
+    with raises(problems.TOO_LARGE, path=re.compile("run/x/file$"), wanted=3):
+        storage.read("run/x/file")
 
 
 @everywhere
@@ -182,6 +196,17 @@ def test_an_object_store_that_is_not_there_is_told_without_credentials(s3: str) 
     with raises(problems.FAILED, verb="write", path="s3://no-such-bucket/x/file") as raised:
         storage.write("file", [b"1"], staging="")
     assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_s3_without_boto3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "find_spec", lambda name: None)
+    with raises(problems.BOTO3_MISSING):
+        open_storage("s3://bucket/x")
+
+
+def test_a_key_that_leads_elsewhere_is_refused(s3: str) -> None:
+    with raises(problems.KEY_LEADS_OUT):
+        open_storage(f"s3://bucket/x?{s3}").read("../file")
 
 
 def test_a_wrong_uri_is_told_without_credentials() -> None:

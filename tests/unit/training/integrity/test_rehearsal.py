@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import JobError, NumericsError
+from lockstep.errors import JobError
 from lockstep.training.determinism import determinism
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, rehearse
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.precision import Precision
+from tests.raised import raises
 
 CPU = torch.device("cpu")
 
@@ -81,7 +83,7 @@ def test_memory_that_was_never_written_is_found() -> None:
         def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
             return lockstep.Loss((model(batch) * torch.empty(2)).sum(), len(batch))
 
-    with pytest.raises(NumericsError, match="very first micro-batch"):
+    with raises(problems.FIRST_NOT_FINITE):
         rehearsed(Unwritten(None), Normed())
 
 
