@@ -62,10 +62,12 @@ def evaluations(result: dict[str, Any]) -> list[Any]:
 def beside(process: subprocess.Popen[str]) -> psutil.Process:
     """The process that evaluates for a command, once there is one."""
     until = time.monotonic() + 300
+    began = psutil.Process(process.pid).create_time()
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()
-        if there := named(PROCESS, among=psutil.process_iter()):
-            return there[0]
+        there = named(PROCESS, among=psutil.process_iter())
+        if mine := [one for one in there if one.create_time() > began]:
+            return mine[0]
         time.sleep(0.02)
     raise AssertionError("no process evaluates")
 
@@ -98,7 +100,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     killed.communicate()
     psutil.wait_procs([evaluates], timeout=60)
     assert not evaluates.is_running()
-    words = ["resume", folder.name, "--json", "--storage", str(tmp_path / "killed"), "--uri", "off"]
+    words = ["resume", folder.name, "--json", "--uri", "off", f"checkpoint.storage={tmp_path / 'killed'}"]
     local = ["--local"] if "--local" in where else []
     again = subprocess.run(
         [sys.executable, "-m", "lockstep", *words, *local],

@@ -153,7 +153,10 @@ class Checkpoints:
         best, pending = self.spec.checkpoint.keep_best, self.state.pending
         if best is None or not self.spec.evaluate.delay:
             return frozenset()
-        steps = {self.history.best_step(best.metric, best.mode), pending and pending.step}
+        steps = {
+            self.history.best_step(best.metric, best.mode),
+            None if pending is None else pending.step,
+        }
         return frozenset(step for step in steps if step is not None)
 
     def make_up(self, *, evaluated: bool) -> None:
