@@ -90,6 +90,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.watching
 	$(BIN)/python -m tests.benchmarks.agreement
 	$(BIN)/python -m tests.benchmarks.self_check
+	$(BIN)/python -m tests.benchmarks.evaluation_beside
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.full_sharding
 	$(BIN)/python -m tests.benchmarks.whole_batch

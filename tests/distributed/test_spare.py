@@ -28,8 +28,8 @@ from lockstep.errors import ResumeError
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.resume_check import launch
 from lockstep.training.integrity.resume_check.check import is_checked
-from lockstep.training.integrity.resume_check.due import ProcessContext
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Request, Taken
+from lockstep.training.spare_process import ProcessContext
 from tests.cluster.shipped import SHIPPED
 from tests.distributed import kinds, late_kinds
 from tests.distributed.pool import Pool
@@ -343,7 +343,7 @@ def test_the_check_changes_no_bit(tmp_path: Path) -> None:
 
 WAITS = """
 import os, sys, time
-from lockstep.training.integrity.resume_check.process import make_way
+from lockstep.training.spare_process import make_way
 make_way(int(sys.argv[1]))
 print(os.getpid(), os.getpriority(os.PRIO_PROCESS, 0), flush=True)
 time.sleep(60)

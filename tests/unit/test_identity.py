@@ -32,6 +32,8 @@ def digest(*overrides: str, **facts: Any) -> str:
         "record.uri=off",
         "name=another",
         "determinism.recheck=0.01",
+        "evaluate.beside=true",  # nothing is decided by an evaluation
+        "evaluate.delay=7",
     ],
 )
 def test_placement_is_no_part_of_the_identity(override: str) -> None:
@@ -181,3 +183,19 @@ def test_a_section_that_is_left_out_is_told_by_what_the_other_one_has() -> None:
     before, after = load_spec(document), load_spec(document, ["early_stop={patience: 2}"])
     names = [one.name for one in changed_fields(before, after)]
     assert names == ["early_stop.metric", "early_stop.mode", "early_stop.patience"]
+
+
+def test_when_an_evaluation_decides_is_identity_where_it_does_and_who_makes_it_is_not() -> None:
+    rule = "early_stop={patience: 2}"
+    at_once, later = digest(rule), digest(rule, "evaluate.beside=true")
+    assert (
+        later
+        == digest(rule, "evaluate.delay=next")
+        == digest(rule, "evaluate.beside=true", "evaluate.delay=next")
+    )
+    assert (
+        at_once
+        == digest(rule, "evaluate.delay=0")
+        == digest(rule, "evaluate.beside=true", "evaluate.delay=0")
+    )
+    assert len({at_once, later, digest(rule, "evaluate.delay=7")}) == 3

@@ -217,3 +217,17 @@ def test_a_population_evaluates_and_saves_where_it_meets() -> None:
     assert found.base.checkpoint.every is not None
     assert found.base.checkpoint.every.steps == 7
     assert load_sweep(found.document()) == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"spec": {**BASE, "evaluate": {"beside": True}}}, "spec.evaluate.beside: got True"),
+        ({"spec": {**BASE, "evaluate": {"delay": 3}}}, "spec.evaluate.delay: got 3"),
+        ({"space": {"evaluate.delay": {"choice": [0, 4]}}}, "space.evaluate.delay: got "),
+    ],
+)
+def test_a_sweep_goes_by_evaluations_that_decide_at_once(changed: dict[str, Any], field: str) -> None:
+    given = {"spec": BASE, "space": {"seed": {"randint": [0, 9]}}, "trials": 8, **changed}
+    with pytest.raises(SpecError, match=f"^{field}.*leave it out"):
+        load_sweep(given)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -126,8 +127,11 @@ class AsyncSaver:
         sections: Mapping[str, Tree | Block],
         facts: Facts | None = None,
         sharing: Sharing = lambda share: (),
+        kept: Collection[int] = (),
     ) -> Pause:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
+
+        The checkpoints of the steps in `kept` are kept as long as later saves name them too.
 
         The writer thread calls `sharing` on the rank that publishes, and again after a failed try.
         Raises JobError for what no checkpoint can hold, and RuntimeError after `close` and where the machine starts no thread. Any
@@ -142,10 +146,10 @@ class AsyncSaver:
             return Pause(waited_s, 0.0)
         try:
             self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
-            work = _Save(self, step, self._copied, facts or Facts(), sharing)
+            work = _Save(self, step, self._copied, facts or Facts(), sharing, frozenset(kept))
         except StorageError as error:
             self._copied = None
-            work = _Save(self, step, error, Facts(), sharing)
+            work = _Save(self, step, error, Facts(), sharing, frozenset(kept))
         work.pause = Pause(waited_s, time.perf_counter() - began - waited_s)
         thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
         thread.start()
@@ -196,9 +200,16 @@ class _Save:
     """One save, from its copy to its report."""
 
     def __init__(
-        self, saver: AsyncSaver, step: int, copied: Snapshot | StorageError, facts: Facts, sharing: Sharing
+        self,
+        saver: AsyncSaver,
+        step: int,
+        copied: Snapshot | StorageError,
+        facts: Facts,
+        sharing: Sharing,
+        kept: frozenset[int],
     ) -> None:
         self.saver, self.step, self.copied, self.facts, self.sharing = saver, step, copied, facts, sharing
+        self.kept = kept
         self.pause = Pause(0.0, 0.0)
         self.used = 0  # tries
 
@@ -267,7 +278,11 @@ class _Save:
                     saver.attempt, None if saver._uncleared is None else {*saver._uncleared, self.step}
                 )
                 saver._uncleared = set()
-            return tuple(saver._catalogue.prune(saver.keep, whole=self.step)), None
+            return tuple(
+                saver._catalogue.prune(
+                    replace(saver.keep, pinned=saver.keep.pinned | self.kept), whole=self.step
+                )
+            ), None
         except LockstepError as error:
             return (), str(error)
 

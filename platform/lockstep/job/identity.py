@@ -29,6 +29,9 @@ _ORIGIN = ("initial_weights", "fork")
 """Where a run's first state comes from: no part of its identity, which has the digest of what lies there."""
 
 
+DELAY = "evaluate.delay"
+"""The field with the steps after which an evaluation decides. A run in which none decides about bits, or each does at once, has no such field."""
+
 FIRST_MICRO_BATCH = "first_micro_batch"
 """The field with the digest of what the run's first micro-batch gives at the initial weights: loss, parts, gradients and buffers."""
 
@@ -128,6 +131,9 @@ def _sections(spec: Spec) -> dict[str, Any]:
     document["batch"] = _stated(document["batch"], ("tokens",))
     document["early_stop"] = _stated(document["early_stop"] or {}, ("threshold",))
     document["evaluate"] = _stated(document["evaluate"], ("limit",))
+    delay = document["evaluate"].pop("delay")
+    if delay and spec.early_stop is not None:
+        document["evaluate"][DELAY.partition(".")[2]] = delay
     fields = {name: encoded(value) for name, value in _flat(document)}
     if (without := fields.pop("data.without")) is not None:
         fields["data.without"] = described(without)

@@ -67,6 +67,8 @@ SPEC = {
     "evaluate.every.epochs": "epochs between evaluations",
     "evaluate.every.steps": "steps between evaluations",
     "evaluate.limit": "evaluate the first so many samples of a set alone; null: all",
+    "evaluate.beside": "a process beside rank 0 evaluates while training goes on; the metrics are the same bits",
+    "evaluate.delay": "steps after which an evaluation decides, at most until the next one is due (next); default: next with evaluate.beside, else 0",
     "evaluate.sets": "by the name of a set, where eval_data returns several: its own `every` and `limit`",
     "evaluate.sets.every": "every N epochs or every N steps, exactly one of the two; null: as evaluate.every says",
     "evaluate.sets.every.epochs": "epochs between evaluations",

@@ -37,7 +37,7 @@ from lockstep.spec.section import Section
 PLACEMENT = frozenset({"name", "sharding", "workers", "checkpoint", "record", "faults", "rehearsal", "alert"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
 
-PLACEMENT_FIELDS = {"data": "loader_processes", "determinism": "recheck"}
+PLACEMENT_FIELDS = {"data": "loader_processes", "determinism": "recheck", "evaluate": "beside"}
 """By section, the field that is placement though its section is not."""
 
 RECHECK = "determinism.recheck"
@@ -124,12 +124,21 @@ class EvaluationSet(Section):
     limit: PositiveInt | None = None
 
 
+def _delay(given: dict[str, Any]) -> int | Literal["next"]:
+    return "next" if given.get("beside") else 0
+
+
 class Evaluate(Section):
-    """When the held-out data are evaluated, and how many samples of them; the end of the run always is."""
+    """When the held-out data are evaluated, how many samples of them, and when that decides; the end of the run always is evaluated.
+
+    `delay` is in steps; `next` stands for the steps until another evaluation is due.
+    """
 
     every: Every = Every(epochs=1)
     limit: PositiveInt | None = None
     sets: dict[str, EvaluationSet] = Field(default={})
+    beside: bool = False
+    delay: NonNegativeInt | Literal["next"] = Field(default_factory=_delay)
 
     def of(self, name: str) -> EvaluationSet:
         """The cadence and the limit of the set `name`, which is empty where the job has one set without a name."""
@@ -342,6 +351,11 @@ class Spec(Section):
             raise ValueError(
                 "sharding: got 'full' with reduction native, and the workers' rows are summed along the exact tree alone; set reduction=exact, or set "
                 "sharding=optimizer"
+            )
+        if self.evaluate.beside:
+            raise FieldError(
+                "evaluate.beside",
+                "got true with sharding full, where no process has the whole weights to evaluate; set evaluate.beside=false, or set sharding=optimizer",
             )
         if self.compile:
             raise ValueError(

@@ -228,6 +228,22 @@ class SweepSpec(Section):
     budget: Budget = Budget()
 
     @model_validator(mode="after")
+    def _decides_at_once(self) -> Self:
+        evaluate = self.spec.get("evaluate")
+        given = (
+            {f"spec.evaluate.{name}": value for name, value in evaluate.items()}
+            if isinstance(evaluate, dict)
+            else {}
+        )
+        given |= {f"space.{field}": "a field" for field in self.space}
+        for field, value in given.items():
+            if field.partition(".")[2] in ("evaluate.beside", "evaluate.delay") and value:
+                raise ValueError(
+                    f"{field}: got {shown(value)}, and a sweep goes by each evaluation before the next step of its trial; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for field, domain in self.space.items():
             if field.partition(".")[0] in _FIXED:

@@ -1,7 +1,7 @@
 """When the state of a run is saved.
 
 All ranks save at the same steps: the plan says when if the cadence counts epochs or steps; rank 0 votes in the step's
-exchange if it counts seconds. With `keep_best` they also save after an evaluation that is the best so far, which all ranks know. A failed save is reported and training goes on, unless a newer attempt has taken this
+exchange if it counts seconds. With `keep_best` they also save after an evaluation that is the best so far, which all ranks know, and where one begins that decides later. A failed save is reported and training goes on, unless a newer attempt has taken this
 one's place: then this attempt ends. A run whose last save failed has not finished: see `unsaved`.
 """
 
@@ -113,10 +113,12 @@ class Checkpoints:
         return self.origin is not None and (agreed or at_cadence or self._is_best())
 
     def _is_best(self) -> bool:
-        """Whether the current state is the one to keep: it has just been evaluated, and is the best so far."""
+        """Whether the current state is the one to keep: it has just been evaluated and is the best so far, or may turn out to be when its evaluation decides."""
         best, counters = self.spec.checkpoint.keep_best, self.state.counters
-        if best is None or counters.step == 0 or counters.evaluated != counters.step:
+        if best is None or counters.step == 0 or self.state.evaluation_begun != counters.step:
             return False
+        if self.state.pending is not None:
+            return True
         return self.history.best_step(best.metric, best.mode) == counters.step
 
     def save(self) -> None:
@@ -143,8 +145,19 @@ class Checkpoints:
         )
         rows = self.history.saving()
         blocks = rows.blocks() if self.group.rank == 0 else {}
-        saver.save(step, {**sections, **blocks}, facts, _sharing(rows))
+        saver.save(step, {**sections, **blocks}, facts, _sharing(rows), self._kept())
         self._end_if_stale(saver)
+
+    def _kept(self) -> frozenset[int]:
+        """The steps whose checkpoints stay though their manifests have no metrics: the best one, and the one whose evaluation is pending."""
+        best, pending = self.spec.checkpoint.keep_best, self.state.pending
+        if best is None or not self.spec.evaluate.delay:
+            return frozenset()
+        steps = {
+            self.history.best_step(best.metric, best.mode),
+            None if pending is None else pending.step,
+        }
+        return frozenset(step for step in steps if step is not None)
 
     def make_up(self, *, evaluated: bool) -> None:
         """Save the current state if a save is due here: the previous attempt may have been lost while writing it.
@@ -209,7 +222,7 @@ class Checkpoints:
             self._failed(SaveFailed(self.state.counters.step, Pause(0.0, 0.0), 1, error))
             return None
         rule = self.spec.checkpoint
-        best = rule.keep_best
+        best = None if self.spec.evaluate.delay else rule.keep_best  # else `_kept` names it
         return AsyncSaver(
             attempt,
             rank=self.group.rank,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,28 +12,22 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.table_pins import pinned
-from lockstep.errors import nearest
 from lockstep.files import private
 from lockstep.job.inputs.variables import reads_of, variables_noted
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
 from lockstep.plan import Position
 from lockstep.record.events.union import (
-    Alive,
     Document,
-    EvaluationRow,
     Finished,
     PeakMemory,
     Started,
     StepRow,
     Straggling,
     Tell,
-    Warned,
     tell_nobody,
 )
 from lockstep.spec.fields import Spec
-from lockstep.training import problems
-from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
@@ -50,7 +42,7 @@ from lockstep.training.elastic.recovery import (
     let_in,
     regrouped,
 )
-from lockstep.training.failure import job_at
+from lockstep.training.evaluation.evaluations import Evaluations
 from lockstep.training.final_results import kept, peak_memory, summarise
 from lockstep.training.final_test import tested
 from lockstep.training.integrity.resume_check.check import SpareCheck
@@ -58,9 +50,7 @@ from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
-from lockstep.training.setup import Run, check_followed, prepare
-from lockstep.training.state import tensors
-from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.setup import Run, prepare
 from lockstep.training.step.compiled import NAME as COMPILED
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
@@ -159,9 +149,10 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
         run.checkpoints(seat.tell, seat.requests, seat.origin) as checkpoints,
         closing(run.loader()) as batches,
         SpareCheck(run, seat.tell, checkpoints) as check,
+        Evaluations(run, seat.tell, seat.origin) as evaluations,
     ):
         checkpoints.hasty = hasty
-        ending = take_steps(run, seat, clock, checkpoints, batches, check, regroups=hasty)
+        ending = take_steps(run, seat, clock, checkpoints, evaluations, batches, check, regroups=hasty)
         if ending == "unwanted":
             return None
         if ending == "regrouping":
@@ -180,6 +171,7 @@ def take_steps(
     seat: Seat,
     clock: Clock,
     checkpoints: Checkpoints,
+    evaluations: Evaluations,
     batches: Loader,
     check: SpareCheck,
     *,
@@ -189,7 +181,7 @@ def take_steps(
     tell, requests, origin = seat.tell, seat.requests, seat.origin
     pace, watch = Pace(run.group), Watch(run, origin)
     evaluated_before = run.state.counters.evaluated
-    over = catch_up(run, tell)
+    over = evaluations.catch_up()
     if not goes_on(run, requests):
         return "unwanted"
     checkpoints.make_up(evaluated=run.state.counters.evaluated > evaluated_before)
@@ -211,8 +203,7 @@ def take_steps(
         if result.stop and not is_last:
             return "stopped"
 
-        due = run.evaluate.due(position) if run.evaluate is not None else []
-        over = bool(due) and evaluate(run, position, due, tell)
+        decided, over = evaluations.after(position)
         if checkpoints.due(position, agreed=result.save):
             run.inputs.agree(run.group, run.facts, position.number, tell)
             with watch.saving():
@@ -221,7 +212,7 @@ def take_steps(
         clock.leave_out()
         if over or ends_replay(position, origin):
             break
-        if due and not is_last and not goes_on(run, requests):
+        if decided and not is_last and not goes_on(run, requests):
             return "unwanted"
         if result.regroup and not is_last:
             return "regrouping"
@@ -254,16 +245,6 @@ def goes_on(run: Run, requests: Requests) -> bool:
     return bool(run.group.gather(decision)[0])
 
 
-def catch_up(run: Run, tell: Tell) -> bool:
-    """Make the evaluation that the previous attempt did not get to, if one is due. Returns whether the run is already over."""
-    counters, rule = run.state.counters, run.spec.early_stop
-    if counters.step > counters.evaluated:
-        last = run.plan.position(counters.step - 1)
-        if run.evaluate is not None and (due := run.evaluate.due(last)):
-            return evaluate(run, last, due, tell)
-    return rule is not None and run.state.best.enough(rule)
-
-
 def note_step(run: Run, row: StepRow) -> None:
     """Add the row of a finished step to the history: from here on the step counts as done."""
     run.state.metrics |= {
@@ -271,58 +252,3 @@ def note_step(run: Run, row: StepRow) -> None:
         **{f"train/{name}": value for name, value in row.parts.items()},
     }
     run.history.add(row)
-
-
-def evaluate(run: Run, position: Position, due: Sequence[str], tell: Tell) -> bool:
-    """Evaluate the current model on the sets that are due. Returns whether the run should end here."""
-    assert run.evaluate is not None
-    began, step = time.perf_counter(), position.number
-    rule, over = run.spec.early_stop, False
-    with run.state.averaged():
-        if run.state.job_weights is not None:
-            run.evaluate.restore_buffers_by(KeptBuffers(run.state.model).restore)
-        try:
-            metrics = run.evaluate(run.state.model, due, lambda: tell(Alive()))
-        finally:
-            run.evaluate.restore_buffers_by(run.step.buffers.restore)
-        best = replace(run.state.best)  # the weights are copied while they are shown
-        if rule is not None and run.evaluate.is_of(rule.metric, due):
-            over = best.judge(
-                rule,
-                _named(metrics, rule.metric),
-                step,
-                tensors(run.state),
-                lambda: beside_weights(run.state.model, run.job, run.state.settings.changed),
-            )
-    run.step.agreement.check()  # before it is reported: a reported evaluation is of bits that all ranks have
-    # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
-    run.state.best = best
-    tell_unripe_average(run, tell)
-    row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
-    if all(run.evaluate.is_of(name, due) for name in run.state.schedule.metrics):
-        check_followed(run.state.schedule, metrics)  # a metric of the whole set may be known only now
-    with job_at(f"the schedule after the evaluation of step {step}"):
-        run.state.schedule.evaluated(metrics)
-    run.state.counters.evaluated = step
-    run.state.metrics |= metrics
-    run.history.add_evaluation(row)
-    tell(row)
-    for name, text in run.evaluate.figures.items():
-        tell(Document(f"evaluations/step-{step:09}/{name}", text))
-    return over
-
-
-def tell_unripe_average(run: Run, tell: Tell) -> None:
-    """Warn, once, where an evaluation decides what is kept and the average that it judges is not one yet."""
-    rules = {"early_stop": run.spec.early_stop, "checkpoint.keep_best": run.spec.checkpoint.keep_best}
-    rule = next((name for name, value in rules.items() if value is not None), None)
-    if rule is not None and run.state.average is not None:
-        for text in run.state.average.told_where_it_decides(run.state.counters.updates, rule):
-            tell(Warned(text))
-
-
-def _named(metrics: Mapping[str, float], name: str) -> float:
-    """The metric of the evaluation that a rule uses. SpecError where there is none of that name."""
-    if name not in metrics:
-        raise problems.NO_METRIC(field="early_stop.metric", got=name, hint=nearest(name, metrics))
-    return metrics[name]

@@ -672,3 +672,11 @@ AUXILIARY_UNREADABLE = Problem(
     cause="a file beside the weights was changed or deleted",
     advice="restore the file",
 )
+
+OTHER_EVALUATOR = Problem(
+    "evaluate.other_process",
+    DriftError,
+    "it has a different {got} than the run",
+    cause="a warning with `evaluate.beside`: the code, a package or a variable has changed since the run began, so the workers evaluate by themselves",
+    advice="nothing: the metrics are the same bits",
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.files import as_text
 from lockstep.job.identity import (
+    DELAY,
     FIRST_MICRO_BATCH,
     PARAM,
     differences,
@@ -68,10 +69,11 @@ def facts_of(
     settings: Settings,
     *,
     fork: str | None,
+    followed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The facts of a run, which its record begins with: identity and its fields, environment, seeds, workers and plan.
 
-    `versions` are the fields for the versions of changing tables. `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
+    `versions` are the fields for the versions of changing tables, `followed` the metrics that the schedule follows. `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
     device, strict = group.device, spec.determinism == "strict"
     imported = imported_by(spec.job.use, job)
@@ -94,6 +96,7 @@ def facts_of(
             **versions,
             **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **({DELAY: spec.evaluate.delay} if followed and spec.evaluate.delay else {}),
             **settings.fields(),
             **variables,
             **external.fields,

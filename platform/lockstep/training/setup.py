@@ -348,6 +348,7 @@ def make_facts(
         first,
         settings,
         fork=start and start.parent,
+        followed=state.schedule.metrics,
     )
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 

@@ -119,7 +119,7 @@ def _load(
     return loaded and loaded._replace(checkpoint=replace(loaded.checkpoint, storage=store))
 
 
-_SHARDED = frozenset({"model", "optimizer", "ema", "best"})
+_SHARDED = frozenset({"model", "optimizer", "ema", "best", "evaluation"})
 """The sections whose tensors are sharded."""
 
 

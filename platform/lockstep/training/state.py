@@ -19,7 +19,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training import problems
-from lockstep.training.auxiliary_state import copied, unlisted_tensors
+from lockstep.training.auxiliary_state import beside_weights, copied, unlisted_tensors
 from lockstep.training.modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
@@ -100,6 +100,27 @@ class Best:
 
 
 @dataclass(slots=True)
+class Pending:
+    """An evaluation that has begun after a step and that decides at a later one, with what it evaluates, as copies in host memory."""
+
+    step: int
+    epoch: int
+    labels: list[str]
+    """Of the sets that it takes."""
+    weights: dict[str, Any] | None
+    """Tensors, and a `Shard` of each that is sharded. None where they are those of the state that has just been restored."""
+    beside: dict[str, Any]
+    """What the model computes with besides."""
+
+    @classmethod
+    def of(cls, state: TrainState, epoch: int, labels: Sequence[str]) -> Pending:
+        """An evaluation of what the model holds now. Call it within `state.averaged()`."""
+        beside = copied(beside_weights(state.model, state.job, state.settings.changed))
+        weights = {name: _copied(value) for name, value in tensors(state).items()}
+        return cls(state.counters.step, epoch, [*labels], weights, beside)
+
+
+@dataclass(slots=True)
 class TrainState:
     """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run.
 
@@ -120,6 +141,8 @@ class TrainState:
     compiled: CompiledLosses | None = None
     """Computes the losses, where the spec has `compile`."""
 
+    pending: Pending | None = field(init=False, default=None)
+    """The evaluation that has begun and has not decided yet, if there is one."""
     job_weights: JobWeights | None = field(init=False, default=None)
     """The weights that the job evaluates, where it has an `eval_weights`."""
     sharding: FullSharding | None = field(init=False, default=None)
@@ -162,6 +185,11 @@ class TrainState:
     def epoch(self, plan: Plan) -> int:
         """Whole epochs done."""
         return plan.position(self.counters.step).epoch
+
+    @property
+    def evaluation_begun(self) -> int:
+        """Steps done when the newest evaluation began."""
+        return self.counters.evaluated if self.pending is None else self.pending.step
 
     @property
     def mirrored(self) -> MirroredOptimizer | None:
@@ -251,7 +279,15 @@ class TrainState:
             "job": dict(self.job.state_dict()),
             **({} if self.average is None else {"ema": self._standing(self.average_state())}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
+            **({} if self.pending is None else {"evaluation": self._pending_section(self.pending)}),
         }
+
+    def _pending_section(self, pending: Pending) -> dict[str, Any]:
+        """The pending evaluation. Where it is of the current state, its weights are not held twice."""
+        values = {name: getattr(pending, name) for name in Pending.__slots__}
+        if pending.step == self.counters.step:
+            return {**values, "weights": None, "beside": {}}
+        return {**values, "weights": self._standing(pending.weights)}
 
     def sections_on_all_ranks(self) -> dict[str, Any]:
         """`sections` without what ranks have parts of: of a mirrored optimizer, the parameter groups alone. No rank waits for another."""
@@ -352,6 +388,10 @@ class TrainState:
             best = sections["best"]
             self.best = Best(**{**best, "weights": best["weights"] and self._shards(best["weights"])})
             self.metrics = dict(sections["metrics"])
+            pending = sections.get("evaluation")
+            self.pending = pending and Pending(
+                **{**pending, "weights": pending["weights"] and self._shards(pending["weights"])}
+            )
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise problems.OTHER_STATE(got=" ".join(str(error).split())) from error
         if sections["job"]:

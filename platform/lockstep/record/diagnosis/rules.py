@@ -306,9 +306,10 @@ class Diagnosis:
 
     def _evaluation(self, row: EvaluationRow) -> Iterator[Diagnosed]:
         loss = row.metrics.get("eval/loss", math.nan)
-        recent = [step_row.loss for step_row in self._open] or (
-            [self._windows[-1].loss] if self._windows else []
-        )
+        # An evaluation may be told some steps later than the one that it is of.
+        recent = [step_row.loss for step_row in self._open if step_row.step <= row.step] or [
+            window.loss for window in self._windows if window.first <= row.step
+        ][-1:]
         if not math.isfinite(loss) or not recent or loss <= 0:
             return
         self._evaluations.append((row, statistics.fmean(recent[-WINDOW:])))

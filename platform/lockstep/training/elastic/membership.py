@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a worker is: steps done, and steps done at its last evaluation. Ordered from less to more."""
+    """How far a worker is: steps done, steps done at the last evaluation that has decided, and at the last one that has begun. Ordered from less to more."""
 
     step: int
     evaluated: int
+    begun: int = 0
 
 
 class Arrival(NamedTuple):

@@ -18,10 +18,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,11 @@ class Recovery(Protocol):
         """
 
 
+def progress_of(state: TrainState) -> Progress:
+    """How far a worker with this state is."""
+    return Progress(state.counters.step, state.counters.evaluated, state.evaluation_begun)
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says that another worker, or the connection to it, is lost. An error of this rank's own does not."""
     return kind_of(error).kind == "peer"
@@ -109,7 +114,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
         ):  # the row of the newest update is lost, so only a checkpoint can go on
             break
         try:
-            met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
+            met = recovery.regroup(seat, progress_of(run.state))
             if met is None:
                 break
             if planned:  # all have come, so nobody waits in the old group any more
@@ -181,8 +186,8 @@ def agree_on_state(
 
     `take_back` is called with that one's steps. ClusterError where the ranks then differ.
     """
-    counters, own_memory = state.counters, bool(state.job.state_dict())
-    own_progress = Progress(counters.step, counters.evaluated) if holds else None
+    own_memory = bool(state.job.state_dict())
+    own_progress = progress_of(state) if holds else None
     every: list[tuple[Progress | None, bool]] = group.gather((own_progress, own_memory))
     holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
     source = min(holding, key=lambda rank: (holding[rank], rank))
@@ -207,16 +212,18 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
     """
     is_source = group.rank == source
     facts, rows = group.given((run.facts, run.history.handed()) if is_source else None, source)
-    # A fork's origin is known from its checkpoint, which a joining worker does not read.
-    mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
-    others = [
-        difference.name
-        for difference in differing(facts["fields"], completed(mine, facts["fields"], run.spec))
-    ]
+    others = other_fields(run, facts["fields"])
     for rank, names in enumerate(group.gather(others)):
         if names:
             raise problems.OTHER_WORKER(rank=rank, got=names[0])
     return run if holds else replace(run, facts=facts, history=History.of(rows))
+
+
+def other_fields(run: Run, fields: Mapping[str, Any]) -> list[str]:
+    """The names of the identity's values by which this process, which has no checkpoint of the run, would compute otherwise than one with these `fields`."""
+    # A fork's origin is known from its checkpoint, which a joining worker does not read.
+    mine = {**run.facts["fields"], "fork": fields.get("fork")}
+    return [difference.name for difference in differing(fields, completed(mine, fields, run.spec))]
 
 
 def hand_over(group: Group, state: TrainState, source: int) -> None:

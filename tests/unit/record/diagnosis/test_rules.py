@@ -116,6 +116,16 @@ FAULTS: dict[str, list[Recorded]] = {
 }
 
 
+def test_an_evaluation_that_is_told_late_is_held_against_the_training_loss_of_its_step() -> None:
+    """One that a process beside training has made: the loss that training has come to meanwhile says nothing of it."""
+    rows = steps(150, loss=lambda step: 6.0 if step <= 40 else 0.2)
+    late = [row._replace(step=30, epoch=0) for row in evaluated([6.1])]
+    diagnosis = rules.Diagnosis()
+    for row in [*rows, *late, *(row._replace(step=35) for row in late)]:
+        assert [one.rule for one in diagnosis.take(row)] == []
+    assert all(train > 1.0 for _, train in diagnosis._evaluations)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named_once_and_nothing_else_is(fault: str) -> None:
     found = rules.of(FAULTS[fault])

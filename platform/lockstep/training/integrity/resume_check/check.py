@@ -22,12 +22,13 @@ from lockstep.record.events.union import ResumeChecked, StepRow, Tell, Warned
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.resume_check.due import Due, ProcessContext
+from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of, held_values
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
 from lockstep.training.integrity.resume_check.memory_room import lacking_memory
 from lockstep.training.integrity.resume_check.request import NotTried, Refused, Request, Taken
 from lockstep.training.setup import Run
+from lockstep.training.spare_process import ProcessContext
 
 SHARE = 300
 """A check is due once so many times the processor time of the last one have passed: 0.33 % of the run at most."""

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessContext:
-    """What a new process of the run is started with: as it was before the first step, for an outage leaves nothing of what a job has changed since."""
-
-    environment: Mapping[str, str]
-    path: Sequence[str]
-    """Where modules are looked up."""
-    folder: str
-    """The working directory."""
-
-    @classmethod
-    def here(cls) -> ProcessContext:
-        return cls(dict(os.environ), list(sys.path), str(Path.cwd()))
+from lockstep.training.spare_process import ProcessContext
 
 
 @dataclass(slots=True)

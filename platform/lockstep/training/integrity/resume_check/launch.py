@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import IO, Protocol
 
 from lockstep.training.integrity.resume_check.request import Answer, Request
-from lockstep.training.worker_environment import sent_environment
-
-# Not `-m`: what the trainer imports from may be on no path that a new interpreter knows, such as the folder of a run's recorded source.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lockstep.training.integrity.resume_check.process import main; main(*map(int, sys.argv[2:]))"
-)
-
-_MOST_SAID = 2000
-"""So much of what a process has printed last may be in a warning."""
+from lockstep.training.spare_process import SpareInterpreter
 
 
 class Spare(Protocol):
@@ -49,54 +35,33 @@ class SpareProcess:
             pickle.dump(request, asked)
             asked.seek(0)
             self._answer: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
-            self._printed: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
-            descriptors = (asked.fileno(), self._answer.fileno())
-            # python -O, -X and their like are settings of the run.
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            words = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(request.context.path)]
-            self._process = subprocess.Popen(
-                [*words, *map(str, descriptors), str(os.getpid())],
-                cwd=request.context.folder,
-                env={**request.context.environment, **sent_environment()},
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=self._printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # no terminal's signals, and it can be ended with all that it started
+            self._process = SpareInterpreter(
+                "lockstep.training.integrity.resume_check.process",
+                (asked.fileno(), self._answer.fileno()),
+                request.context,
             )
-            self._files = opened.pop_all()
+            opened.pop_all()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.ended()
 
     def answer(self) -> Answer | str:
-        code = self._process.wait()
-        if code == 0:
+        if self._process.succeeded():
             self._answer.seek(0)
             with suppress(
                 EOFError, pickle.UnpicklingError
             ):  # written by Lockstep's own code, as is what a fork answers
                 answer: Answer = pickle.load(self._answer)
                 return answer
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return how + self._said_last()
+        return self._process.how_it_ended()
 
     def end(self) -> None:
-        if not self.ended():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._files.close()
-
-    def _said_last(self) -> str:
-        self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, self._printed.tell() - _MOST_SAID))
-        lines = self._printed.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
+        self._process.end()
+        self._answer.close()
 
 
 Start = Callable[[Request], Spare]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.training.integrity.resume_check.due import ProcessContext
 from lockstep.training.integrity.resume_check.evidence import Evidence
+from lockstep.training.spare_process import ProcessContext
 
 
 @dataclass(frozen=True, slots=True)

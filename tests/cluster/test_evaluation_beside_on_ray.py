@@ -1,0 +1,117 @@
+"""G1, G4 on Ray and in local commands: evaluations by a process beside rank 0, which is killed, as is the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.record.ledger.tables import read_evaluations
+from tests.processes import named
+
+ROOT = Path(__file__).parents[2]
+PROCESS = "lockstep.training.evaluation.process"
+
+
+def started(folder: Path, *words: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    spec = folder / "digits.yaml"
+    spec.write_text("job: {use: tests.distributed.test_evaluation_beside:Paced}\n")
+    given = [
+        "length.steps=24",
+        "batch.global=12",
+        "batch.micro=3",
+        "evaluate.every.steps=4",
+        "early_stop={metric: eval/far/loss, mode: max, patience: 20}",
+        "checkpoint.every.steps=3",
+        "record.uri=off",
+        f"checkpoint.storage={folder}",
+        *words,
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", str(spec), "--json", *given],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def evaluations(result: dict[str, Any]) -> list[Any]:
+    rows = read_evaluations(Path(result["folder"], "evaluations.parquet"))
+    return [(row.step, row.epoch, {name: value.hex() for name, value in row.metrics.items()}) for row in rows]
+
+
+def beside(process: subprocess.Popen[str]) -> psutil.Process:
+    """The process that evaluates for a command, once there is one."""
+    until = time.monotonic() + 300
+    began = psutil.Process(process.pid).create_time()
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        there = named(PROCESS, among=psutil.process_iter())
+        if mine := [one for one in there if one.create_time() > began]:
+            return mine[0]
+        time.sleep(0.02)
+    raise AssertionError("no process evaluates")
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("where", [["--local"], ["workers.min=1"], ["workers.min=2"]], ids=" ".join)
+def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
+    tmp_path: Path, request: pytest.FixtureRequest, where: list[str]
+) -> None:
+    plain = ended(started(tmp_path / "plain", "evaluate.delay=next", "--local"))
+    assert [step for step, *_ in evaluations(plain)] == [4, 8, 12, 16, 20, 24]
+    run = started(tmp_path / "beside", "evaluate.beside=true", "job.params={}", *where)
+    request.addfinalizer(run.kill)
+    beside(run).send_signal(signal.SIGKILL)
+    whole = ended(run)
+    assert any("evaluate.beside: the process that evaluates" in text for text in whole["warnings"])
+    assert (whole["weights_digest"], whole["identity"]) == (plain["weights_digest"], plain["identity"])
+    assert evaluations(whole) == evaluations(plain)
+
+    killed = started(tmp_path / "killed", "evaluate.beside=true", *where)
+    request.addfinalizer(killed.kill)
+    evaluates = beside(killed)
+    (folder,) = [path.parent for path in (tmp_path / "killed").glob("*/journal.jsonl")] or [None]
+    assert folder is not None
+    everyone = psutil.Process(killed.pid).children(recursive=True)
+    os.killpg(killed.pid, signal.SIGKILL)
+    for one in everyone:
+        if one.is_running():
+            one.kill()
+    killed.communicate()
+    psutil.wait_procs([evaluates], timeout=60)
+    assert not evaluates.is_running()
+    words = ["resume", folder.name, "--json", "--uri", "off", f"checkpoint.storage={tmp_path / 'killed'}"]
+    local = ["--local"] if "--local" in where else []
+    again = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words, *local],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    resumed = json.loads(again.stdout)
+    assert (resumed["weights_digest"], resumed["identity"]) == (plain["weights_digest"], plain["identity"])
+    assert evaluations(resumed) == evaluations(plain)
