@@ -98,6 +98,7 @@ def test_a_run_whose_evaluations_decide_has_the_delay_in_its_identity() -> None:
     assert fields(in_place(FallsWhenNothingImproves)) != followed
 
 
+@pytest.mark.scenario
 def test_early_stop_ends_the_run_after_the_same_step_for_fast_and_slow_processes() -> None:
     """The evaluation of step 12 is the second without improvement: it decides after step 16, where the next one is due."""
     whole = train(in_place(Paced))
@@ -182,7 +183,7 @@ def resumed(run: Document, step: int) -> Trained:
     return train_attempt(run, RUN, claim(run["checkpoint"]["storage"], RUN, step))
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("kind", "steps"), [(NamedSets, (1, 2, 4)), (StochasticAverage, (2, 3)), (Paced, (4, 6, 15))]
 )

@@ -222,9 +222,9 @@ def test_a_population_evaluates_and_saves_where_it_meets() -> None:
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"spec": {**BASE, "evaluate": {"beside": True}}}, "spec.evaluate.beside: got True"),
+        ({"spec": {**BASE, "evaluate": {"beside": True}}}, "spec.evaluate.beside: got true"),
         ({"spec": {**BASE, "evaluate": {"delay": 3}}}, "spec.evaluate.delay: got 3"),
-        ({"space": {"evaluate.delay": {"choice": [0, 4]}}}, "space.evaluate.delay: got "),
+        ({"space": {"evaluate.delay": {"choice": [0, 4]}}}, "space.evaluate.delay: got values"),
     ],
 )
 def test_a_sweep_goes_by_evaluations_that_decide_at_once(changed: dict[str, Any], field: str) -> None:

@@ -231,15 +231,15 @@ class SweepSpec(Section):
     def _decides_at_once(self) -> Self:
         evaluate = self.spec.get("evaluate")
         given = (
-            {f"spec.evaluate.{name}": value for name, value in evaluate.items()}
+            {f"spec.evaluate.{name}": shown(value) for name, value in evaluate.items() if value}
             if isinstance(evaluate, dict)
             else {}
         )
-        given |= {f"space.{field}": "a field" for field in self.space}
+        given |= {f"space.{field}": "values to choose from" for field in self.space}
         for field, value in given.items():
-            if field.partition(".")[2] in ("evaluate.beside", "evaluate.delay") and value:
+            if field.partition(".")[2] in ("evaluate.beside", "evaluate.delay"):
                 raise ValueError(
-                    f"{field}: got {shown(value)}, and a sweep goes by each evaluation before the next step of its trial; leave it out"
+                    f"{field}: got {value}, and a sweep goes by each evaluation before the next step of its trial; leave it out"
                 )
         return self
 
