@@ -55,7 +55,7 @@ from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.real_view import real_views
-from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
@@ -369,7 +369,7 @@ class Stepper:
             gradients = phase.gradients(self._where(phase, position, assigned[-1]))
             self._note(phase, gradients)
             for total in folded if gradients else ():
-                torch._foreach_add_(gradients, total)
+                add_in_place(gradients, total)
         if assigned:
             self._add_tables(phase, position, assigned[-1])
         phase.tables.finish()
