@@ -590,7 +590,8 @@ class Stepper:
             try:
                 loss = module(batch)
             finally:  # whoever else computes a micro-batch, as after a loss that is not finite, computes it alone
-                phase.module.settle = None
+                if phase.whole is not None:
+                    phase.module.settle = None
             if batch is not None and not has_form(loss, phase.exchange.names):
                 label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
                 check_form(loss, label, where)
