@@ -285,7 +285,7 @@ def ray(name: str, steps: int, out: str, workers: int) -> None:
     ).fit()
 
 
-PEERS = {"ddp": ddp, "gather": gather, "accelerate": accelerate, "lightning": lightning}
+PEERS = {"ddp": ddp, "gather": gather, "limit": limit, "accelerate": accelerate, "lightning": lightning}
 
 
 def main() -> None:
