@@ -86,4 +86,7 @@ watch_calls()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(
+        importlib.import_module(_HOME[name]), name
+    )  # asked once: a loss asks in each micro-batch
+    return value

@@ -178,6 +178,10 @@ class Plan:
     """The most padded tokens of a micro-batch, which then has at most `micro_batch` samples."""
     by_length: ByLength | None = field(default=None, compare=False)
     """The samples by their lengths, where the order goes by them."""
+    _ranges: dict[tuple[int, int | None], tuple[range, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What `ranges` has given: every step asks for its own several times."""
 
     @classmethod
     def of(
@@ -376,12 +380,17 @@ class Plan:
 
         A ragged step has those of the next larger full step, as far as they exist. ValueError for more workers than a step ever has micro-batches.
         """
+        known = self._ranges.get((workers, count))
+        if known is not None:
+            return known
         if not 1 <= workers <= self.micro_batches:
             raise ValueError(
                 f"{workers} workers for {self.micro_batches} micro-batches: each needs at least one"
             )
         full = tuple(sorted({each.size // self.micro_batch for each in self.sizes}))
-        return _ranges(full, workers, self.micro_batches if count is None else count, self.in_passes)
+        ranges = _ranges(full, workers, self.micro_batches if count is None else count, self.in_passes)
+        self._ranges[workers, count] = ranges
+        return ranges
 
     def passes(self, position: Position, assigned: range) -> tuple[range, ...]:
         """The micro-batches of each pass of a step over all workers, where they go `in_passes`. `assigned` is any worker's range."""

@@ -5,7 +5,8 @@
 Cases: `tiny`, a small MLP; `gpt`, a language model of 0.9 M parameters on ragged texts; `rows`, 2 M rows of 64 numbers in Parquet files.
 Peers: hand-written DDP under torchrun, Accelerate, Lightning and a bare Ray Train script, which
 train the same model on batches of the same size: `programs.py`. They save, evaluate and record nothing; Lockstep does all that it does by default,
-into SQLite. Of `rows` there is one more, a DDP loop that gathers rows from tensors in memory, without a loader. The first peer runs twice: how far the
+into SQLite. Of `rows` there is one more, a DDP loop that gathers rows from tensors in memory, without a loader. `limit` is no peer but the least that a step can take
+(`limit.py`). The first peer runs twice: how far the
 second time is from the first is the noise. A step is the mean time from the end of one to the end of the next, without the first tenth of them; evaluations, which no
 peer has, are left out of it, and counted in the next column. Peers that are not installed (`pip install lockstep-train[peers]`) are named and left out.
 """
@@ -127,6 +128,7 @@ def contestants(against: str) -> dict[str, Callable[[Path, str, int, int], Run]]
     found: dict[str, Callable[[Path, str, int, int], Run]] = {
         against: peer(against),
         "lockstep": lockstep,
+        "limit": peer("limit"),
         "ddp": peer("ddp"),
         "ray": peer("ray"),
     }

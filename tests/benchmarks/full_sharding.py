@@ -57,8 +57,8 @@ def carried_bytes() -> int:
 class CountedContest(Contest):
     """Counts the bytes of each block as well."""
 
-    def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
-        super().__init__(first, second, block)
+    def __init__(self, loops: Sequence[Iterator[float]], block: int) -> None:
+        super().__init__(loops, block)
         self.bytes: list[tuple[float, float]] = []
         self._before = 0
 
@@ -90,7 +90,7 @@ def contest(micro_batches: int, rounds: int) -> list[Round]:
     loops = [handwritten.training(spec, job, handwritten.language) for _ in range(2)]
     block = min(map(block_length, loops))
     spec = load_spec(document, [f"length.steps={WARM_UP + rounds * block}"])
-    record = CountedContest(loops[0], loops[1], block)
+    record = CountedContest(loops, block)
     fit(spec, job, Group.join(torch.device("cpu")), record.tell, NoRequests())
     return [Round(*times, *sizes) for times, sizes in zip(record.times, record.bytes, strict=True)]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
@@ -36,19 +36,22 @@ def language(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
-def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
+def training(
+    spec: Spec, job: Job, mean_loss: MeanLoss, tensors: tuple[Tensor, ...] | None = None
+) -> Iterator[float]:
     """Train without end on what `spec` says of batches and optimizer; gives this rank's loss after each step.
 
     It does what is customary: micro-batches of `batch.micro`, accumulated without synchronisation, a clipped norm,
     and the loss read once a step. It reduces no metric, seeds nothing, checks nothing. With `sharding: full` it is FSDP2, with a unit a block, and the gradients
-    of each micro-batch are reduced: no worker has whole ones.
+    of each micro-batch are reduced: no worker has whole ones. `tensors` take the place of the job's data.
     """
     sharded = spec.sharding == "full"
     world, accumulated = dist.get_world_size(), spec.batch.micro_batches // dist.get_world_size()
-    dataset = job.train_data()
+    dataset: Dataset[Any] = job.train_data() if tensors is None else TensorDataset(*tensors)
+    collate = job.collate if tensors is None else None
     sampler = DistributedSampler(dataset, seed=spec.seed, drop_last=True)
     loader = DataLoader(
-        dataset, spec.batch.micro, sampler=sampler, collate_fn=job.collate, drop_last=True, num_workers=0
+        dataset, spec.batch.micro, sampler=sampler, collate_fn=collate, drop_last=True, num_workers=0
     )
     torch.manual_seed(spec.seed)
     model = job.model()

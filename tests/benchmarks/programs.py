@@ -1,7 +1,7 @@
 """The trainings of `commands.py` as people write them without Lockstep, each a program: `python -m tests.benchmarks.programs PEER CASE STEPS OUT [WORKERS]`.
 
-`ddp`, `gather` and `accelerate` are one rank each, as `torchrun` starts it; `lightning` and `ray` start their ranks themselves.
-All draw batches of samples (`gather` by one indexing of tensors in memory, without a loader), clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
+`ddp`, `gather`, `limit` and `accelerate` are one rank each, as `torchrun` starts it; `lightning` and `ray` start their ranks themselves.
+All draw batches of samples (`gather` by one indexing of tensors in memory, without a loader; `limit` is the loop of limit.py), clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
 each step ended, in seconds since the epoch, the most memory that it held, in bytes, and how many ranks there were.
 """
 
@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 from tests.benchmarks.handwritten import MeanLoss, classification, in_ddp, language
 from tests.benchmarks.tables import FEATURES, in_memory
 
@@ -51,6 +53,22 @@ class Case(NamedTuple):
     @property
     def job(self) -> Job:
         return load_job(self.use, self.params)
+
+    def spec(self, micro_batches: int, *overrides: str) -> Spec:
+        """The same as a spec, with so many micro-batches in a step."""
+        return load_spec(
+            {
+                "job": {"use": self.use, "params": dict(self.params)},
+                "seed": SEED,
+                "length": {"steps": self.steps},
+                "threads": 1,
+                "batch": {"global": self.batch, "micro": self.batch // micro_batches},
+                "data": {"drop_last": True},
+                "optimizer": {"name": "adamw", "lr": LR},
+                "clip_norm": CLIP_NORM,
+            },
+            overrides,
+        )
 
     def loader(self, ranks: int, **more: Any) -> DataLoader[Any]:
         """The peers' DataLoader, of batches for one of so many ranks."""
@@ -89,9 +107,9 @@ class Log:
         self._out, self.steps = Path(out), steps
         self._times: list[float] = []
 
-    def step(self, loss: Tensor) -> bool:
+    def step(self, loss: Tensor | float) -> bool:
         """A step has ended, with this loss, which is read as a progress line would. Whether it was the last."""
-        loss.item()
+        float(loss)
         self._times.append(time.time())
         return len(self._times) == self.steps
 
@@ -130,6 +148,24 @@ def gather(case: Case, log: Log, workers: int) -> None:
                 yield x.index_select(0, ids), y.index_select(0, ids)
 
     by_hand(case, log, batches)
+
+
+def limit(case: Case, log: Log, workers: int) -> None:
+    """The least that a step takes."""
+    from tests.benchmarks.limit import Limit, gathered_from
+
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    torch.manual_seed(SEED)
+    tensors = None if case.tensors is None else case.tensors()
+    loop = Limit(case.spec(workers), case.job.model(), case.mean_loss, *gathered_from(case.job, tensors))
+    for loss in loop:
+        if log.step(loss):
+            break
+    log.write(loop.rank, loop.world)
+    if loop.world > 1:
+        dist.destroy_process_group()
 
 
 def by_hand(case: Case, log: Log, batches: Callable[[int, int], Iterator[Any]]) -> None:
@@ -249,7 +285,7 @@ def ray(name: str, steps: int, out: str, workers: int) -> None:
     ).fit()
 
 
-PEERS = {"ddp": ddp, "gather": gather, "accelerate": accelerate, "lightning": lightning}
+PEERS = {"ddp": ddp, "gather": gather, "limit": limit, "accelerate": accelerate, "lightning": lightning}
 
 
 def main() -> None:

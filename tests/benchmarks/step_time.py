@@ -1,11 +1,11 @@
-"""Time of a Lockstep step against the step of a hand-written DistributedDataParallel loop. Run by `make bench`.
+"""Time of a Lockstep step against the step of a hand-written DistributedDataParallel loop, and against the least that a step can take. Run by `make bench`.
 
 `fit` itself is measured, whole. It runs into a record that counts its steps; after each block of them the record
-runs two blocks of hand-written steps, from two instances of one loop, before it returns. So both sides share the
+runs blocks of other steps before it returns: two of hand-written ones, from two instances of one loop, and one of `limit.py`. So all sides share the
 processes, the gloo group, the one intra-op thread, the environment and the strict determinism flags that `fit`
 sets; they take micro-batches of the same shape from the same dataset, and whatever slows the machine down for
-longer than a block slows all three. Lockstep over the first loop is the ratio; the second loop over the first
-is the noise (A/A). Of both, the median over the rounds and a 95 % interval of it by order statistics.
+longer than a block slows all of them. Lockstep over the first loop is the ratio; the second loop over the first
+is the noise (A/A); Lockstep over `limit.py` is what is left to gain. Of each, the median over the rounds and a 95 % interval of it by order statistics.
 
     python -m tests.benchmarks.step_time [--quick] [--json FILE] [--only SUBSTRING]
 """
@@ -16,8 +16,9 @@ import argparse
 import json
 import math
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from jobs.tabular.sample import write_sample
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, Started, StepRow
@@ -34,10 +37,17 @@ from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
+from tests.benchmarks.handwritten import MeanLoss
+from tests.benchmarks.limit import Limit, gathered_from
+from tests.benchmarks.programs import TABLE, rows_in_memory, two_classes
+from tests.benchmarks.tables import FEATURES
 from tests.distributed.pool import Pool
 
 BLOCK_S = 0.06
 """Seconds of a block, about: long enough to bury the caches' change of hands, short enough that noise hits all."""
+
+ROWS = 500_000
+"""Rows of the table."""
 
 WARM_UP = 10
 """Steps that each side takes before the first round."""
@@ -45,20 +55,24 @@ WARM_UP = 10
 
 @dataclass(frozen=True)
 class Case:
-    """One contest. `mean_loss` names the hand-written loss; `limit` is the ratio wanted, None where none is."""
+    """One contest. `mean_loss` is the hand-written loss; `wanted` the ratio to the loop by hand that is wanted, None where none is."""
 
     name: str
     workers: int
     reduction: str
-    limit: float | None
+    wanted: float | None
     job: str
     batch: tuple[int, int]
-    mean_loss: str
+    mean_loss: MeanLoss
     params: Mapping[str, Any] = field(default_factory=dict)
+    of_limit: float | None = None
+    """The ratio to `limit.py` that is wanted."""
+    tensors: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """The others' data, where the job's own cannot be indexed by them."""
 
 
 def cases() -> Iterator[Case]:
-    """The tiny MLP and the GPT, by workers, micro-batches and reduction."""
+    """The tiny MLP, the GPT and rows of a table, by workers, micro-batches and reduction."""
     for workers, micro_batches in ((2, 2), (2, 8), (1, 2), (1, 8), (4, 4), (4, 8)):
         for reduction in ("native", "exact"):
             yield Case(
@@ -68,7 +82,8 @@ def cases() -> Iterator[Case]:
                 1.05 if workers == 2 else None,
                 "tests.benchmarks.mlp:MLP",
                 (256, 256 // micro_batches),
-                "classification",
+                handwritten.classification,
+                of_limit={1: 1.25, 2: 1.15}.get(workers) if micro_batches == 2 else None,
             )
     for reduction in ("native", "exact"):
         yield Case(
@@ -78,26 +93,44 @@ def cases() -> Iterator[Case]:
             1.02,
             "jobs.stdlib_gpt.job:StdlibGPT",
             (32, 4),
-            "language",
+            handwritten.language,
             {"corpus_bytes": 400_000},
+            of_limit=1.02,
+        )
+    table = {"train": f"{os.environ.get(TABLE, '')}/all", "evaluation": None, "inputs": FEATURES}
+    for workers in (1, 2, 4):
+        yield Case(
+            "rows M=4",
+            workers,
+            "exact",
+            None,
+            "jobs.tabular.job:Tabular",
+            (8192, 2048),
+            two_classes,
+            table,
+            of_limit=1.03 if workers == 2 else None,
+            tensors=rows_in_memory,
         )
 
 
 # --- in the workers ---------------------------------------------------------------------------------------
 
 
+SIDES = ("lockstep", "handwritten", "again", "limit")
+
+
 class Contest:
     """What `fit` tells: it times its blocks of steps, and runs the hand-written ones between them.
 
-    `times` has a row a round: seconds of a step of Lockstep, of the hand-written loop, and of that loop again.
+    `times` has a row a round: seconds of a step of each of SIDES.
     """
 
-    def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
+    def __init__(self, loops: Sequence[Iterator[float]], block: int) -> None:
         """Before `fit`, which hides the default process group: the loops have their first step behind them."""
-        self.loops = (first, second)
+        self.loops = loops
         self.block = block
         self.world = dist.group.WORLD
-        self.times: list[tuple[float, float, float]] = []
+        self.times: list[tuple[float, ...]] = []
         self._steps = -WARM_UP
         self._began = 0.0
 
@@ -116,16 +149,17 @@ class Contest:
             self._began = time.perf_counter()
 
     def _round(self, own: float) -> None:
-        """The loops take turns in going first: neither is always nearer to Lockstep's block."""
-        turn = len(self.times) % 2
-        taken = [0.0, 0.0]
-        for i in (turn, 1 - turn):
-            taken[i] = steps(self.loops[i], self.block, self.world)
-        self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
+        """The loops take turns in going first: none is always nearer to Lockstep's block."""
+        count = len(self.loops)
+        taken = [0.0] * count
+        for i in range(count):
+            turn = (i + len(self.times)) % count
+            taken[turn] = steps(self.loops[turn], self.block, self.world)
+        self.times.append((own / self.block, *(seconds / self.block for seconds in taken)))
 
 
 def steps(loop: Iterator[float], count: int, world: Any) -> float:
-    """Take `count` steps of a hand-written loop over the process group `world`; the seconds they took."""
+    """Take `count` steps of a loop over the process group `world`; the seconds they took."""
     dist.barrier(world)
     began = time.perf_counter()
     for _ in range(count):
@@ -133,7 +167,7 @@ def steps(loop: Iterator[float], count: int, world: Any) -> float:
     return time.perf_counter() - began
 
 
-def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
+def contest(case: Case, rounds: int) -> list[tuple[float, ...]]:
     """One worker's part of a contest: seconds of a step, a row a round (see Contest)."""
     torch.set_num_threads(1)
     document = {
@@ -147,11 +181,13 @@ def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
     }
     spec = load_spec(document)
     job = load_job(spec.job.use, spec.job.params)
-    loss = getattr(handwritten, case.mean_loss)
-    loops = [handwritten.training(spec, job, loss) for _ in range(2)]
+    tensors = None if case.tensors is None else case.tensors()
+    loops = [handwritten.training(spec, job, case.mean_loss, tensors) for _ in range(2)]
+    torch.manual_seed(spec.seed)
+    loops.append(iter(Limit(spec, job.model(), case.mean_loss, *gathered_from(job, tensors))))
     block = min(map(block_length, loops))
     spec = load_spec(document, [f"length.steps={WARM_UP + rounds * block}"])
-    record = Contest(loops[0], loops[1], block)
+    record = Contest(loops, block)
     fit(spec, job, Group.join(torch.device("cpu")), record.tell, NoRequests())
     return record.times
 
@@ -194,27 +230,41 @@ def estimate(values: Sequence[float]) -> Estimate:
 def measure(pool: Pool, case: Case, rounds: int) -> dict[str, Any]:
     """Hold one contest and sum it up. A block takes as long as on the slowest rank."""
     ranks = pool.run(case.workers, contest, case, rounds)
-    times = [[max(rank[r][side] for rank in ranks) for side in range(3)] for r in range(rounds)]
+    times = [{side: max(rank[r][i] for rank in ranks) for i, side in enumerate(SIDES)} for r in range(rounds)]
+
+    def ratio(side: str, to: str) -> dict[str, float]:
+        return asdict(estimate([row[side] / row[to] for row in times]))
+
     return {
-        **asdict(case),
+        "name": case.name,
+        "workers": case.workers,
+        "reduction": case.reduction,
         "rounds": rounds,
-        "handwritten_ms": 1e3 * median(hand for _, hand, _ in times),
-        "lockstep_ms": 1e3 * median(own for own, _, _ in times),
-        "ratio": asdict(estimate([own / hand for own, hand, _ in times])),
-        "a_a": asdict(estimate([again / hand for _, hand, again in times])),
+        "ms": {side: 1e3 * median(row[side] for row in times) for side in SIDES},
+        "ratio": ratio("lockstep", "handwritten"),
+        "a_a": ratio("again", "handwritten"),
+        "of_limit": ratio("lockstep", "limit"),
+        "wanted": {"ratio": case.wanted, "of_limit": case.of_limit},
     }
 
 
-HEADER = f"{'case':8} {'W':>1} {'reduction':9} {'by hand':>9} {'Lockstep':>9}   {'ratio [95 %]':20}   {'A/A [95 %]':20}  wanted"
+HEADER = (
+    f"{'case':8} {'W':>1} {'reduction':9} {'by hand':>9} {'Lockstep':>9} {'limit':>9}   {'ratio [95 %]':20}   {'A/A [95 %]':20}   "
+    f"{'of the limit [95 %]':20}   wanted"
+)
 
 
 def line(result: Mapping[str, Any]) -> str:
     """One result as a row of the table."""
-    ratio, limit = Estimate(**result["ratio"]), result["limit"]
-    wanted = "" if limit is None else f"{'ok' if ratio.median <= limit else 'OVER'} {limit:.2f}"
+    ms = result["ms"]
+    verdicts = [
+        f"{'ok' if result[what]['median'] <= wanted else 'OVER'} {wanted:.2f}"
+        for what, wanted in result["wanted"].items()
+        if wanted is not None
+    ]
     return (
-        f"{result['name']:8} {result['workers']} {result['reduction']:9} {result['handwritten_ms']:6.2f} ms "
-        f"{result['lockstep_ms']:6.2f} ms   {ratio}   {Estimate(**result['a_a'])}  {wanted}"
+        f"{result['name']:8} {result['workers']} {result['reduction']:9} {ms['handwritten']:6.2f} ms {ms['lockstep']:6.2f} ms {ms['limit']:6.2f} ms   "
+        f"{'   '.join(str(Estimate(**result[what])) for what in ('ratio', 'a_a', 'of_limit'))}   {', '.join(verdicts)}"
     )
 
 
@@ -227,22 +277,26 @@ def main() -> None:
     )
     options = parser.parse_args()
     rounds = 30 if options.quick else 60
-    chosen = [
-        case
-        for case in cases()
-        if f"{case.name} {case.workers} {case.reduction}".startswith(options.only)
-        and (case.workers == 2 or not options.quick)
-    ]
     os.environ.update(WORKER_ENVIRONMENT, OMP_NUM_THREADS="1")  # before a worker starts
-    print(HEADER)
-    pool = Pool(max(case.workers for case in chosen))
-    results = []
-    try:
-        for case in chosen:
-            results.append(measure(pool, case, rounds))
-            print(line(results[-1]), flush=True)
-    finally:
-        pool.close()
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as table:
+        os.environ[TABLE] = table
+        chosen = [
+            case
+            for case in cases()
+            if f"{case.name} {case.workers} {case.reduction}".startswith(options.only)
+            and (case.workers == 2 or not options.quick)
+        ]
+        if any(case.tensors for case in chosen):
+            write_sample(Path(table, "all"), ROWS, FEATURES)
+        print(HEADER)
+        pool = Pool(max(case.workers for case in chosen))
+        results = []
+        try:
+            for case in chosen:
+                results.append(measure(pool, case, rounds))
+                print(line(results[-1]), flush=True)
+        finally:
+            pool.close()
     if options.json is not None:
         options.json.write_text(
             json.dumps({"rounds": rounds, "torch": torch.__version__, "cases": results}, indent=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,9 +79,19 @@ def run_attempt(
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
     parent = spec.fork.run if spec.fork is not None else None
     source = options.source or recorded_main(spec, origin.run_id or parent)
-    ahead = nullcontext() if options.local else importing_ahead(options.address)
-    with ahead, imported_from(source) if source else nullcontext():
+    with started_ahead(spec, options), imported_from(source) if source else nullcontext():
         return _run_attempt(spec, origin, replace(options, source=source), on_run_id, lease)
+
+
+def started_ahead(spec: Spec, options: RunOptions) -> AbstractContextManager[None]:
+    """What imports for seconds by itself begins now, beside the import and the checks of the job."""
+    if not options.local:
+        return importing_ahead(options.address)
+    if spec.record.uri == RECORD_OFF or not leads():
+        return nullcontext()
+    from lockstep.record.writer_process import writer_ahead
+
+    return writer_ahead(spec.record.uri)
 
 
 def _run_attempt(

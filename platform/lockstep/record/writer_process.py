@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -104,17 +104,7 @@ class WriterProcess:
 
     def warm_up(self) -> None:
         """Start the process, which imports what its store needs and waits for `start`."""
-        # The process begins with what this thread blocks.
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        self._process = _taken_up(self.spec.record.uri) or _process(self.spec.record.uri)
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
@@ -146,6 +136,7 @@ class WriterProcess:
     def _send(self) -> None:
         assert self._process is not None and self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # the other thread notices its end
+            pickle.dump(_variables(), pipe)  # the job may have set some since the process was started
             pickle.dump(self._arguments, pipe)
             pipe.flush()
             self._started.wait()
@@ -206,6 +197,80 @@ class WriterProcess:
                 return
 
 
+class _Ahead(NamedTuple):
+    """A process that was started before its writer is known, with these variables and for the store at this URI."""
+
+    process: subprocess.Popen[bytes]
+    variables: dict[str, str]
+    uri: str | None
+
+
+_ahead: list[_Ahead] = []
+
+
+@contextmanager
+def writer_ahead(uri: str | None) -> Iterator[None]:
+    """The process of the next writer of the store at `uri` starts now, and imports what that needs beside what this process does until then.
+
+    One that no writer has taken up ends with the block.
+    """
+    ahead = _Ahead(_process(uri), dict(os.environ), uri)
+    _ahead.append(ahead)
+    try:
+        yield
+    finally:
+        if ahead in _ahead:
+            _ahead.remove(ahead)
+            _end(ahead.process)
+
+
+def _taken_up(uri: str | None) -> subprocess.Popen[bytes] | None:
+    """The process that was started ahead; None without one, or where it has imported MLflow with other variables of MLflow's than there are now."""
+    if not _ahead:
+        return None
+    process, variables, started_for = _ahead.pop()
+    if started_for == uri and _of_mlflow(variables) == _of_mlflow(os.environ) and process.poll() is None:
+        return process
+    _end(process)
+    return None
+
+
+def _of_mlflow(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name.startswith("MLFLOW_")}
+
+
+def _variables() -> dict[str, str]:
+    """Those of the process. It imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _process(uri: str | None) -> subprocess.Popen[bytes]:
+    # The process begins with what this thread blocks.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_variables(),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # the first message is short: nobody has to read it yet
+        pickle.dump(uri, process.stdin)  # not among its arguments, which all can see: it may hold a password
+        process.stdin.flush()
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    process.wait()
+
+
 # --- the process ------------------------------------------------------------------------------------------
 
 
@@ -217,12 +282,22 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_ALL)
     messages, reports = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the reports
-    writer = Writer(*pickle.load(messages))
+    parent, taken_up = os.getppid(), threading.Event()
+    threading.Thread(target=_end_with, args=(parent, taken_up), daemon=True).start()
+    try:
+        uri = pickle.load(messages)
+        with suppress(Exception):  # any problem is reported when the store is opened
+            warm_up(uri)
+        variables = pickle.load(messages)
+        os.environ.clear()
+        os.environ.update(variables)
+        writer = Writer(*pickle.load(messages))
+    except EOFError:
+        os._exit(1)  # the parent has ended, or has no use for a writer
+    taken_up.set()
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(writer, reports, os.getppid(), over), daemon=True)
+    watch = threading.Thread(target=_watch, args=(writer, reports, parent, over), daemon=True)
     watch.start()
-    with suppress(Exception):  # any problem is reported when the store is opened
-        warm_up(writer.spec.record.uri)
     started = False
     while True:
         try:
@@ -239,6 +314,13 @@ def main() -> None:
             started = True
             writer.start()
         writer.tell(message)
+
+
+def _end_with(parent: int, taken_up: threading.Event) -> None:
+    """End with a parent that ends before it has told of a writer. The pipe alone does not show its end, as below."""
+    while not taken_up.wait(LOOK_S):
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _watch(writer: Writer, reports: BinaryIO, parent: int, over: threading.Event) -> None:

@@ -580,6 +580,29 @@ def test_a_process_of_its_own_writes_the_record_that_a_thread_does(spec: Specs) 
     assert tags[0]["lockstep.process"] != tags[1]["lockstep.process"]
 
 
+def test_a_writer_takes_up_the_process_that_was_started_ahead_of_it(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variables of now; but not where one of MLflow's is another. One that nobody has taken up ends with the block."""
+    taken_up = []
+    for variable in ("AWS_PROFILE", "MLFLOW_TRACKING_TOKEN"):
+        with writer_process.writer_ahead("off"):
+            (ahead,) = named("writer_process")
+            monkeypatch.setenv(variable, "of the job")
+            recorder = Recorder(spec(), apart=True)
+            recorder.start()
+            recorder.run_id()
+            (child,) = named("writer_process")
+            taken_up.append(child == ahead)
+        recorder.tell(step_row(1), Finished({"step": 1, "metrics": {}}))
+        recorder.close()
+        assert [row.step for row in read_parquet(recorder.run_folder() / "ledger.parquet")] == [1]
+    assert taken_up == [True, False]
+    with writer_process.writer_ahead("off"):
+        (ahead,) = named("writer_process")
+    assert not ahead.is_running()
+
+
 def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
     """What was not written is not taken for written; the control is the test above."""
     recorder = Recorder(spec(), apart=True)

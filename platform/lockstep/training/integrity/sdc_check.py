@@ -111,9 +111,10 @@ class Recheck:
     def chosen(self, position: Position) -> frozenset[int]:
         """The micro-batches of a step that are computed again: the same on every rank. Together no rank computes one without samples."""
         if self._share is None:
-            looked_at = is_looked_at(self._seed, position.step)
+            if not is_looked_at(self._seed, position.step):
+                return frozenset()
             draw = digest64(recheck_key(self._seed, position.step, "micro-batch"))
-            chosen = {draw % position.micro_batches} if looked_at else set[int]()
+            chosen = {draw % position.micro_batches}
         else:
             each = range(position.micro_batches)
             chosen = {m for m in each if is_chosen(self._seed, self._share, position.step, m)}
@@ -122,6 +123,9 @@ class Recheck:
     def compute(self, position: Position) -> None:
         """Compute this rank's share of the second computations. It runs before the rank's own micro-batches: ranks with more of those take longer."""
         chosen = self.chosen(position)
+        if not chosen:
+            self._owners, self._others, self._again = {}, {}, {}
+            return
         ranges = self._plan.ranges(self._group.size, position.micro_batches)
         self._owners = {m: rank for rank, rank_range in enumerate(ranges) for m in rank_range if m in chosen}
         self._others = assigned_again([len(rank_range) for rank_range in ranges], self._owners)

@@ -63,6 +63,9 @@ class StepBuffers:
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
         changed = self._changed()
+        if not changed:
+            self._by_forward, self._kept = frozenset(), {}
+            return []
         self._by_forward = frozenset(filter(self._is_counted, changed))
         written = [self._written_value(i) for i in changed]
         copies = [torch.empty_like(value) for value in written]

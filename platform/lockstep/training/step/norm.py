@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
 import torch
@@ -57,19 +58,33 @@ class _Piece(NamedTuple):
     block: int
     length: int
 
+    @property
+    def width(self) -> int:
+        """The width of its row: with rows of few widths many blocks are added up at once."""
+        return next(width for width in _WIDTHS if width >= self.length)
 
-class _Batch(NamedTuple):
-    """Blocks that are added up together, one a row; `targets` is where in the rows the elements go."""
+
+class _Sums(NamedTuple):
+    """Rows of one width, which are added up at once."""
+
+    summed: Tensor
+    """What is added up: the rows and, where the device wants one number of rows always, what lies behind them in the workspace."""
+    all: Tensor
+    """The sums of all that."""
+    sums: Tensor
+    """Those of the rows."""
+
+
+class _Load(NamedTuple):
+    """Blocks that are in the workspace together, one a row; `targets` is where in the rows the elements go."""
 
     pieces: list[_Piece]
-    rows: Tensor
+    cells: Tensor
+    """All of the rows."""
     targets: list[Tensor]
-    padded: bool
-    summed: Tensor
-    """What is added up: `rows` and, where the device wants one number of rows always, what lies behind them in the workspace."""
-    sums_of_all: Tensor
-    sums: Tensor
-    """Those of `rows`."""
+    padded: Tensor
+    """The rows from the first width on of which one is filled up with zeros."""
+    widths: list[_Sums]
 
 
 class GradientNorm:
@@ -89,32 +104,51 @@ class GradientNorm:
         self._workspace = (
             torch.empty(at_once, dtype=torch.float64, device=device) if workspace is None else workspace
         )
-        by_width = _by_width(parameters)
-        self._sums = torch.empty(sum(map(len, by_width.values())), dtype=torch.float64, device=device)
-        self._batches: list[_Batch] = []
-        for width, pieces in by_width.items():
-            rows = at_once // width
-            for i in range(0, len(pieces), rows):
-                self._batches.append(self._batch(pieces[i : i + rows], width))
-        pieces = [piece for batch in self._batches for piece in batch.pieces]
+        pieces = _widest_first(parameters)
+        self._sums = torch.empty(len(pieces), dtype=torch.float64, device=device)
+        self._loads: list[_Load] = []
+        done = 0
+        while done < len(pieces):
+            count = self._room(pieces[done:])
+            self._loads.append(self._load(pieces[done : done + count], done))
+            done += count
         self._in_order = sorted((piece.parameter, piece.block, i) for i, piece in enumerate(pieces))
         self.observe: Callable[[Sequence[Tensor], Sequence[float]], None] | None = None
         """Called just before the update with the gradients of the step, before they are clipped, and the sum of squares of each."""
         self._split = [p for p, shape in enumerate(self._shapes) if shape.numel() > BLOCK]
 
-    def _batch(self, pieces: list[_Piece], width: int) -> _Batch:
-        rows = self._workspace[: len(pieces) * width].view(-1, width)
-        targets = [row[: piece.length] for row, piece in zip(rows, pieces, strict=True)]
-        for i, (parameter, _, length) in enumerate(pieces):
-            if length == self._shapes[parameter].numel():  # copied as a whole, whatever its strides
-                targets[i] = targets[i].view(self._shapes[parameter])
-        padded = any(piece.length < width for piece in pieces)
-        done = sum(len(batch.pieces) for batch in self._batches)
-        sums = self._sums[done : done + len(pieces)]
-        if rows.device.type in _ROW_BY_ROW:
-            return _Batch(pieces, rows, targets, padded, rows, sums, sums)
-        summed = self._workspace.view(-1, width)
-        return _Batch(pieces, rows, targets, padded, summed, sums.new_empty(len(summed)), sums)
+    def _room(self, pieces: Sequence[_Piece]) -> int:
+        """How many of the pieces have room in the workspace together."""
+        if (
+            self._workspace.device.type not in _ROW_BY_ROW
+        ):  # of one width, as all of the workspace is added up
+            width = pieces[0].width
+            return min(self._workspace.numel() // width, sum(piece.width == width for piece in pieces))
+        ends = accumulate(piece.width for piece in pieces)
+        return sum(1 for _ in takewhile(lambda end: end <= self._workspace.numel(), ends))
+
+    def _load(self, pieces: list[_Piece], done: int) -> _Load:
+        """The load of `pieces`, before which `done` others have their sums."""
+        targets, widths, end, padded_from = list[Tensor](), list[_Sums](), 0, None
+        for width, alike in groupby(pieces, key=lambda piece: piece.width):
+            group = list(alike)
+            begin, end = end, end + len(group) * width
+            rows = self._workspace[begin:end].view(-1, width)
+            if padded_from is None and any(piece.length < width for piece in group):
+                padded_from = begin
+            for row, piece in zip(rows, group, strict=True):
+                target, shape = row[: piece.length], self._shapes[piece.parameter]
+                # One that is copied as a whole keeps its shape, whatever its strides.
+                targets.append(target.view(shape) if piece.length == shape.numel() else target)
+            sums = self._sums[done : done + len(group)]
+            done += len(group)
+            if rows.device.type in _ROW_BY_ROW:
+                widths.append(_Sums(rows, sums, sums))
+            else:
+                summed = self._workspace.view(-1, width)
+                widths.append(_Sums(summed, sums.new_empty(len(summed)), sums))
+        padded = self._workspace[end if padded_from is None else padded_from : end]
+        return _Load(pieces, self._workspace[:end], targets, padded, widths)
 
     def squares(self, gradients: Sequence[Tensor]) -> list[float]:
         """The sum of the squares of each parameter's gradient. On a CUDA device it waits for them, once."""
@@ -122,14 +156,15 @@ class GradientNorm:
         blocks: list[Sequence[Tensor]] = [(gradient,) for gradient in gradients]
         for p in self._split:
             blocks[p] = torch.split(gradients[p].reshape(-1), BLOCK)
-        for pieces, rows, targets, padded, summed, sums_of_all, sums in self._batches:
-            if padded:
-                rows.zero_()
-            torch._foreach_copy_(targets, [blocks[parameter][block] for parameter, block, _ in pieces])
-            rows.mul_(rows)
-            torch.sum(summed, 1, out=sums_of_all)
-            if sums_of_all is not sums:
-                sums.copy_(sums_of_all[: len(sums)])
+        for pieces, cells, targets, padded, widths in self._loads:
+            if len(padded):
+                padded.zero_()
+            torch._foreach_copy_(targets, [blocks[piece.parameter][piece.block] for piece in pieces])
+            cells.mul_(cells)
+            for summed, sums_of_all, sums in widths:
+                torch.sum(summed, 1, out=sums_of_all)
+                if sums_of_all is not sums:
+                    sums.copy_(sums_of_all[: len(sums)])
         sums_of_blocks, totals = self._sums.tolist(), [0.0] * len(self._shapes)
         for parameter, _, i in self._in_order:
             totals[parameter] += sums_of_blocks[i]
@@ -154,14 +189,14 @@ def added(squares: Iterable[float]) -> float:
     return math.sqrt(total)
 
 
-def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:
-    """The blocks of all parameters by the width of the row that each is put into."""
-    pieces: dict[int, list[_Piece]] = {}
-    for p, parameter in enumerate(parameters):
-        for block, start in enumerate(range(0, parameter.numel(), BLOCK)):
-            piece = _Piece(p, block, min(BLOCK, parameter.numel() - start))
-            pieces.setdefault(next(width for width in _WIDTHS if width >= piece.length), []).append(piece)
-    return pieces
+def _widest_first(parameters: Sequence[Tensor]) -> list[_Piece]:
+    """The blocks of all parameters, by falling width of the row that each is put into."""
+    pieces = [
+        _Piece(p, block, min(BLOCK, parameter.numel() - start))
+        for p, parameter in enumerate(parameters)
+        for block, start in enumerate(range(0, parameter.numel(), BLOCK))
+    ]
+    return sorted(pieces, key=lambda piece: -piece.width)
 
 
 def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:

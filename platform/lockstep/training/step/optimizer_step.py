@@ -57,7 +57,7 @@ from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.real_view import real_views
-from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
@@ -370,7 +370,7 @@ class Stepper:
             gradients = phase.gradients(self._where(phase, position, assigned[-1]))
             self._note(phase, gradients)
             for total in folded if gradients else ():
-                torch._foreach_add_(gradients, total)
+                add_in_place(gradients, total)
         if assigned:
             self._add_tables(phase, position, assigned[-1])
         phase.tables.finish()
@@ -589,7 +589,8 @@ class Stepper:
             try:
                 loss = module(batch)
             finally:  # whoever else computes a micro-batch, as after a loss that is not finite, computes it alone
-                phase.module.settle = None
+                if phase.whole is not None:
+                    phase.module.settle = None
             if batch is not None and not has_form(loss, phase.exchange.names):
                 label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
                 check_form(loss, label, where)

@@ -101,8 +101,10 @@ class LossModule(nn.Module):
         """Whether other parameters require a gradient, which a backward must leave out."""
 
     def forward(self, batch: Any) -> Loss:
-        self.without_batch = batch is None
-        if batch is None:
+        without = batch is None
+        if without is not self.without_batch:  # a module takes a microsecond to set an attribute
+            self.without_batch = without
+        if without:
             dense = [
                 p
                 for name, p in zip(self.names, self.parameters_that_learn, strict=True)
