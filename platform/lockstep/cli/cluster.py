@@ -73,6 +73,9 @@ def leave(
     wait: Annotated[
         bool, typer.Option("--wait", help="return when nothing runs on the nodes any more")
     ] = False,
+    stop_runs: Annotated[
+        bool, typer.Option("--stop-runs", help="have the runs whose drivers are on this machine save and end")
+    ] = False,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -80,7 +83,7 @@ def leave(
     with answered(json_, verbose) as answer:
         from lockstep.clusters.node_departure import leave as drained
 
-        node_ids = drained(address, node, why, seconds, _say, wait=wait)
+        node_ids = drained(address, node, why, seconds, _say, wait=wait, stop_runs=stop_runs)
         answer({"nodes": node_ids}, lambda: f"{len(node_ids)} node{'s' if len(node_ids) > 1 else ''} drained")
 
 
