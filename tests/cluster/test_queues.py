@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from lockstep import Result, train
 from lockstep.exit_codes import ExitCode
 from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from tests.cluster.queue_systems import Pod, Processes, SlurmJob, action, after_failure
+from tests.cluster.test_local_cluster import Nodes, finished
 from tests.processes import named
-from tests.unit.clusters.schemas import CLUSTER, ROOT
+from tests.unit.clusters.schemas import CLUSTER, ROOT, documents
 
 SPEC = "jobs/digits/train.yaml"
 JOB = ["job.use=tests.cluster.broken_jobs:SlowDigits", "batch={global: 64, micro: 32}", "rehearsal=off"]
@@ -55,14 +57,19 @@ def saved(folder: Path) -> list[Path]:
     return list(folder.glob("runs/*/step-*/manifest.json"))
 
 
-def run_folder(folder: Path) -> Path:
-    """Of the only run."""
-    (record,) = folder.glob("runs/*/run.json")
-    return record.parent
+def recorded(folder: Path) -> mlflow.entities.Run:
+    """The only run of the store."""
+    store = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = store.search_runs([each.experiment_id for each in store.search_experiments()])
+    return run
 
 
 def status(folder: Path) -> str:
-    return str(json.loads((run_folder(folder) / "run.json").read_text())["status"])
+    return str(recorded(folder).info.status)
+
+
+def run_folder(folder: Path) -> Path:
+    return folder / "runs" / str(recorded(folder).info.run_id)
 
 
 def attempts(folder: Path) -> list[dict[str, Any]]:
@@ -84,10 +91,9 @@ def assert_same(folder: Path, undisturbed: Result) -> None:
     """Bits, rows, and one run in MLflow, each step of it once."""
     assert digest(folder) == undisturbed.weights_digest
     assert columns(run_folder(folder)) == columns(Path(undisturbed.folder))
+    run = recorded(folder)
+    assert run.info.status == "FINISHED"
     store = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    experiments = [experiment.experiment_id for experiment in store.search_experiments()]
-    (run,) = store.search_runs(experiments)
-    assert (run.info.run_id, run.info.status) == (run_folder(folder).name, "FINISHED")
     history = store.get_metric_history(run.info.run_id, "train/loss")
     assert sorted(point.step for point in history) == list(range(1, STEPS + 1))
 
@@ -174,4 +180,45 @@ def test_a_run_that_is_stopped_as_a_whole_does_not_hang_and_a_worker_that_is_doe
     else:
         assert why[0].startswith("no rank made progress for ")
         assert why[1:] == ["finished"]
+    assert_same(tmp_path, undisturbed)
+
+
+@pytest.mark.scenario
+def test_a_suspended_rayjob_has_its_run_save_and_a_new_cluster_goes_on(
+    tmp_path: Path, undisturbed: Result
+) -> None:
+    """What KubeRay does: the hook of the head's pod, all pods go, and another cluster runs the same entrypoint."""
+    nodes = Nodes(tmp_path / "state")
+    words = [
+        "submit", SPEC, "--run", "digits-1", *SLOW, f"checkpoint.storage={tmp_path}/runs", f"record.uri=sqlite:///{tmp_path}/mlflow.db",
+    ]  # fmt: skip
+    (document,) = documents(CLUSTER / "kueue" / "rayjob.yaml")
+    head = document["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    hook = head["lifecycle"]["preStop"]["exec"]["command"]
+    ended: list[int] = []
+    try:
+        for suspended in (True, False):
+            up = nodes.call("cluster", "up", "--nodes", "2", "--cpus", "1", "--port", "0")
+            assert up.returncode == 0, up.stderr
+            job = nodes.start(*words)
+            if suspended:
+                until = time.monotonic() + 300
+                while not saved(tmp_path):
+                    assert time.monotonic() < until and job.poll() is None, job.communicate()
+                    time.sleep(0.1)
+                nodes.environment |= {"RAY_ADDRESS": nodes.cluster.address, **nodes.cluster.access()}
+                left = nodes.call(*hook[1:])
+                assert left.returncode == 0, left.stderr
+                assert "is told to end: its pod ends" in left.stderr
+                for name in ("RAY_ADDRESS", *nodes.cluster.access()):
+                    del nodes.environment[name]
+            done = finished(job)
+            ended.append(done.returncode)
+            if suspended:
+                assert status(tmp_path) == "KILLED", done.stderr
+            nodes.call("cluster", "down")
+    finally:
+        nodes.call("cluster", "down")
+    assert ended == [ExitCode.TERMINATED, ExitCode.DONE], done.stderr
+    (tmp_path / "output.txt").write_text(done.stdout + done.stderr)
     assert_same(tmp_path, undisturbed)
