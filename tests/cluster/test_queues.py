@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import psutil
 import pytest
 
@@ -20,6 +19,10 @@ from tests.cluster.queue_systems import Pod, Processes, SlurmJob, action, after_
 from tests.cluster.test_local_cluster import Nodes, finished
 from tests.processes import named
 from tests.unit.clusters.schemas import CLUSTER, ROOT, documents
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # of MLflow and what it imports; the runs are processes of their own
 
 SPEC = "jobs/digits/train.yaml"
 JOB = ["job.use=tests.cluster.broken_jobs:SlowDigits", "batch={global: 64, micro: 32}", "rehearsal=off"]
@@ -57,9 +60,16 @@ def saved(folder: Path) -> list[Path]:
     return list(folder.glob("runs/*/step-*/manifest.json"))
 
 
-def recorded(folder: Path) -> mlflow.entities.Run:
+def client(folder: Path) -> Any:
+    """Of the runs' store."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{folder}/mlflow.db")
+
+
+def recorded(folder: Path) -> Any:
     """The only run of the store."""
-    store = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    store = client(folder)
     (run,) = store.search_runs([each.experiment_id for each in store.search_experiments()])
     return run
 
@@ -93,8 +103,7 @@ def assert_same(folder: Path, undisturbed: Result) -> None:
     assert columns(run_folder(folder)) == columns(Path(undisturbed.folder))
     run = recorded(folder)
     assert run.info.status == "FINISHED"
-    store = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    history = store.get_metric_history(run.info.run_id, "train/loss")
+    history = client(folder).get_metric_history(run.info.run_id, "train/loss")
     assert sorted(point.step for point in history) == list(range(1, STEPS + 1))
 
 
