@@ -174,8 +174,14 @@ def test_a_slurm_job_requeues_itself_near_the_end_of_its_time(
     assert_same(tmp_path, undisturbed)
 
 
-@pytest.mark.scenario
-@pytest.mark.parametrize("stopped", ["everything", "one worker"])
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param("everything", marks=pytest.mark.scenario),
+        pytest.param("one worker", marks=pytest.mark.scenario),
+        pytest.param("the driver", marks=pytest.mark.exact),
+    ],
+)
 def test_a_run_that_is_stopped_as_a_whole_does_not_hang_and_a_worker_that_is_does(
     tmp_path: Path, undisturbed: Result, started: list[Processes], stopped: str
 ) -> None:
@@ -186,10 +192,12 @@ def test_a_run_that_is_stopped_as_a_whole_does_not_hang_and_a_worker_that_is_doe
     everyone = pod.processes.all()
     workers: list[psutil.Process] = named("ray::RayTrainWorker", among=everyone)
     assert len(workers) == 2
-    pod.processes.stop_and_continue(PAUSE_S, everyone if stopped == "everything" else workers[-1:])
+    driver = [psutil.Process(pod.processes.first.pid)]
+    groups = {"everything": everyone, "one worker": workers[-1:], "the driver": driver}
+    pod.processes.stop_and_continue(PAUSE_S, groups[stopped])
     assert pod.processes.first.wait(300) == ExitCode.DONE, pod.processes.output.read_text()
     why = [attempt["why"] for attempt in attempts(tmp_path)]
-    if stopped == "everything":
+    if stopped != "one worker":
         assert why == ["finished"]
         assert "no progress" not in pod.processes.output.read_text()
     else:
