@@ -24,6 +24,7 @@ from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events.union import Document
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 NAMING_LOOK_S = 0.1
@@ -94,7 +95,7 @@ class AttemptWatch:
 
     def _follow(self) -> None:
         self._workers.start()
-        lost_at, faults = time.monotonic(), self._spec.faults
+        lost_at, faults = running_s(), self._spec.faults
         patience = Patience(faults.longest_silence_s, faults.longest_start_s)
         while not self._workers.over.wait(min(self._pace_s(), LOOK_S)):
             if self._stop.asked and not self._stopping:
@@ -106,7 +107,7 @@ class AttemptWatch:
                 continue
             self._looked_at = time.monotonic()
             status = self._recording.status()
-            if patience.is_over(status.view.signs_of_life, time.monotonic()):
+            if patience.is_over(status.view.signs_of_life, running_s()):
                 self._end_hung(patience, status.view)
                 return
             if status.recorder.failure is not None and status.recorder.run_id is None:
@@ -114,8 +115,8 @@ class AttemptWatch:
                 raise status.recorder.failure
             self.look(status)
             if len(self._workers.lost) == len(self._outlived):
-                lost_at = time.monotonic()
-            elif time.monotonic() - lost_at > faults.longest_silence_s:
+                lost_at = running_s()
+            elif running_s() - lost_at > faults.longest_silence_s:
                 self._workers.give_up()  # a worker has not come to the rendezvous, and nothing tells why
             self._leave(self._blame.judge(status.view, self._account.current), status.view)
             if self.moving is None and not self._stopping and self._account.current.last_step:

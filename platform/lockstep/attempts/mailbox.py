@@ -32,6 +32,7 @@ from lockstep.record.events.union import (
     TakenOver,
 )
 from lockstep.record.recorder_state import RecorderState
+from lockstep.running_time import running_s
 from lockstep.training.elastic.membership import Answer, Arrival, RendezvousRounds
 
 EVENTS_PER_FETCH = 10_000
@@ -443,9 +444,9 @@ def wait_for_run_id(mailbox: Any) -> str:
 
 def _answer(ask: Any, whose: str) -> Any:
     """Ask until there is an answer."""
-    until = time.monotonic() + NAMED_S
+    until = running_s() + NAMED_S
     while not (answer := answer_of(ask.remote(), "the run's mailbox", ANSWER_S)):
-        if time.monotonic() > until:
+        if running_s() > until:
             raise unanswered(whose, NAMED_S)
         time.sleep(0.05)
     if isinstance(answer, RecordError):

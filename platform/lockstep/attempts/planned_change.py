@@ -15,6 +15,7 @@ from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import most_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 READY_S = 300.0
@@ -55,7 +56,7 @@ class PlannedChange:
     def __init__(self, why: str, members: Members, attempt: WorkerGroup, recording: Recording) -> None:
         self.why, self.members, self.began_at = why, members, time.time()
         self._attempt, self._recording = attempt, recording
-        self._until = time.monotonic() + READY_S
+        self._until = running_s() + READY_S
         self._asked = 0
         """The attempt whose workers were asked to form another group."""
 
@@ -70,7 +71,7 @@ class PlannedChange:
         for number in self.members.joining:
             if number in failed and number not in status.numbers:
                 return f"worker {number} could not join: {failed[number]}"
-        if time.monotonic() > self._until:
+        if running_s() > self._until:
             return f"the workers that were to join were not ready within {READY_S:.0f} s"
         ready = {*status.waiting, *status.numbers} >= set(self.members.joining)
         # A loss meanwhile may have begun another attempt: then ask again.

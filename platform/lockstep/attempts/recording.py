@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
@@ -18,6 +17,7 @@ from lockstep.driver.guardian import Guardian
 from lockstep.errors import ClusterError, RecordError
 from lockstep.record.events.union import Event, Joined
 from lockstep.record.recorder_state import RecorderState
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 SILENT_S = 60.0
@@ -65,7 +65,7 @@ class Recording:
         self._work = self.recorder.record.remote()
         self.mailbox.recorded_by.remote(self.recorder)
         self._state = RecorderState()
-        self._fetches, self._fetched_at = 0, time.monotonic()
+        self._fetches, self._fetched_at = 0, running_s()
 
     # --- while the run goes on --------------------------------------------------------------------------------
 
@@ -95,11 +95,11 @@ class Recording:
 
     @property
     def _is_hung(self) -> bool:
-        return time.monotonic() - self._fetched_at > (SILENT_S if self._fetches else STARTING_S)
+        return running_s() - self._fetched_at > (SILENT_S if self._fetches else STARTING_S)
 
     def _note(self, status: RunStatus) -> None:
         if status.fetches != self._fetches:
-            self._fetches, self._fetched_at = status.fetches, time.monotonic()
+            self._fetches, self._fetched_at = status.fetches, running_s()
         self._state = status.recorder
         self.guardian.recorded_by(status.recorder.pid)
         if self.run_id is None and status.recorder.run_id is not None:
@@ -155,11 +155,11 @@ class Recording:
         """Nothing more will be told: wait until all of it is written. What could not be."""
         self.mailbox.close.remote()
         self.recorder.end.remote()
-        until = time.monotonic() + CLOSING_S
+        until = running_s() + CLOSING_S
         while True:
             done, _ = ray.wait([self._work], timeout=LOOK_S)
             self._look()
-            if not done and time.monotonic() > until:
+            if not done and running_s() > until:
                 end_actor(self.recorder, self._state.pid)
                 return problems.UNWRITTEN(seconds=f"{CLOSING_S:.0f}", run=self.run_id)
             if done:

@@ -25,7 +25,7 @@ NodeId = Annotated[
 ]
 
 
-@cluster.command()
+@command(cluster, None, "lockstep cluster up --nodes 3 --cpus 2")
 def up(
     nodes: Annotated[int, typer.Option(min=1, help="number of Ray nodes")] = 3,
     cpus: Annotated[float, typer.Option(min=0, help="logical CPUs of each node")] = 2,
@@ -46,7 +46,7 @@ def up(
         answer(report, lambda: _reached(report))
 
 
-@cluster.command()
+@command(cluster, None, "lockstep cluster status")
 def status(json_: Json = False, verbose: Verbose = False) -> None:
     """Show nodes, jobs and runs of the cluster that was started here."""
     with answered(json_, verbose) as answer:
@@ -61,7 +61,12 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
         answer(report, lambda: _status(report))
 
 
-@cluster.command()
+@command(
+    cluster,
+    None,
+    "lockstep cluster leave --wait",
+    "lockstep cluster leave --why maintenance --seconds 300 --wait --stop-runs",
+)
 def leave(
     address: Address = None,
     node: NodeId = None,
@@ -73,6 +78,9 @@ def leave(
     wait: Annotated[
         bool, typer.Option("--wait", help="return when nothing runs on the nodes any more")
     ] = False,
+    stop_runs: Annotated[
+        bool, typer.Option("--stop-runs", help="have the runs whose drivers are on this machine save and end")
+    ] = False,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -80,11 +88,11 @@ def leave(
     with answered(json_, verbose) as answer:
         from lockstep.clusters.node_departure import leave as drained
 
-        node_ids = drained(address, node, why, seconds, _say, wait=wait)
+        node_ids = drained(address, node, why, seconds, _say, wait=wait, stop_runs=stop_runs)
         answer({"nodes": node_ids}, lambda: f"{len(node_ids)} node{'s' if len(node_ids) > 1 else ''} drained")
 
 
-@cluster.command()
+@command(cluster, None, "lockstep cluster notices --cloud aws --metadata http://169.254.169.254")
 def notices(
     cloud: Annotated[
         str | None, typer.Option(help="the cloud whose metadata service is polled: aws or gcp")
@@ -111,7 +119,7 @@ def notices(
         Agent(notice_sources, leave_here, grace, _say).run()
 
 
-@cluster.command()
+@command(cluster, None, "lockstep cluster down")
 def down(json_: Json = False, verbose: Verbose = False) -> None:
     """End the cluster that was started here, and nothing else."""
     with answered(json_, verbose) as answer:

@@ -51,9 +51,12 @@ def _group_of(command: Any) -> Group | None:
 
 
 def command(
-    app: typer.Typer, group: Group, *examples: str, name: str | None = None
+    app: typer.Typer, group: Group | None, *examples: str, name: str | None = None
 ) -> Callable[[FunctionT], FunctionT]:
-    """Add a function as a command. It gets the options of RunOptions that such a command takes as its argument `given`."""
+    """Add a function as a command. It gets the options of RunOptions that such a command takes as its argument `given`.
+
+    `group` is None where `app` is itself a command, such as `lockstep record`.
+    """
 
     def add(function: FunctionT) -> FunctionT:
         options = taken_by(name or function.__name__)

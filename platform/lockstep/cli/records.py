@@ -242,7 +242,7 @@ def pin(
         answer({"run_id": run, "pinned": steps}, lambda: text)
 
 
-@record.command()
+@command(record, None, "lockstep record sync RUN")
 def sync(
     run: RunId,
     uri: Uri = None,
@@ -261,7 +261,7 @@ def sync(
         answer(done._asdict(), lambda: text)
 
 
-@record.command()
+@command(record, None, "lockstep record check RUN", "lockstep record check RUN --repair")
 def check(
     run: RunId,
     repair: Annotated[bool, typer.Option("--repair", help="repair what can be repaired")] = False,
@@ -293,7 +293,7 @@ def check(
             raise typer.Exit(ExitCode.FAILED)
 
 
-@record.command()
+@command(record, None, "lockstep record tensorboard RUN OTHER --logdir curves")
 def tensorboard(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="the ids of runs")],
     logdir: Annotated[
@@ -320,7 +320,7 @@ def tensorboard(
         )
 
 
-@record.command()
+@command(record, None, "lockstep record wandb RUN --dir curves")
 def wandb(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="the ids of runs")],
     directory: Annotated[

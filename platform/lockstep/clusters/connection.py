@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +34,7 @@ from lockstep.clusters.warm_server import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.files import own_folder
+from lockstep.running_time import running_s
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, sent_environment
 
 ASK_S = 1.0
@@ -233,19 +233,19 @@ class _Joining:
         """Until the cluster is joined. ClusterError where it refuses or falls silent; Interrupted on a signal."""
         stop = stop or StopSignal()
         threading.Thread(target=self._join, name="lockstep-connect", daemon=True).start()
-        began = heard = time.monotonic()
+        began = heard = running_s()
         announced = False
         while not self._over.wait(0.2):
-            now = time.monotonic()
+            now = running_s()
             try:
                 stop.check()
                 if now - heard > ASK_S:
                     check_answers(self._address, stop.check)
-                    heard = time.monotonic()
+                    heard = running_s()
             except Interrupted as error:
                 self._give_up(error)
             except ClusterError as error:
-                if time.monotonic() - heard > SILENT_S:
+                if running_s() - heard > SILENT_S:
                     self._give_up(error)
             if now - began > TOLD_S and not announced:
                 announced = True

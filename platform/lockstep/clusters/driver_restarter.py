@@ -25,6 +25,7 @@ from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 from lockstep.exit_codes import DECIDED, ExitCode
+from lockstep.running_time import running_s
 
 KEPT = "LOCKSTEP_KEPT"
 """Environment variable of a driver that a driver restarter has started: the id of the run's first job."""
@@ -103,16 +104,16 @@ class DriverRestarter:
     def _keep(self) -> None:
         import ray
 
-        heard = time.monotonic()
+        heard = running_s()
         while True:
             time.sleep(LOOK_S)
             try:
                 if self._is_over():
                     break
-                heard = time.monotonic()
+                heard = running_s()
             except Exception as error:  # noqa: BLE001 - the client raises what requests does; the API may come back
                 _log.warning("job API: %r", error)
-                if time.monotonic() - heard > AWAY_S:
+                if running_s() - heard > AWAY_S:
                     break
         ray.kill(self._self, no_restart=True)
 

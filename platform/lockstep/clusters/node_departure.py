@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+
+import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters import problems
 from lockstep.clusters.connection import connected
@@ -24,11 +29,13 @@ def leave(
     say: Callable[[str], None],
     *,
     wait: bool,
+    stop_runs: bool = False,
 ) -> list[str]:
     """Drain the nodes of this machine, or the one whose id begins with `node`. Returns their ids.
 
     `seconds` is how long the machine remains at most. With `wait` this returns when the nodes have nothing left to do, or the
-    time is over. SpecError if this machine is in no cluster; ClusterError if there is no such node, or it cannot be drained.
+    time is over. With `stop_runs` the drivers on this machine get SIGTERM: their runs save and end, which `wait` waits for too.
+    SpecError if this machine is in no cluster; ClusterError if there is no such node, or it cannot be drained.
     """
     problem = unavailable("nodes")
     if problem is not None:
@@ -36,12 +43,41 @@ def leave(
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         node_ids = _nodes_here(node)
+        drivers = _drivers_here() if stop_runs else []
+        for (
+            driver
+        ) in drivers:  # first: a run that hears of the drained node alone would look for room elsewhere
+            say(f"driver {driver.pid} is told to end: {why}")
+            with suppress(psutil.NoSuchProcess):
+                driver.send_signal(signal.SIGTERM)
         for each in node_ids:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
             say(f"node {each[:12]} is drained: {why}")
-        while wait and time.time() < deadline and any(_busy(each) for each in node_ids):
+        while wait and time.time() < deadline and (any(map(_lives, drivers)) or any(map(_busy, node_ids))):
             time.sleep(LOOK_S)
     return node_ids
+
+
+def _drivers_here() -> list[psutil.Process]:
+    """The drivers of the cluster's jobs that run on this machine, without this process."""
+    import ray
+    from ray.util.state import list_jobs
+
+    address = ray.util.get_node_ip_address()
+    drivers = []
+    for job in list_jobs(filters=[("status", "=", "RUNNING")], limit=10_000):
+        driver = job.driver_info
+        if driver is None or driver.node_ip_address != address or int(driver.pid) == os.getpid():
+            continue
+        with suppress(psutil.NoSuchProcess):
+            drivers.append(psutil.Process(int(driver.pid)))
+    return drivers
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _nodes_here(node: str | None) -> list[str]:

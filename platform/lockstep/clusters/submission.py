@@ -26,6 +26,7 @@ from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.exit_codes import ExitCode
 from lockstep.record.mirror.documents import without_password
 from lockstep.record.redaction import redacted
+from lockstep.running_time import running_s
 from lockstep.spec.loading import load_spec
 
 POLL_S = 0.5
@@ -259,7 +260,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
     from aiohttp import ClientError
 
     output, confirmed = _Output(write), False
-    answered_at = time.monotonic()
+    answered_at = running_s()
     while True:
         # The stream may break or fall silent; only the job's state counts.
         with suppress(RuntimeError, OSError, ClientError):
@@ -267,7 +268,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
         try:
             submitted = look(client, job, address, output.run_id)
         except ClusterError:
-            if time.monotonic() - answered_at > PATIENCE_S:
+            if running_s() - answered_at > PATIENCE_S:
                 raise
         except SpecError as error:
             if not confirmed:
@@ -279,7 +280,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
             )
             raise problems.JOB_GONE(address=address, job=job, again=again) from error
         else:
-            answered_at, confirmed = time.monotonic(), True
+            answered_at, confirmed = running_s(), True
             if submitted.exit_code is not None:
                 return submitted
         time.sleep(POLL_S)

@@ -27,6 +27,7 @@ from torch import Tensor
 from lockstep.communication.connections import Ends, Sockets, inodes
 from lockstep.communication.credentials import Secret, is_client, is_server
 from lockstep.communication.waits import LOOK_S
+from lockstep.running_time import running_s
 
 DIRECT_BYTES = 1 << 19
 """The largest message for a link: about what a connection takes at once, so that nobody has to push the rest."""
@@ -77,7 +78,7 @@ class Links:
 
     def _wait(self, ends: Sequence[tuple[_Link, int, int]], _held: object) -> None:
         """Wait until each link has sent and received so many messages."""
-        moved_at = time.monotonic()
+        moved_at = running_s()
         while True:
             for link, _, _ in ends:
                 link.push()
@@ -88,10 +89,10 @@ class Links:
             if not ends:
                 return
             if _ready([link for link, _, _ in ends]):
-                moved_at = time.monotonic()
+                moved_at = running_s()
                 continue
             self.look()
-            if time.monotonic() - moved_at > self._timeout_s:
+            if running_s() - moved_at > self._timeout_s:
                 ranks = ", ".join(str(link.rank) for link, _, _ in ends)
                 raise RuntimeError(
                     f"timed out waiting {1e3 * self._timeout_s:.0f} ms for recv operation with ranks {ranks}"

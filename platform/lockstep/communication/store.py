@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lockstep.communication.credentials import ANSWER_BYTES, Secret, challenge, is_server
+from lockstep.running_time import running_s
 
 MOST_UNPROVEN = 256
 """How many connections may be open that have not shown the secret yet; beyond that the oldest is closed."""
@@ -262,9 +263,9 @@ class AuthenticatedStore(Store):
         return set_for
 
     def _until_there(self, keys: Sequence[str], timeout: timedelta, operation: bytes) -> list[bytes]:
-        until, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_LOOK_S
+        until, pause_s = running_s() + timeout.total_seconds(), FIRST_LOOK_S
         while not (answer := self._ask(operation, *(key.encode() for key in keys))):
-            if time.monotonic() > until:
+            if running_s() > until:
                 raise dist.DistStoreError(
                     f"{self._where}: no {', '.join(keys)} within {timeout.total_seconds():g} s"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import ray
@@ -11,6 +10,7 @@ from lockstep.attempts.progress_watchdog import end_with_stacks
 from lockstep.clusters.bounded_calls import unanswered
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Faults
 from lockstep.sweeps.recorders import GOES_ON, NEWS_S, WHOSE, answer_of_recorders
 
@@ -39,7 +39,7 @@ class SweepWatchdog:
             patience = self._patience.setdefault(
                 attempt, Patience(self._faults.longest_silence_s, self._faults.longest_start_s)
             )
-            if attempt not in self._ended and patience.is_over(view.signs_of_life, time.monotonic()):
+            if attempt not in self._ended and patience.is_over(view.signs_of_life, running_s()):
                 self._ended.add(attempt)
                 name = f"stacks-attempt-{view.attempt}.txt"
                 members = [view.members[rank] for rank in sorted(view.members)]
@@ -53,8 +53,8 @@ class SweepWatchdog:
         answer: dict[int, RunView] = {}
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             answer, self._asked = answer_of_recorders(self._asked, NEWS_S), None
-        elif self._asked is not None and time.monotonic() - self._asked_at > NEWS_S:
+        elif self._asked is not None and running_s() - self._asked_at > NEWS_S:
             raise unanswered(WHOSE, NEWS_S, GOES_ON)
-        if self._asked is None and time.monotonic() - self._asked_at >= ASK_S:
-            self._asked, self._asked_at = self._recorders.views.remote(), time.monotonic()
+        if self._asked is None and running_s() - self._asked_at >= ASK_S:
+            self._asked, self._asked_at = self._recorders.views.remote(), running_s()
         return answer

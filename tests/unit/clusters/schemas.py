@@ -1,4 +1,4 @@
-"""What the files in `cluster/` are held against: Ray's own functions, KubeRay's definitions, and rules of the house."""
+"""What the files in `cluster/` are held against: Ray's own functions, the definitions of KubeRay, Kueue and Volcano, and rules of the house."""
 
 from __future__ import annotations
 
@@ -17,38 +17,67 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
-FIELDS = Path(__file__).with_name("kuberay_fields.json")
-"""The fields of KubeRay's definitions that the files in `cluster/` use: `python -m tests.unit.clusters.schemas` writes it."""
-CRD_FOLDER = "LOCKSTEP_KUBERAY_CRDS"
-"""Environment variable: a folder with `ray.io_rayjobs.yaml` and `ray.io_rayclusters.yaml` of ray-project/kuberay."""
+FIELDS = Path(__file__).with_name("resource_fields.json")
+"""The fields of the definitions below that the files in `cluster/` use: `python -m tests.unit.clusters.schemas` writes it."""
+CRD_FOLDER = "LOCKSTEP_CRDS"
+"""Environment variable: a folder with the files of DEFINITIONS."""
+DEFINITIONS = {
+    "ray.io/v1 RayJob": "ray.io_rayjobs.yaml",
+    "ray.io/v1 RayCluster": "ray.io_rayclusters.yaml",
+    "kueue.x-k8s.io/v1beta2 Topology": "kueue.x-k8s.io_topologies.yaml",
+    "kueue.x-k8s.io/v1beta2 ResourceFlavor": "kueue.x-k8s.io_resourceflavors.yaml",
+    "kueue.x-k8s.io/v1beta2 ClusterQueue": "kueue.x-k8s.io_clusterqueues.yaml",
+    "kueue.x-k8s.io/v1beta2 LocalQueue": "kueue.x-k8s.io_localqueues.yaml",
+    "kueue.x-k8s.io/v1beta2 WorkloadPriorityClass": "kueue.x-k8s.io_workloadpriorityclasses.yaml",
+    "scheduling.volcano.sh/v1beta1 Queue": "scheduling.volcano.sh_queues.yaml",
+    "batch.volcano.sh/v1alpha1 Job": "batch.volcano.sh_jobs.yaml",
+    "batch/v1 Job": "jobset.x-k8s.io_jobsets.yaml",
+}
+"""Where each kind is defined: the files of ray-project/kuberay, kubernetes-sigs/kueue, volcano-sh/volcano and kubernetes-sigs/jobset."""
+RESOURCES = [
+    *(CLUSTER / "kuberay" / name for name in ("rayjob.yaml", "rayjob-gpu.yaml", "raycluster.yaml")),
+    *(CLUSTER / "kueue" / name for name in ("queues.yaml", "job.yaml", "rayjob.yaml")),
+    *(CLUSTER / "volcano" / name for name in ("queue.yaml", "job.yaml", "rayjob.yaml")),
+]
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
+def kind_of(document: Mapping[str, Any]) -> str:
+    """A key of DEFINITIONS."""
+    return f"{document['apiVersion']} {document['kind']}"
+
+
 @cache
 def definition(kind: str) -> dict[str, Any]:
-    """The schema of ray.io/v1 RayJob or RayCluster, as far as the files here use it; strict: any other key is refused."""
+    """The schema of a kind, as far as the files here use it; strict: any other key is refused."""
     known: dict[str, Any] = json.loads(FIELDS.read_text())[kind]
     return _strict(known)
 
 
 @cache
 def full_definition(kind: str) -> dict[str, Any]:
-    """The schema as KubeRay publishes it."""
+    """The schema as its project publishes it."""
     folders = [os.environ.get(CRD_FOLDER), str(ROOT.parent / "shared" / "kuberay")]
-    files = [Path(folder, f"ray.io_{kind.lower()}s.yaml") for folder in folders if folder]
+    files = [Path(folder, DEFINITIONS[kind]) for folder in folders if folder]
     found = next((file for file in files if file.is_file()), None)
     if found is None:
-        pytest.skip(
-            f"KubeRay's definitions are not here: set {CRD_FOLDER} to a folder with {files[-1].name} "
-            "from ray-project/kuberay, ray-operator/config/crd/bases"
-        )
+        pytest.skip(f"{kind} is not defined here: set {CRD_FOLDER} to a folder with {files[-1].name}")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 1.4 MB: 8 s without C
-    versions = yaml.load(found.read_text(), Loader=loader)["spec"]["versions"]
-    schema: dict[str, Any] = next(v for v in versions if v["name"] == "v1")["schema"]["openAPIV3Schema"]
-    return schema
+    definitions = yaml.load(found.read_text(), Loader=loader)["spec"]
+    version = kind.split()[0].partition("/")[2]
+    if (
+        kind == "batch/v1 Job"
+    ):  # Kubernetes publishes no definition of its own in this form; a JobSet holds whole Jobs
+        schema = definitions["versions"][0]["schema"]["openAPIV3Schema"]
+        sets = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"]
+        job: dict[str, Any] = copy.deepcopy(sets["properties"]["template"])
+        job["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}}
+        return job
+    schema = next(v for v in definitions["versions"] if v["name"] == version)["schema"]["openAPIV3Schema"]
+    return dict(schema)
 
 
 def used_fields(schema: Mapping[str, Any], nodes: Sequence[Any]) -> dict[str, Any]:
@@ -69,17 +98,13 @@ def used_fields(schema: Mapping[str, Any], nodes: Sequence[Any]) -> dict[str, An
     return kept
 
 
-def kuberay_fields() -> dict[str, Any]:
-    """The content of FIELDS, made from the definitions that KubeRay publishes and the files in `cluster/`."""
-    files = {"RayJob": ["rayjob.yaml", "rayjob-gpu.yaml"], "RayCluster": ["raycluster.yaml"]}
-    used: dict[str, list[Any]] = {
-        kind: [document for name in names for document in documents(CLUSTER / "kuberay" / name)]
-        for kind, names in files.items()
-    }
-    pods = documents(CLUSTER / "mlflow" / "deployment.yaml")[0]["spec"]["template"]
-    used["RayCluster"].append({"spec": {"headGroupSpec": {"template": pods}}})
-    origin = {"origin": "ray-project/kuberay, ray-operator/config/crd/bases; Apache-2.0"}
-    return origin | {kind: used_fields(full_definition(kind), nodes) for kind, nodes in used.items()}
+def resource_fields(kind: str) -> dict[str, Any]:
+    """What FIELDS has for a kind, made from its definition as it is published and the files in `cluster/`."""
+    used = [document for path in RESOURCES for document in documents(path) if kind_of(document) == kind]
+    if kind == "ray.io/v1 RayCluster":
+        pods = documents(CLUSTER / "mlflow" / "deployment.yaml")[0]["spec"]["template"]
+        used.append({"spec": {"headGroupSpec": {"template": pods}}})
+    return used_fields(full_definition(kind), used)
 
 
 def _strict(schema: Any) -> Any:
@@ -98,12 +123,14 @@ def _strict(schema: Any) -> Any:
 
 
 def check_custom_resource(document: Mapping[str, Any]) -> None:
-    """Against KubeRay's definition, and through Ray's own autoscaler."""
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
-
-    schema = copy.deepcopy(definition(document["kind"]))
+    """Against its definition, and what has a Ray cluster through Ray's own autoscaler."""
+    schema = copy.deepcopy(definition(kind_of(document)))
     schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes' own
     jsonschema.validate(document, schema)
+    if not document["apiVersion"].startswith("ray.io/"):
+        return
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
     spec = document["spec"].get("rayClusterSpec", document["spec"])
     _derive_autoscaling_config_from_ray_cr(
         {"metadata": {"name": document["metadata"]["name"], "namespace": "default"}, "spec": spec}
@@ -112,7 +139,7 @@ def check_custom_resource(document: Mapping[str, Any]) -> None:
 
 def check_pod_template(template: Mapping[str, Any]) -> None:
     """A Deployment's pods against the schema of pods that KubeRay's definition holds."""
-    head = definition("RayCluster")["properties"]["spec"]["properties"]["headGroupSpec"]
+    head = definition("ray.io/v1 RayCluster")["properties"]["spec"]["properties"]["headGroupSpec"]
     schema = copy.deepcopy(head["properties"]["template"])
     schema["properties"]["metadata"] = {"type": "object"}
     jsonschema.validate(template, schema)
@@ -272,4 +299,4 @@ def check_dockerfile(text: str) -> None:
 
 
 if __name__ == "__main__":
-    FIELDS.write_text(json.dumps(kuberay_fields(), indent=1) + "\n")
+    FIELDS.write_text(json.dumps({kind: resource_fields(kind) for kind in DEFINITIONS}, indent=1) + "\n")

@@ -27,8 +27,12 @@ from lockstep.job.inputs.imports import Asked, note_imports
 from lockstep.job.inputs.variables import Values, reads_of
 from lockstep.job.interface import Job
 from lockstep.process import end_with_parent
+from lockstep.running_time import running_s
 
 T = TypeVar("T")
+
+SLICE_S = 1.0
+"""A wait is taken in pieces of so many seconds: while both processes are stopped, neither is silent."""
 
 LIMIT_S = 60.0
 """The least time after which a child is considered stuck, in seconds: a library may wait for threads that a fork does not inherit."""
@@ -167,9 +171,9 @@ def _result(function: Callable[[], Any]) -> bytes:
 
 def _answer(read: int, limit_s: float) -> bytes | None:
     """All that the child writes until it closes its end; None where it does not do so in time."""
-    parts, until = list[bytes](), time.monotonic() + limit_s
-    while (remaining_s := until - time.monotonic()) > 0:
-        if select.select([read], [], [], remaining_s)[0]:
+    parts, until = list[bytes](), running_s() + limit_s
+    while (remaining_s := until - running_s()) > 0:
+        if select.select([read], [], [], min(SLICE_S, remaining_s))[0]:
             if not (part := os.read(read, 1 << 20)):
                 return b"".join(parts)
             parts.append(part)
