@@ -43,7 +43,7 @@ def training(spec: Spec, job: Job, mean_loss: MeanLoss) -> Iterator[float]:
     and the loss read once a step. It reduces no metric, seeds nothing, checks nothing. With `sharding: full` it is FSDP2, with a unit a block, and the gradients
     of each micro-batch are reduced: no worker has whole ones.
     """
-    sharded = spec.sharding == "full"
+    sharded = spec.sharding.mode == "full"
     world, accumulated = dist.get_world_size(), spec.batch.micro_batches // dist.get_world_size()
     dataset = job.train_data()
     sampler = DistributedSampler(dataset, seed=spec.seed, drop_last=True)

@@ -208,7 +208,7 @@ def prepare(
     check_rules(spec, data)
     for text in warnings_of(train_data):
         warn(text)
-    is_sharded = spec.sharding == "full" and group.size > 1
+    is_sharded = spec.sharding.mode == "full" and group.size > 1
     if is_sharded:
         return_freed_memory()
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
@@ -252,7 +252,10 @@ def prepare(
         facts["leaked_rows"] = leaked_rows(data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
     if is_sharded and state.sharding is None:
-        shard(job, state, group, calls)
+        shard(spec, job, state, group, calls)
+    if state.sharding is not None:
+        for text in state.sharding.told:
+            warn(text)
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
@@ -288,7 +291,7 @@ def rehearse_sharded(
     state = rehearsal.state
     units = group.together(partial(rehearsal.units, deferred))
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
-    shard(rehearsal.job, state, group, calls, deferred.fill)
+    shard(rehearsal.spec, rehearsal.job, state, group, calls, deferred.fill)
     assert state.sharding is not None
     shown, evaluate = rehearsal.first_sharded(state.sharding), evaluation()
     if evaluate is None:
@@ -354,8 +357,8 @@ def make_facts(
 
 def refuse_sharded_tables(spec: Spec, tables: Iterable[str]) -> None:
     """SpecError where something is sharded, and a parameter has sparse gradients. On one worker as well."""
-    if spec.sharding != "none" and (first := min(tables, default=None)) is not None:
-        raise problems.SPARSE_SHARDED(got=spec.sharding, name=first)
+    if spec.sharding.mode != "none" and (first := min(tables, default=None)) is not None:
+        raise problems.SPARSE_SHARDED(got=spec.sharding.mode, name=first)
 
 
 def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
@@ -365,6 +368,7 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
 
 
 def shard(
+    spec: Spec,
     job: Job,
     state: TrainState,
     group: Group,
@@ -375,7 +379,7 @@ def shard(
     originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
     conditional = frozenset(job.conditional_parameters(state.model))
-    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill))
+    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill, spec.sharding))
     assert state.sharding is not None
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]
@@ -457,10 +461,10 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
-    if spec.sharding == "full":
+    if spec.sharding.mode == "full":
         check_torch()
-    if spec.sharding != "none" and spec.determinism == "strict":
-        check_threads(model, device, spec.threads, spec.sharding)
+    if spec.sharding.mode != "none" and spec.determinism == "strict":
+        check_threads(model, device, spec.threads, spec.sharding.mode)
     average = None if spec.ema is None else Average(model, spec.ema)
     updates = updates_of(plan)
     with imports_of_job(job):
@@ -532,7 +536,7 @@ def job_weights_of(
     """Enters the job's `eval_weights`. SpecError for settings beside which there is no room for it."""
     if spec.ema is not None:
         raise problems.EVAL_WEIGHTS_BESIDE(field="ema", got=f"{spec.ema:g}", remedy="leave ema out")
-    if spec.sharding == "full":
+    if spec.sharding.mode == "full":
         raise problems.EVAL_WEIGHTS_BESIDE(
             field="sharding", got="'full'", remedy="set sharding=optimizer: it needs whole parameters"
         )

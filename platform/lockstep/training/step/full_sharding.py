@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -25,9 +26,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
 from lockstep.errors import JobError, SpecError
+from lockstep.spec.sharding import Sharding
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.sharding_units import Calls, units_of
+from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import largest, uncut
 
@@ -41,6 +43,8 @@ _CALLS = (
     "set_custom_reduce_scatter",
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
 )
 
 
@@ -56,6 +60,9 @@ def check_torch() -> None:
         raise SpecError(
             f"sharding: got 'full', and torch {torch.__version__} has no {missing}; install torch>=2.11, or set sharding=optimizer"
         )
+
+
+_DEFAULT = Sharding(mode="full")
 
 
 class _Root(nn.Module):
@@ -124,22 +131,28 @@ class FullSharding:
         whole: frozenset[str],
         fused: bool,
         fill: Callable[[Sequence[str]], None] = lambda names: None,
+        settings: Sharding = _DEFAULT,
     ) -> None:
         """Shard `model` in place. All ranks of the `group` call it, with a model of the same bits.
 
         `whole` are parameters that stay whole on every worker; `fused`: whether one kernel updates an element, which on a CPU rounds the end of a
-        tensor otherwise; `fill` gives parameters memory that have none, unit by unit.
+        tensor otherwise; `fill` gives parameters memory that have none, unit by unit; `settings` say which modules are units, and when they are gathered.
         """
         self.model, self.group = model, group
         self.names = [name for name, _ in model.named_parameters()]
-        units = units_of(model, calls)
+        units = units_of(model, calls, settings.units)
         self.whole = whole | uncut(model, units, group, fused)
         """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
         self.units = [_name_of(model, unit) for unit in units]
+        self.settings = settings
+        self.told = _left_out(model, units, settings.units)
+        """Warnings of modules that the settings name, and that are no units."""
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
         self.largest_unit_bytes = largest(model, units, self.whole)
         """The bytes of the parameters that are gathered at once, those outside of all units apart."""
-        self._root, modules = _sharded(model, units, self.whole, group, fill)
+        self.cut_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in self.whole)
+        """The bytes of all parameters that are sharded."""
+        self._root, modules = _sharded(model, units, self.whole, group, fill, settings)
         self._modules: list[Any] = modules
         parameters: dict[str, Any] = dict(model.named_parameters())
         self.shards: dict[str, Shard] = {
@@ -168,6 +181,12 @@ class FullSharding:
         self.last = False
         self.order = 0
         """A number for the units that were gathered since `begin_step`, in their order: the same on every worker, or one has computed with other weights."""
+        self.begun: set[int] = set()
+        """The numbers of the modules whose gathering has begun, and has not been waited for."""
+        self._forward: list[int] | None = None
+        """In a pass, the numbers of the modules that its forward has gathered."""
+        self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
+        """The order in which the forward of a phase's last pass gathered its modules, by the names of what learns in it."""
         with torch.no_grad():  # so that FSDP knows its root before anything else calls a unit
             self._root(lambda: None)
         self.reshard()
@@ -237,13 +256,32 @@ class FullSharding:
         self.pass_, self.empty, self.last, self.observe = together, empty, last, observe
         for scatter in self._scatters:
             scatter.calls = 0
+        self._forward = []
+        self._prefetch(self._orders.get(tuple(self._index), ()))
         self._writes = [parameter._version for parameter in self._gathered.values()]
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
         with _NoShards() as guard, guard.aside_in_fast_paths():
             result: T = self._root(compute)
+        if self._forward is not None:
+            self._orders[tuple(self._index)], self._forward = tuple(self._forward), None
+            for (
+                module
+            ) in self._modules:  # a statistic of the pass may need other modules, and has no backward
+                module.set_modules_to_forward_prefetch([])
         return result
+
+    def _prefetch(self, order: Sequence[int]) -> None:
+        """Have each module gather those that follow it in `order` ahead, and in a backward those before it; without an order none does."""
+        ahead, modules = self.settings.prefetch, self._modules
+        following = {number: order[i + 1 : i + 1 + ahead] for i, number in enumerate(order)}
+        before = {number: order[max(0, i - ahead) : i][::-1] for i, number in enumerate(order)}
+        for number, module in enumerate(modules):
+            module.set_modules_to_forward_prefetch([modules[n] for n in following.get(number, ())])
+            # FSDP gathers one ahead by itself where none is named: a module names itself, which is there.
+            named = [modules[n] for n in before.get(number, ())] or [module]
+            module.set_modules_to_backward_prefetch(named)
 
     def end_pass(self, where: str) -> None:
         """Add what every worker has computed in the pass. After the last one the sums are the gradients of `local`.
@@ -258,6 +296,9 @@ class FullSharding:
                     f"parameter {name!r}: its gradient went on after that of its module was done ({where}), as where a gradient is differentiated again, and "
                     "with sharding=full the rest would be lost; set sharding=optimizer"
                 )
+        self._prefetch(())  # what computes between passes may not need what a pass does
+        if self.begun:
+            self.reshard()
         for scatter in self._scatters:
             if scatter.calls != bool(scatter.learning):
                 raise _not_once(scatter.learning, scatter.calls, where)
@@ -319,6 +360,10 @@ class FullSharding:
 
     def reshard(self) -> None:
         """Let go of what is gathered: outside of a micro-batch every module has its shards."""
+        for number in sorted(
+            self.begun
+        ):  # gathered ahead for nothing: FSDP would take it for the next one, after an update
+            self._modules[number].unshard()
         for module in self._modules:
             module.reshard()
 
@@ -403,10 +448,32 @@ class _Gather:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
+    ) -> _Gathering:
+        """Begin to gather. FSDP waits for what is returned when the unit is needed."""
         sharding = self._sharding
         sharding.order = (sharding.order * 1_000_003 + self._number + 1) % (1 << 48)
-        sharding.group.wait(_all_gather(output_tensor, input_tensor, group))
+        if sharding._forward is not None:
+            sharding._forward.append(self._number)
+        sharding.begun.add(self._number)
+        work = _all_gather(output_tensor, input_tensor, group)
+
+        def wait() -> None:
+            sharding.group.wait(work)
+            sharding.begun.discard(self._number)
+
+        return _Gathering(wait)
+
+
+class _Gathering(dist.Work):
+    """A collective that is waited for as the group waits for any other."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait()
+        return True
 
 
 class _Scatter:
@@ -504,6 +571,7 @@ def _sharded(
     whole: frozenset[str],
     group: Group,
     fill: Callable[[Sequence[str]], None],
+    settings: Sharding,
 ) -> tuple[_Root, list[nn.Module]]:
     """The root of the sharded model, and its modules that have shards, the root last."""
     from torch.distributed.fsdp import fully_shard
@@ -517,8 +585,24 @@ def _sharded(
     modules = [*units, root]
     for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
         fill(of_module)
-        fully_shard(module, mesh=mesh, ignored_params=ignored)
+        # FSDP never lets go of what the root has between forward and backward, unless it is told to.
+        reshards = settings.reshard_after_forward and module is not root
+        fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
     return root, modules
+
+
+def _left_out(model: nn.Module, units: Sequence[nn.Module], patterns: Sequence[str] | None) -> list[str]:
+    if patterns is None:
+        return []
+    chosen = set(map(id, units))
+    left = [_name_of(model, member) for member in members_of(model, patterns) if id(member) not in chosen]
+    if not left:
+        return []
+    more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+    return [
+        f"sharding.units: {left[0]!r}{more} no unit: a loss computes it several times in a micro-batch, or not at all, or it has no parameters; what is in "
+        "no unit is gathered for the whole micro-batch"
+    ]
 
 
 def _in_order_of_fsdp(

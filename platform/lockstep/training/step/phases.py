@@ -139,7 +139,7 @@ def check_combination(job: Job, spec: Spec) -> None:
     if not phased and not rests:
         return
     feature = "phases" if phased else "frozen_parameters"
-    if phased and spec.sharding == "optimizer" and spec.faults.mirror:
+    if phased and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         raise SpecError(
             "faults.mirror: got true, and the job has phases: the state of one optimizer alone is mirrored, and a run with several resumes from its last "
             "checkpoint when a worker is lost; set faults.mirror=false"

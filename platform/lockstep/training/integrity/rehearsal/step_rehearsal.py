@@ -173,7 +173,9 @@ class StepRehearsal:
         time. SpecError where none can.
         """
         model, seed = deferred.model, self.spec.seed
-        members = [member for member in members_of(model) if deferred.names_in([member])]
+        members = [
+            member for member in members_of(model, self.spec.sharding.units) if deferred.names_in([member])
+        ]
         inside = {name for member in members for name in deferred.names_in([member])}
         outside = [name for name in deferred.names_in([model]) if name not in inside]
         shared = {
