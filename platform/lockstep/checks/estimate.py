@@ -394,7 +394,7 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     computing = found.computing - found.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec)
+    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec, found.parameters)
     return max(step, start if begins_whole else 0)
 
 

@@ -56,7 +56,7 @@ SPEC = {
     "ema": "decay of an exponential moving average of the weights, which is what is evaluated; null: none",
     "activation_checkpointing": "recompute in backward the modules that the job names",
     "compile": "compile the loss of a full micro-batch, and its backward, with torch.compile",
-    "initial_weights": "a safetensors file to start from, or the id of a run in record.folder",
+    "initial_weights": "what to start from: a safetensors file, a folder of several with an index, a checkpoint, or the id of a run in record.folder",
     "fork": "start from the state of another run; lockstep resume RUN_ID --fork writes this",
     "fork.run": "id of the run that is forked",
     "fork.step": "the checkpoint to start from; null: the newest good one",

@@ -40,7 +40,7 @@ from lockstep.training.determinism import check_kept
 from lockstep.training.driver_requests import Requests
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
-from lockstep.training.initial_model import make_deferred, make_model
+from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
 from lockstep.training.integrity.digests import digest_on_first
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
@@ -213,8 +213,11 @@ def prepare(
         return_freed_memory()
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
-    deferred = make_deferred(spec, job, group, warn) if is_sharded else None
+    made = make_deferred(spec, job, group) if is_sharded else ""
+    deferred = made if isinstance(made, DeferredModel) else None
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
+    if made and deferred is None and asks_for_shards(spec, sum(p.nbytes for p in model.parameters())):
+        warn(f"sharding: every worker begins with the whole model: {made}")
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = bool(data.held_out) and has_evaluation_loss(job) and "eval" in data.held_out
@@ -289,10 +292,15 @@ def rehearse_sharded(
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
     refuse_sharded_tables(rehearsal.spec, declared_tables(deferred.model))
     state = rehearsal.state
-    units = group.together(partial(rehearsal.units, deferred))
+    # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
+    found = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
+    units = group.given(found, 0)
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
-    shard(rehearsal.spec, rehearsal.job, state, group, calls, deferred.fill)
+    fill = deferred.fill if deferred.weights is None else deferred.fill_blank
+    shard(rehearsal.spec, rehearsal.job, state, group, calls, fill)
     assert state.sharding is not None
+    if deferred.weights is not None:  # each rank reads its rows alone
+        state.sharding.load(deferred.weights)
     shown, evaluate = rehearsal.first_sharded(state.sharding), evaluation()
     if evaluate is None:
         check_followed(state.schedule, ())
