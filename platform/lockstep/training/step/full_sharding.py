@@ -76,16 +76,8 @@ class _Root(nn.Module):
         return call()
 
 
-class _NoShards(TorchFunctionMode):
-    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _READS:
-            for value in args:
-                parts = value if isinstance(value, list | tuple) else (value,)
-                if any(hasattr(part, "to_local") for part in parts):
-                    raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
-        return func(*args, **(kwargs or {}))
+class _Aside(TorchFunctionMode):
+    """A mode that a module's kernels must not depend on."""
 
     @contextmanager
     def aside_in_fast_paths(self) -> Iterator[None]:
@@ -111,6 +103,36 @@ class _NoShards(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+class _NoShards(_Aside):
+    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _READS:
+            for value in args:
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if any(hasattr(part, "to_local") for part in parts):
+                    raise JobError(f"{func.__name__} of a parameter that is not gathered (a DTensor)")
+        return func(*args, **(kwargs or {}))
+
+
+class _WholeGradients(_Aside):
+    """Gives a gathered parameter its whole gradient where it is asked for it; all ranks ask for the same ones, in the same order."""
+
+    def __init__(self, sharding: FullSharding) -> None:
+        super().__init__()
+        self._sharding = sharding
+        named = sharding.model.named_parameters()
+        self._names = {id(parameter): name for name, parameter in named if name in sharding.shards}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GRADIENT_OF and id(args[0]) in self._names:
+            return self._sharding.whole_gradient(self._names[id(args[0])])
+        return func(*args, **(kwargs or {}))
+
+
+_GRADIENT_OF = Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -373,7 +395,8 @@ class FullSharding:
         for module in self._modules:
             module.unshard()
         try:
-            with _whole_in_state_dicts(self.model):
+            whole = _WholeGradients(self)
+            with _whole_in_state_dicts(self.model), whole, whole.aside_in_fast_paths():
                 yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
@@ -381,6 +404,17 @@ class FullSharding:
                         self.shards[name].local.copy_(self.shards[name].rows_of(parameter.detach()))
         finally:
             self.reshard()
+
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a sharded parameter, whole, on every worker; None where it has none. All ranks call it."""
+        gradient, shape = self.local[name].grad, self.shards[name].shape
+        if gradient is None:
+            return None
+        row = gradient.new_zeros(len(element_ranges(shape, self.group.size)[0]))
+        row[: gradient.numel()] = gradient.reshape(-1)
+        every = row.new_empty(self.group.size * len(row))
+        self.group.wait(_all_gather(every, row, self.group.channel))
+        return every[: shape.numel()].view(shape)  # only the last rows are filled up
 
     def state(self) -> dict[str, Any]:
         """The model's `state_dict`, with a `Shard` for each tensor that is sharded."""
