@@ -347,13 +347,14 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exact
 def test_from_pretrained_reads_shards(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several files with an index, and the config of the model."""
+    """Several files with an index, and the `config.json` of the model beside them."""
     config = transformers().AutoConfig.from_pretrained(exported(trained), local_files_only=True)
     monkeypatch.setattr(formats.Shards, "most_file_bytes", 20_000)
     found = export(trained.name, form="shards", uri="off", storage=trained.parent)
     assert len(list(Path(found.path).glob("model-*-of-*.safetensors"))) > 1
+    config.save_pretrained(found.path)
     model = transformers().AutoModelForCausalLM.from_pretrained(
-        found.path, config=config, local_files_only=True, dtype=torch.float32
+        found.path, local_files_only=True, dtype=torch.float32
     )
     assert weights_digest(model.state_dict()) == found.artifact.weights_digest
 

@@ -132,7 +132,8 @@ class _WholeGradients(_Aside):
         return func(*args, **(kwargs or {}))
 
 
-_GRADIENT_OF = Tensor.grad.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = Tensor
+_GRADIENT_OF = _TENSOR.grad.__get__
 
 
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
