@@ -206,6 +206,8 @@ class FullSharding:
         """A number for the units that were gathered since `begin_step`, in their order: the same on every worker, or one has computed with other weights."""
         self.begun: set[int] = set()
         """The numbers of the modules whose gathering has begun, and has not been waited for."""
+        self.copied: list[Tensor] = []
+        """What was gathered on a CPU, and that FSDP has copied to the parameters since: it is freed at the next chance."""
         self._forward: list[int] | None = None
         """In a pass, the numbers of the modules that its forward has gathered."""
         self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -383,12 +385,19 @@ class FullSharding:
 
     def reshard(self) -> None:
         """Let go of what is gathered: outside of a micro-batch every module has its shards."""
+        self.free_copied()
         for number in sorted(
             self.begun
         ):  # gathered ahead for nothing: FSDP would take it for the next one, after an update
             self._modules[number].unshard()
         for module in self._modules:
             module.reshard()
+
+    def free_copied(self) -> None:
+        """Free what was gathered and copied: a thread of gloo keeps it until it gets a turn to run."""
+        for tensor in self.copied:
+            tensor.untyped_storage().resize_(0)
+        self.copied.clear()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -489,12 +498,15 @@ class _Gather:
         sharding.order = (sharding.order * 1_000_003 + self._number + 1) % (1 << 48)
         if sharding._forward is not None:
             sharding._forward.append(self._number)
+        sharding.free_copied()
         sharding.begun.add(self._number)
         work = _all_gather(output_tensor, input_tensor, group)
 
         def wait() -> None:
             sharding.group.wait(work)
             sharding.begun.discard(self._number)
+            if output_tensor.device.type == "cpu":
+                sharding.copied.append(output_tensor)
 
         return _Gathering(wait)
 
@@ -540,6 +552,7 @@ class _Scatter:
     ) -> None:
         """`input_tensor` has a row for each rank: its rows of the unit's gradients one after another, each filled up to the length of rank 0's."""
         sharding, ranks = self._sharding, self._sharding.group.size
+        sharding.free_copied()
         self.calls += 1
         if self.calls > 1 or output_tensor.numel() != sum(self._widths):
             raise _not_once(
