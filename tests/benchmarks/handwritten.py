@@ -45,7 +45,7 @@ def training(
     and the loss read once a step. It reduces no metric, seeds nothing, checks nothing. With `sharding: full` it is FSDP2, with a unit a block, and the gradients
     of each micro-batch are reduced: no worker has whole ones. `tensors` take the place of the job's data.
     """
-    sharded = spec.sharding == "full"
+    sharded = spec.sharding.mode == "full"
     world, accumulated = dist.get_world_size(), spec.batch.micro_batches // dist.get_world_size()
     dataset: Dataset[Any] = job.train_data() if tensors is None else TensorDataset(*tensors)
     collate = job.collate if tensors is None else None

@@ -45,6 +45,7 @@ from tests.distributed import (
     memory_by_stage,
     phase_kinds,
     public_kinds,
+    step_kinds,
     test_same_bits,
 )
 from tests.distributed import kinds as kinds_of_jobs
@@ -722,6 +723,28 @@ def test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model(
     """A transformer that torch evaluates by a kernel of its own, and a target that is loaded from the `state_dict` of what learns."""
     document = kinds_of_jobs.document(kind, rehearsal="off")
     assert pool.run(2, train_every, [full(document)]) == [train_every([document])] * 2
+
+
+def train_without_whole_gradients(document: Document) -> list[tuple[Any, ...]]:
+    """A parameter that is gathered has the rows of its gradient that this worker updates."""
+
+    def rows(self: full_sharding.FullSharding, name: str) -> Tensor | None:
+        return self.local[name].grad
+
+    with mock.patch.object(full_sharding.FullSharding, "whole_gradient", rows):
+        return train_every([document])
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("sharding", "workers"), [("full", 3), ("optimizer", 2), ("full", 2), ("full", 1)])
+def test_a_job_that_reads_its_gradients_reads_whole_ones(pool: Pool, sharding: str, workers: int) -> None:
+    """In `after_step`; the control reads the rows of its worker."""
+    document = kinds_of_jobs.document(step_kinds.ReadsItsGradients, rehearsal="off")
+    wanted = train_every([document])
+    placed = {**document, "sharding": sharding}
+    assert pool.run(workers, train_every, [placed]) == [wanted] * workers
+    if sharding == "full" and workers > 1:
+        assert pool.run(workers, train_without_whole_gradients, placed)[0] != wanted
 
 
 # --- several phases, and parameters that rest -------------------------------------------------------------------

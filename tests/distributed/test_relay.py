@@ -30,7 +30,8 @@ from lockstep.training import problems, read_relay, start
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.read_relay import Relay
-from lockstep.training.weights import load_weights, save_weights
+from lockstep.training.stored_weights import load_weights
+from lockstep.training.weights import save_weights
 from tests.distributed.pool import Pool
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
@@ -290,7 +291,7 @@ def loaded_by_one(path: Path) -> str:
             load = mock.patch("safetensors.torch.load_file", side_effect=AssertionError("read twice"))
             stack.enter_context(load)
         try:
-            load_weights(model, path, group)
+            load_weights(model, str(path), group)
         except SpecError as error:
             return str(error)
     return weights_digest(model.state_dict())
@@ -305,7 +306,7 @@ def test_initial_weights_are_read_by_one_rank(pool: Pool, tmp_path: Path) -> Non
         if content:
             path.write_bytes(content)
         with raises(problems.WEIGHTS_UNREADABLE) as info:
-            load_weights(net(), path)
+            load_weights(net(), str(path))
         assert pool.run(3, loaded_by_one, path) == [str(info.value)] * 3
 
 

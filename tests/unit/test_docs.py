@@ -164,7 +164,7 @@ def described() -> dict[str, list[list[str]]]:
 def test_every_field_of_the_spec_is_described_and_no_other() -> None:
     names = {field.name for field in fields(Spec)}
     assert {"batch.global", "optimizer.nesterov", "schedule.gamma", "early_stop.metric"} <= names
-    sections = {"early_stop", "fork", "checkpoint.every", "checkpoint.keep_best"}
+    sections = {"early_stop", "fork", "checkpoint.every", "checkpoint.keep_best", "sharding"}
     assert described().keys() - sections == names
 
 

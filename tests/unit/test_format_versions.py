@@ -26,7 +26,8 @@ from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.record.ledger.tables import Rows
 from lockstep.training.auxiliary_state import beside_path, load_beside, save_beside
-from lockstep.training.weights import load_weights, save_weights
+from lockstep.training.stored_weights import load_weights
+from lockstep.training.weights import save_weights
 from tests.unit.record.rows import evaluation_row, step_row
 
 
@@ -94,7 +95,7 @@ def final_weights(folder: Path, version: int | None) -> None:
 
 
 def initial_weights(folder: Path, version: int | None) -> None:
-    load_weights(torch.nn.Linear(1, 1, bias=False), weights(folder, version))
+    load_weights(torch.nn.Linear(1, 1, bias=False), str(weights(folder, version)))
 
 
 def beside(folder: Path, version: int | None) -> None:
@@ -140,7 +141,7 @@ def test_weights_that_no_lockstep_wrote_have_no_version(tmp_path: Path) -> None:
     """The control: a run may begin with them."""
     safetensors.torch.save_file({"weight": torch.ones(1, 1)}, tmp_path / "x.safetensors")
     model = torch.nn.Linear(1, 1, bias=False)
-    load_weights(model, tmp_path / "x.safetensors")
+    load_weights(model, str(tmp_path / "x.safetensors"))
     assert model.weight.item() == 1.0
 
 

@@ -54,6 +54,8 @@ def test_a_spec_with_all_defaults_filled_in_fits() -> None:
         {"length": {}}, {"checkpoint": {"every": {"seconds": 1.5}}}, {"checkpoint": {"every": None}},
         {"checkpoint": {"every": {"steps": 1, "seconds": 1.5}}}, {"determinism": "fast"},
         {"determinism": {"mode": "strict", "recheck": 0.1}}, {"determinism": {"recheck": 0.1}},
+        {"sharding": "full"}, {"sharding": {"mode": "full", "units": ["layers.*"], "prefetch": 0}}, {"sharding": "some"},
+        {"sharding": {"mode": "full", "prefetch": -1}}, {"sharding": {"mode": "full", "unit": []}},
         {"determinism": {"recheck": 2}}, {"determinism": {"recheck": 0.1, "seed": 1}}, {"determinism": "loose"},
         {"optimizer": {"lr": 1}}, {"optimizer": {"lr": 1, "momentum": 0.9}},
         {"optimizer": {"name": "sgd", "momentum": 0.9}}, {"optimizer": {"name": "adam", "betas": [0.9]}},

@@ -695,8 +695,34 @@ def test_an_override_knows_every_section_that_counts_in_one_unit() -> None:
     assert counted(Spec) == set(COUNTS)
 
 
+def test_sharding_is_a_mode_or_a_mapping() -> None:
+    """A spec that says nothing of units is written as it always was."""
+    full = load_spec({**JOB, "sharding": "full"}, ["sharding.units=[layers.*]"])
+    assert (full.sharding.mode, full.sharding.units, full.sharding.prefetch) == ("full", ("layers.*",), 1)
+    assert full.document()["sharding"] == {"mode": "full", "units": ["layers.*"]}
+    assert load_spec(full.document()) == full
+    assert load_spec({**JOB, "sharding": {"mode": "full", "prefetch": 1}}).document()["sharding"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sharding=ful", "sharding: got 'ful', wanted 'none', 'optimizer' or 'full'"),
+        ("sharding={mode: full, unit: [a]}", "sharding.unit: unknown key; did you mean 'units'?"),
+        ("sharding={mode: full, units: []}", "sharding.units: got [], wanted names of modules, such as ['layers.*']"),
+        ("sharding={mode: full, prefetch: -1}", "sharding.prefetch: got -1, wanted at least 0"),
+        ("sharding.prefetch=0", "sharding.prefetch: got 0 with sharding.mode none, which gathers no units; set sharding.mode=full"),
+        ("sharding={mode: optimizer, units: [a]}", "sharding.units: got ['a'] with sharding.mode optimizer"),
+    ],
+)  # fmt: skip
+def test_units_that_cannot_be_are_told(override: str, message: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        load_spec(JOB, [override])
+    assert str(refusal.value).startswith(message)
+
+
 @pytest.mark.parametrize(("sharded", "sharding"), [(True, "optimizer"), (False, "none")])
 def test_a_sharded_optimizer_as_0_1_has_it_is_read_as_sharding(sharded: bool, sharding: str) -> None:
     spec = load_spec({"job": {"use": "a:B"}, "optimizer": {"name": "sgd", "sharded": sharded}})
-    assert (spec.sharding, spec.optimizer.name) == (sharding, "sgd")
+    assert (spec.sharding.mode, spec.optimizer.name) == (sharding, "sgd")
     assert "sharded" not in spec.document()["optimizer"]

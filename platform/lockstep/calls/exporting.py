@@ -13,7 +13,9 @@ import safetensors.torch
 
 from lockstep.calls import problems
 from lockstep.calls.executions import execution_of
+from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.driver.options import RunOptions
+from lockstep.errors import StorageError
 from lockstep.export import arrays
 from lockstep.export import problems as export_problems
 from lockstep.export.artifact import Artifact, description, files_of, read
@@ -21,7 +23,6 @@ from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import ExportFormat, Safetensors, check_predicts, format_named, loaded, place
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
-from lockstep.parsing import OtherVersionError
 from lockstep.proof import wire
 from lockstep.proof.execution import Execution
 from lockstep.proof.recorded_end import DIGEST_OF
@@ -34,7 +35,7 @@ from lockstep.spec.locations import tracking_uri
 from lockstep.training.auxiliary_state import beside_path, load_beside, save_beside
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
-from lockstep.training.weights import read_tensors
+from lockstep.training.stored_weights import stored_folder
 
 MOST_BYTES = 1 << 40
 """The largest file of an artifact that is taken from the process that makes it."""
@@ -97,7 +98,7 @@ def export(
     weights = _weights(stored_run, folder, best=best)
     with private(spec.record.private), determinism("fast", spec.threads):
         if isinstance(export_format, Safetensors):
-            file = export_weights(weights, folder)
+            file = export_weights(weights, export_format, folder)
         else:
             file = _export_model(
                 weights,
@@ -199,10 +200,10 @@ def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
     name = _name(found, best=best)
     path = folder / "weights" / f"{name}.safetensors"
     try:
-        state = read_tensors(path)
-    except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
+        state = stored_folder(path)
+    except (OSError, ValueError, StorageError, safetensors.SafetensorError) as error:
         raise problems.WEIGHTS_UNREADABLE(file=path, got=error) from error
-    digest = weights_digest(state)
+    digest = weights_digest(state, in_memory)
     if digest != (recorded := found.summary[DIGEST_OF[name]]):
         raise export_problems.WEIGHTS_CHANGED(file=path, got=digest, wanted=recorded)
     step = found.summary["best_step" if best else "step"]
@@ -226,7 +227,9 @@ def _export_model(
     file = place(folder, form, weights.name)
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
         weights_file = Path(aside, "given.safetensors")
-        safetensors.torch.save_file(dict(weights.state), weights_file)
+        safetensors.torch.save_file(
+            {name: in_memory(value) for name, value in weights.state.items()}, weights_file
+        )
         if extra_state:
             save_beside(weights_file, extra_state)
         needed = [Path(aside), *([] if wanted["inputs"] is None else [wanted["inputs"]])]

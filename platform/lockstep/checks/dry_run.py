@@ -10,6 +10,7 @@ from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.reduction_tree import nodes
 from lockstep.spec.fields import Spec
+from lockstep.spec.sharding import Sharding
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.setup import make_plan
 
@@ -108,6 +109,23 @@ def _spread(plan: Plan, workers: int) -> dict[str, Any]:
     }
 
 
+def _sharded(sharding: Any) -> list[str]:
+    """What a spec's `sharding` says, as lines."""
+    settings = Sharding.model_validate({"mode": sharding} if isinstance(sharding, str) else sharding)
+    if settings.mode == "none":
+        return []
+    lines = [
+        f"sharding          of W workers each keeps 1/W of {_SHARDED[settings.mode]}, and the bits are the same"
+    ]
+    if settings.mode == "full":
+        units = "the blocks that the model repeats" if settings.units is None else ", ".join(settings.units)
+        again = (
+            "and again for its backward" if settings.reshard_after_forward else "and kept until its backward"
+        )
+        lines.append(f"units             {units}: gathered {settings.prefetch} ahead, {again}")
+    return lines
+
+
 def as_text(report: dict[str, Any]) -> str:
     """The plan of a dry run as lines for a person."""
     plan = report["plan"]
@@ -128,9 +146,7 @@ def as_text(report: dict[str, Any]) -> str:
     if (plan["leakage"] or {}).get("rows"):
         leakage = Leakage(**plan["leakage"])
         lines.append(f"leakage           {leakage.described(plan['eval_samples'])}")
-    shared = _SHARDED.get(report["spec"]["sharding"])
-    if shared is not None:
-        lines.append(f"sharding          of W workers each keeps 1/W of {shared}, and the bits are the same")
+    lines += _sharded(report["spec"]["sharding"])
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

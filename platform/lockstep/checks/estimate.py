@@ -26,11 +26,11 @@ from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.initial_model import asks_for_shards
 from lockstep.training.observe.worker_memory import (
-    UNIT_COPIES,
     average_bytes,
     checkpoint_bytes,
     communication_bytes,
     gradient_bytes,
+    moving_units,
     nbytes,
     reduction_bytes,
     summed_bytes,
@@ -280,7 +280,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
             step_once(state.job, optimizer, lambda: torch.zeros(()))
         updating = max(updating, peak.bytes)
         batch = fixture.fetch(key) if len(modules) > 1 else batch
-    units = units_of(model, calls)
+    units = units_of(model, calls, fixture.spec.sharding.units)
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
@@ -363,12 +363,12 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
 
 def is_mirrored(spec: Spec) -> bool:
     """Whether the optimizer's state of each worker is kept by another one too."""
-    return spec.sharding == "optimizer" and spec.faults.mirror
+    return spec.sharding.mode == "optimizer" and spec.faults.mirror
 
 
 def is_sharded(spec: Spec, workers: int) -> bool:
     """Whether workers share the optimizer's state out."""
-    return spec.sharding != "none" and workers > 1
+    return spec.sharding.mode != "none" and workers > 1
 
 
 def _spans(found: Measured, workers: int) -> list[Span]:
@@ -395,13 +395,13 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     computing = found.computing - found.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec)
+    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec, found.parameters)
     return max(step, start if begins_whole else 0)
 
 
 def is_fully_sharded(spec: Spec, workers: int) -> bool:
     """Whether workers share the parameters out."""
-    return spec.sharding == "full" and workers > 1
+    return spec.sharding.mode == "full" and workers > 1
 
 
 def held(spec: Spec, size: int, workers: int) -> int:
@@ -419,7 +419,7 @@ def sums_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) ->
 def moving_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of what is gathered, sent and received at once."""
     if is_fully_sharded(spec, workers):
-        return UNIT_COPIES * found.largest_unit
+        return moving_units(spec, found.largest_unit, found.parameters)
     return communication_bytes(spec, found.gradients, micro_batches, workers)
 
 
@@ -427,7 +427,8 @@ def sent_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) ->
     """What a worker sends in a step where each sends one sum of its gradients; the few numbers beside them, and a first pass over the whole batch, apart."""
     if is_fully_sharded(spec, workers):
         passes = -(-micro_batches // workers)
-        sets = passes * (2 * found.parameters + found.gradients)
+        gathers = 2 if spec.sharding.reshard_after_forward else 1
+        sets = passes * (gathers * found.parameters + found.gradients)
     else:
         sets = 2 * found.gradients + (found.gradients if is_sharded(spec, workers) else 0)
     return sets * (workers - 1) // workers

@@ -32,13 +32,13 @@ def advise(spec: Spec) -> list[str]:
 
 
 def find_initial_weights(spec: Spec) -> Spec:
-    """`initial_weights` as a file: a run id stands for the final weights in that run's folder. SpecError without them."""
+    """`initial_weights` as a path: a run id stands for the final weights in that run's folder. SpecError without them."""
     initial_weights = spec.initial_weights
     if initial_weights is None:
         return spec
     of_run = Path(spec.folder, initial_weights, "weights", "final.safetensors")
     path = of_run if re.fullmatch("[0-9a-f]{32}", initial_weights) else Path(initial_weights)
-    if not path.is_file():
+    if not path.exists():
         raise problems.NO_WEIGHTS(path=str(path))
     return spec.model_copy(update={"initial_weights": str(path)})
 

@@ -92,9 +92,9 @@ NO_WEIGHTS = Problem(
     "checks.no_weights",
     SpecError,
     "initial_weights: there is no file {path!r}",
-    "give a safetensors file or the id of a run in record.folder",
-    cause="the value is neither a file nor the id of a run in `record.folder`",
-    advice="the path of a file, or a run id",
+    "give a safetensors file, a folder with an index of several, a checkpoint, or the id of a run in record.folder",
+    cause="the value is neither a path nor the id of a run in `record.folder`",
+    advice="a path that is there, or a run id",
 )
 
 BROKEN_LINK = Problem(

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.stored_tensor import in_memory
+from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
 from lockstep.errors import first_line
 from lockstep.export import problems
 from lockstep.export.artifact import (
@@ -32,6 +34,7 @@ from lockstep.export.formats import (
     Outputs,
     Pretrained,
     Safetensors,
+    Shards,
     load,
     named_outputs,
     place,
@@ -41,8 +44,10 @@ from lockstep.export.parity import Tolerance, compare
 from lockstep.files import flush, make_folder
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
+from lockstep.parsing import canonical_json
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
+from lockstep.training.stored_weights import INDEX, SINGLE, stored_folder
 
 AT_ONCE = 256
 """Rows of a file that are compared, or predicted, in one call where nobody says."""
@@ -55,7 +60,8 @@ class Weights(NamedTuple):
     step: int
     name: str
     digest: str
-    state: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    """Tensors, or `StoredTensor`s."""
 
 
 class Model(NamedTuple):
@@ -66,20 +72,61 @@ class Model(NamedTuple):
     further: Example | None = None
 
 
-def export_weights(weights: Weights, folder: Path) -> Path:
-    """Write weights alone, as safetensors with their origin as metadata, into the run's folder. The file."""
-    metadata = {"run": weights.run, "step": str(weights.step), "weights": weights.name}
+def export_weights(weights: Weights, form: Safetensors, folder: Path) -> Path:
+    """Write weights alone, as safetensors with their origin as metadata, into the run's folder: a file, or a folder of several with their index.
+
+    Of stored weights it has one tensor after another in memory. Returns the file, or the folder.
+    """
 
     def made(path: Path) -> Artifact:
-        safetensors.torch.save_file(
-            dict(weights.state), path, {**metadata, "weights_digest": weights.digest, "format": "pt"}
-        )
-        again = weights_digest(safetensors.torch.load_file(path))
+        if isinstance(form, Shards):
+            path.mkdir()
+            _write_shards(weights, form.most_file_bytes, path)
+        else:
+            _write_tensors(weights, sorted(weights.state), path)
+        again = weights_digest(stored_folder(path), in_memory)
         if again != weights.digest:
-            raise problems.OTHER_WEIGHTS(format="safetensors", got=f"the weights have the digest {again}")
-        return _artifact(weights, Safetensors(), path, None, (), (), _equal(weights), ())
+            raise problems.OTHER_WEIGHTS(format=form.name, got=f"the weights have the digest {again}")
+        return _artifact(weights, form, path, None, (), (), _equal(weights), ())
 
-    return _kept(folder, place(folder, Safetensors(), weights.name), made)
+    return _kept(folder, place(folder, form, weights.name), made)
+
+
+def _write_tensors(weights: Weights, names: Sequence[str], path: Path) -> None:
+    """Write those of the weights into one file, one after another."""
+    origin = {"run": weights.run, "step": str(weights.step), "weights": weights.name}
+    state = {name: weights.state[name] for name in names}
+    shapes = {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in state.items()}
+    with path.open("wb") as file:
+        file.write(header_of(shapes, {**origin, "weights_digest": weights.digest, "format": "pt"}))
+        for name in order_of(shapes):
+            file.write(bytes_of(in_memory(state[name]).detach().cpu().contiguous()))
+
+
+def _write_shards(weights: Weights, most: int, folder: Path) -> None:
+    """Write weights into files of at most `most` bytes of tensors, in the order of their names, with the index; into one file where they fit."""
+    parts: list[list[str]] = []
+    room = 0
+    for name in sorted(weights.state):
+        size = weights.state[name].nbytes
+        if size > room or not parts:
+            parts.append([])
+            room = most
+        parts[-1].append(name)
+        room -= size
+    if len(parts) <= 1:
+        _write_tensors(weights, sorted(weights.state), folder / SINGLE)
+        return
+    files = {
+        f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, start=1)
+    }
+    for file, names in files.items():
+        _write_tensors(weights, names, folder / file)
+    index = {
+        "metadata": {"total_size": sum(value.nbytes for value in weights.state.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (folder / INDEX).write_bytes(canonical_json(index, indent=1))
 
 
 def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module], folder: Path) -> Path:
@@ -118,7 +165,7 @@ def _equal(weights: Weights) -> Parity:
         rtol=0.0,
         atol=0.0,
         batch_sizes=(),
-        elements=sum(tensor.numel() for tensor in weights.state.values()),
+        elements=sum(tensor.shape.numel() for tensor in weights.state.values()),
         differing=0,
         largest_difference=0.0,
         largest_relative=0.0,

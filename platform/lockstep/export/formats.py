@@ -242,6 +242,14 @@ class Safetensors(ExportFormat):
     cannot_predict = "has weights alone"
 
 
+class Shards(Safetensors):
+    """The weights alone in several files with an index, as Hugging Face reads them."""
+
+    name, suffix = "shards", ""
+    most_file_bytes = 5_000_000_000
+    """The most bytes of tensors in a file, but of one that has a single tensor: the limit that transformers has by default."""
+
+
 class Pretrained(ExportFormat):
     """The folder that the library of a model writes."""
 
@@ -250,7 +258,7 @@ class Pretrained(ExportFormat):
 
 
 FORMATS: dict[str, ExportFormat] = {
-    form.name: form for form in (Pt2(), Onnx(), TorchScript(), Safetensors(), Pretrained())
+    form.name: form for form in (Pt2(), Onnx(), TorchScript(), Safetensors(), Shards(), Pretrained())
 }
 
 

@@ -33,6 +33,7 @@ from lockstep.spec.optimizers import AdamW, Optimizer
 from lockstep.spec.sample_ids import normal
 from lockstep.spec.schedules import Constant, Schedule
 from lockstep.spec.section import Section
+from lockstep.spec.sharding import Sharding, ShardingOrMode
 
 PLACEMENT = frozenset({"name", "sharding", "workers", "checkpoint", "record", "faults", "rehearsal", "alert"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
@@ -290,7 +291,7 @@ class Spec(Section):
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
-    sharding: Literal["none", "optimizer", "full"] = "none"
+    sharding: ShardingOrMode = Sharding()
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -345,7 +346,12 @@ class Spec(Section):
     @model_validator(mode="after")
     def _shards_what_it_can(self) -> Self:
         """On one worker as well: whether a spec is valid must not depend on the number of workers."""
-        if self.sharding != "full":
+        if self.sharding.mode != "full":
+            for name, value in self.sharding.of_units().items():
+                raise FieldError(
+                    f"sharding.{name}",
+                    f"got {shown(value)} with sharding.mode {self.sharding.mode}, which gathers no units; set sharding.mode=full, or leave it out",
+                )
             return self
         if self.reduction == "native":
             raise ValueError(
@@ -424,4 +430,5 @@ class Spec(Section):
         document = self.model_dump(mode="json", by_alias=True)
         if (share := document.pop(RECHECK)) is not None:
             document["determinism"] = {"mode": self.determinism, "recheck": share}
+        document["sharding"] = self.sharding.document()
         return document

@@ -18,7 +18,7 @@ from lockstep.paths import read_bounded
 from lockstep.spec import problems
 from lockstep.spec.messages import shown
 
-ONE_VALUE = {"determinism": "mode"}
+ONE_VALUE = {"determinism": "mode", "sharding": "mode"}
 """Sections that may be written as the value of one of their fields."""
 
 COUNTS = ("length", "evaluate.every", "evaluate.sets.every", "checkpoint.every")

@@ -65,6 +65,13 @@ def _spec() -> _Schema:
     parts = {"mode": {**mode, "default": determinism["default"]}, "recheck": recheck}
     mapping = {"type": "object", "properties": parts, "additionalProperties": False}
     fields["determinism"] = {"anyOf": [mode, mapping], **_kept(determinism, "default", "description")}
+    sharding = fields["sharding"]
+    modes = {"enum": defined["Sharding"]["properties"]["mode"]["enum"]}
+    fields["sharding"] = {
+        "anyOf": [modes, {"$ref": "#/$defs/Sharding"}],
+        "default": sharding["default"]["mode"],
+        **_kept(sharding, "description"),
+    }
     defined["Batch"]["properties"]["micro"]["type"] = ["integer", "null"]
     defined["Data"]["properties"]["without"]["anyOf"].append({"type": "integer", "minimum": 0})
     return schema

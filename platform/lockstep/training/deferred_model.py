@@ -8,7 +8,7 @@ the same kernels with the same arguments, and so the same bits. What cannot be r
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from lockstep.checkpoint.stored_tensor import in_memory
 
 _DRAWS = frozenset(
     f"aten::{name}"
@@ -232,6 +234,8 @@ class DeferredModel:
             for name, parameter in self.model.named_parameters()
             if isinstance(parameter, FakeTensor)
         }
+        self.weights: Mapping[str, Any] | None = None
+        """What the parameters begin with instead, by name, stored or not."""
         self._places = self._where()
         self._check()
         self._fill_others()
@@ -286,17 +290,42 @@ class DeferredModel:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}
         return [name for name, fake in self._fakes.items() if id(fake) in inside]
 
+    def begin_with(self, weights: Mapping[str, Any]) -> None:
+        """Have the parameters begin with `weights`, a `state_dict` of the model; what has memory by now gets its values at once."""
+        self.weights = weights
+        here = {name: in_memory(value) for name, value in weights.items() if name not in self._named_fakes()}
+        self.model.load_state_dict(here, strict=False)
+
+    def _named_fakes(self) -> set[str]:
+        """The names of fake parameters in a `state_dict`: all of a tied one."""
+        known = {id(fake) for fake in self._fakes.values()}
+        return {name for name, value in self.model.state_dict(keep_vars=True).items() if id(value) in known}
+
+    def fill_blank(self, names: Collection[str]) -> None:
+        """Put parameters with memory of any content in the places of fake ones."""
+        fakes = {name: self._fakes[name] for name in names if name in self._fakes}
+        for name, fake in fakes.items():
+            self._put(name, torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype), again=False)
+
     def fill(self, names: Collection[str], *, again: bool = False) -> None:
         """Put parameters with their initial bits in the places of fake ones; others are left. `again`: they will be emptied."""
         fakes = {name: self._fakes[name] for name in names if name in self._fakes}
+        if self.weights is not None:
+            for name, fake in fakes.items():
+                value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+                self._put(name, value.copy_(in_memory(self.weights[name])), again=again)
+            return
         numbers = {name: self._recorder.number(fake) for name, fake in fakes.items()}
         filled = self._recorder.computed(set(numbers.values()))
-        for name, fake in fakes.items():
-            parameter = nn.Parameter(filled.pop(numbers[name]), requires_grad=fake.requires_grad)
-            for owner, key in self._places[name]:
-                owner[key] = parameter
-            if not again:
-                del self._fakes[name], self._places[name]
+        for name in fakes:
+            self._put(name, filled.pop(numbers[name]), again=again)
+
+    def _put(self, name: str, value: Tensor, *, again: bool) -> None:
+        parameter = nn.Parameter(value, requires_grad=self._fakes[name].requires_grad)
+        for owner, key in self._places[name]:
+            owner[key] = parameter
+        if not again:
+            del self._fakes[name], self._places[name]
 
     def empty(self, names: Collection[str]) -> None:
         """Take the memory of parameters that were filled for a while."""

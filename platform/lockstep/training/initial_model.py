@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -18,10 +15,11 @@ from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.child_process import can_fork
 from lockstep.training.integrity.rehearsal.micro_batch import check_model
+from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
 from lockstep.training.modes import enter_training
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.parameters import check_scaled
-from lockstep.training.weights import load_weights
+from lockstep.training.stored_weights import completed, load_weights, stored_weights, why_not_by_rows
 
 
 def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None = None) -> nn.Module:
@@ -39,7 +37,7 @@ def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None =
         raise problems.MODEL_KIND(got=type(model).__name__)
     _check(spec, model)
     if spec.initial_weights is not None:
-        load_weights(model, Path(spec.initial_weights), group)
+        load_weights(model, spec.initial_weights, group)
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     model.to(device)
@@ -53,19 +51,20 @@ def _check(spec: Spec, model: nn.Module) -> None:
         check_scaled(model)
 
 
-def asks_for_shards(spec: Spec) -> bool:
-    """Whether a fully sharded run begins by shards, if its model can: without a rehearsal in other processes, which have the whole model."""
-    return spec.rehearsal == "off" and spec.initial_weights is None
+def asks_for_shards(spec: Spec, size: int) -> bool:
+    """Whether a fully sharded run begins by shards, if its model can, whose parameters take `size` bytes.
+
+    A rehearsal in other processes has the whole model. `auto` leaves it out where the model is not small.
+    """
+    return spec.rehearsal == "off" or (spec.rehearsal == "auto" and size > FULL_BYTES)
 
 
-def make_deferred(spec: Spec, job: Job, group: Group, warn: Callable[[str], None]) -> DeferredModel | None:
-    """The job's model without memory for its parameters, from the same generators; None where the model has to begin whole. All ranks call it."""
-    if spec.rehearsal != "off":
-        return None
+def make_deferred(spec: Spec, job: Job, group: Group) -> DeferredModel | str:
+    """The job's model without memory for its parameters, from the same generators; why not where the model has to begin whole. All ranks call it."""
+    if spec.rehearsal not in ("off", "auto"):
+        return f"rehearsal: {spec.rehearsal} has the whole model in other processes"
     deferred, why = None, ""
-    if not asks_for_shards(spec):
-        why = "initial_weights are loaded into a whole model"
-    elif overrides(job, "batch_loss"):
+    if overrides(job, "batch_loss"):
         why = "a loss over the whole batch is tried with several micro-batches"
     elif not can_fork(group.device):
         why = "no other process can find out the units on this device"
@@ -74,14 +73,26 @@ def make_deferred(spec: Spec, job: Job, group: Group, warn: Callable[[str], None
         try:
             with imports_of_job(job):
                 deferred = DeferredModel(job.model)
+            if not asks_for_shards(spec, sum(parameter.nbytes for parameter in deferred.model.parameters())):
+                why = "it is small, and the rehearsal has it whole in other processes"
             _check(spec, deferred.model)
             if spec.activation_checkpointing:
                 checkpoint_activations(job, deferred.model)
             enter_training(deferred.model)
         except NotDeferredError as reason:
             deferred, why = None, str(reason)
-    reasons = [reason for reason in group.gather(why) if reason]
-    if reasons:
-        warn(f"sharding: every worker begins with the whole model: {reasons[0]}")
-        return None
+    why = _agreed(group, why)
+    if deferred is None or why:
+        return why
+    if spec.initial_weights is not None:
+        weights = completed(deferred.model, stored_weights(spec.initial_weights, group))
+        why = _agreed(group, why_not_by_rows(deferred.model, weights))
+        if why:
+            return why
+        deferred.begin_with(weights)
     return deferred
+
+
+def _agreed(group: Group, why: str) -> str:
+    """The first reason of any rank; empty where none has one. All ranks call it."""
+    return str(next((reason for reason in group.gather(why) if reason), ""))

@@ -275,6 +275,16 @@ SPARSE_SHARDED = Problem(
     advice="`sharding=none`, or a dense embedding",
 )
 
+NO_UNIT = Problem(
+    "sharding.no_unit",
+    SpecError,
+    "sharding.units: got {got!r}, which is the name or the class of no module of the model{near}",
+    "name modules as model.named_modules() does, with * for any part of a name",
+    shown="sharding.units: got '…', which is the name or the class of no module of the model; …",
+    cause="a pattern of `sharding.units` that fits nothing",
+    advice="a name of `model.named_modules()`, such as `layers.*`, or the name of a class",
+)
+
 JOINED_KIND = Problem(
     "job.optimizer.joined_kind",
     JobError,
@@ -639,9 +649,10 @@ FORK_PHASES = Problem(
 WEIGHTS_UNREADABLE = Problem(
     "initial_weights.unreadable",
     SpecError,
-    "initial_weights: cannot read {path!r}: {got}; wanted a safetensors file",
-    cause="the file has another format",
-    advice="a safetensors file",
+    "initial_weights: cannot read {path!r}: {got}; wanted a safetensors file, a folder of them with model.safetensors.index.json, or a checkpoint",
+    shown="initial_weights: cannot read '…': …; wanted a safetensors file, …",
+    cause="the file has another format, or the index of the folder names what is not there",
+    advice="a safetensors file, a folder of them with its index, or a checkpoint",
 )
 
 OTHER_WEIGHTS = Problem(

@@ -40,7 +40,7 @@ from lockstep.training.determinism import check_kept
 from lockstep.training.driver_requests import Requests
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
-from lockstep.training.initial_model import make_deferred, make_model
+from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
 from lockstep.training.integrity.digests import digest_on_first
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
@@ -208,13 +208,16 @@ def prepare(
     check_rules(spec, data)
     for text in warnings_of(train_data):
         warn(text)
-    is_sharded = spec.sharding == "full" and group.size > 1
+    is_sharded = spec.sharding.mode == "full" and group.size > 1
     if is_sharded:
         return_freed_memory()
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
-    deferred = make_deferred(spec, job, group, warn) if is_sharded else None
+    made = make_deferred(spec, job, group) if is_sharded else ""
+    deferred = made if isinstance(made, DeferredModel) else None
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
+    if made and deferred is None and asks_for_shards(spec, sum(p.nbytes for p in model.parameters())):
+        warn(f"sharding: every worker begins with the whole model: {made}")
     for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = bool(data.held_out) and has_evaluation_loss(job) and "eval" in data.held_out
@@ -252,7 +255,10 @@ def prepare(
         facts["leaked_rows"] = leaked_rows(data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
     if is_sharded and state.sharding is None:
-        shard(job, state, group, calls)
+        shard(spec, job, state, group, calls)
+    if state.sharding is not None:
+        for text in state.sharding.told:
+            warn(text)
     replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
@@ -286,10 +292,15 @@ def rehearse_sharded(
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
     refuse_sharded_tables(rehearsal.spec, declared_tables(deferred.model))
     state = rehearsal.state
-    units = group.together(partial(rehearsal.units, deferred))
+    # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
+    found = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
+    units = group.given(found, 0)
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
-    shard(rehearsal.job, state, group, calls, deferred.fill)
+    fill = deferred.fill if deferred.weights is None else deferred.fill_blank
+    shard(rehearsal.spec, rehearsal.job, state, group, calls, fill)
     assert state.sharding is not None
+    if deferred.weights is not None:  # each rank reads its rows alone
+        state.sharding.load(deferred.weights)
     shown, evaluate = rehearsal.first_sharded(state.sharding), evaluation()
     if evaluate is None:
         check_followed(state.schedule, ())
@@ -355,8 +366,8 @@ def make_facts(
 
 def refuse_sharded_tables(spec: Spec, tables: Iterable[str]) -> None:
     """SpecError where something is sharded, and a parameter has sparse gradients. On one worker as well."""
-    if spec.sharding != "none" and (first := min(tables, default=None)) is not None:
-        raise problems.SPARSE_SHARDED(got=spec.sharding, name=first)
+    if spec.sharding.mode != "none" and (first := min(tables, default=None)) is not None:
+        raise problems.SPARSE_SHARDED(got=spec.sharding.mode, name=first)
 
 
 def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
@@ -366,6 +377,7 @@ def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[
 
 
 def shard(
+    spec: Spec,
     job: Job,
     state: TrainState,
     group: Group,
@@ -376,7 +388,7 @@ def shard(
     originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
     conditional = frozenset(job.conditional_parameters(state.model))
-    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill))
+    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill, spec.sharding))
     assert state.sharding is not None
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]
@@ -455,10 +467,10 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
-    if spec.sharding == "full":
+    if spec.sharding.mode == "full":
         check_torch()
-    if spec.sharding != "none" and spec.determinism == "strict":
-        check_threads(model, device, spec.threads, spec.sharding)
+    if spec.sharding.mode != "none" and spec.determinism == "strict":
+        check_threads(model, device, spec.threads, spec.sharding.mode)
     average = None if spec.ema is None else Average(model, spec.ema)
     updates = updates_of(plan)
     with imports_of_job(job):
@@ -530,7 +542,7 @@ def job_weights_of(
     """Enters the job's `eval_weights`. SpecError for settings beside which there is no room for it."""
     if spec.ema is not None:
         raise problems.EVAL_WEIGHTS_BESIDE(field="ema", got=f"{spec.ema:g}", remedy="leave ema out")
-    if spec.sharding == "full":
+    if spec.sharding.mode == "full":
         raise problems.EVAL_WEIGHTS_BESIDE(
             field="sharding", got="'full'", remedy="set sharding=optimizer: it needs whole parameters"
         )

@@ -73,7 +73,7 @@ def find_start(
     spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
 ) -> Start | None:
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
-    load = partial(_load, group=group, warn=warn, is_sharded=spec.sharding == "full" and group.size > 1)
+    load = partial(_load, group=group, warn=warn, is_sharded=spec.sharding.mode == "full" and group.size > 1)
     if origin is not None and origin.replay is not None and origin.replay.step:
         replay = origin.replay
         replayed = load(replay.storage, replay.run_id, replay.step)
@@ -111,7 +111,7 @@ def _load(
     Where the parameters are sharded (`is_sharded`), their tensors stay in their files: each rank reads its rows of them when it restores the state.
     """
     store = open_storage(storage)
-    by_rows = ByRows(_SHARDED, store, partial(_verified, group, store)) if is_sharded else None
+    by_rows = ByRows(_SHARDED, store, partial(verified_together, group, store)) if is_sharded else None
     with read_once(store, group) as relayed:
         folder = RunFolder.open(relayed, run_id)
         loaded = load_newest(folder, warn, by_rows) if step is None else load_step(folder, step, by_rows)
@@ -123,7 +123,7 @@ _SHARDED = frozenset({"model", "optimizer", "ema", "best", "evaluation"})
 """The sections whose tensors are sharded."""
 
 
-def _verified(
+def verified_together(
     group: Group, store: Storage, checkpoint: Checkpoint, files: Sequence[FileEntry]
 ) -> list[dict[str, Place]]:
     """Where the tensors of each file lie. Each rank reads some of the files, about as many bytes as the others, and holds none of them."""

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
-from lockstep.communication.group import Group
 from lockstep.files import replaced, replacing
-from lockstep.parsing import OtherVersionError, check_version
+from lockstep.parsing import check_version
 from lockstep.training import problems
-from lockstep.training.read_relay import Relay
 
 VERSION = 1
 _KEY = "lockstep-weights"
@@ -61,29 +59,16 @@ def save_streamed(
     return [path]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of weights, from wherever it is. OSError, SafetensorError, or OtherVersionError where another Lockstep made it."""
-    with safetensors.safe_open(path, "pt") as file:
+def check_weights_version(path: Path) -> None:
+    """OSError or SafetensorError where it is no file of weights; OtherVersionError where another Lockstep made it."""
+    with safetensors.safe_open(path, "np") as file:  # "pt" would map the whole file as a tensor
         version = (file.metadata() or {}).get(_KEY)
     if version is not None:
         check_version(int(version) if version.isdecimal() else version, VERSION)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of weights, from wherever it is. Errors as those of `check_weights_version`."""
+    check_weights_version(path)
     found: dict[str, Tensor] = safetensors.torch.load_file(path)
     return found
-
-
-def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> None:
-    """Fill the model from a safetensors file, which rank 0 of a `group` reads for all. SpecError where it is unreadable or does not fit."""
-
-    def read() -> dict[str, Tensor]:
-        try:
-            return read_tensors(path)
-        except (OSError, safetensors.SafetensorError, OtherVersionError) as error:
-            raise problems.WEIGHTS_UNREADABLE(path=path, got=error) from error
-
-    weights = read() if group is None or group.size == 1 else Relay(group).tensors(str(path), read)
-    extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
-    try:
-        model.load_state_dict({**extra, **weights})  # a file of weights has no extra state
-    except RuntimeError as error:
-        text = " ".join(str(error).split())
-        raise problems.OTHER_WEIGHTS(path=path, got=text) from error

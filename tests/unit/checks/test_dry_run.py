@@ -11,3 +11,13 @@ def test_a_sharded_optimizer_is_told() -> None:
     line = "sharding          of W workers each keeps 1/W of the optimizer's state, and the bits are the same"
     assert line in as_text(dry_run(load_spec(document, ["sharding=optimizer"]))).splitlines()
     assert line not in as_text(dry_run(load_spec(document))).splitlines()
+
+
+def test_the_units_of_a_sharded_model_are_told() -> None:
+    document = {"job": {"use": "tests.distributed.small_jobs:Plain"}, "batch": {"global": 16}}
+    told = as_text(dry_run(load_spec(document, ["sharding=full"]))).splitlines()
+    line = "units             the blocks that the model repeats: gathered 1 ahead, and again for its backward"
+    assert line in told
+    named = {"mode": "full", "units": ["layers.*", "head"], "prefetch": 0, "reshard_after_forward": False}
+    told = as_text(dry_run(load_spec({**document, "sharding": named}))).splitlines()
+    assert "units             layers.*, head: gathered 0 ahead, and kept until its backward" in told

@@ -23,17 +23,20 @@ from lockstep import train
 from lockstep.calls import problems as calls_problems
 from lockstep.calls.attestation import attest
 from lockstep.calls.exporting import Exported, export, predict
+from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.errors import LockstepError, Problem
 from lockstep.export import arrays, exporting, formats
 from lockstep.export import problems as export_problems
 from lockstep.job.loading import load_job
 from lockstep.record.ledger.tables import read_history
 from lockstep.record.mirror.final_model_files import GRAPH
+from lockstep.training import stored_weights
 from lockstep.training.auxiliary_state import load_beside, save_beside
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.empty_store import put_empty_store
 from tests.forked import script
 from tests.in_process import here
+from tests.live_bytes import counted
 from tests.raised import raises
 from tests.unit.export.exported_jobs import EVALUATED, PLANTED, Pair, points
 
@@ -239,6 +242,63 @@ def test_weights_alone_say_where_they_are_from_and_need_no_job(run: Path) -> Non
         "run": run.name, "step": "4", "weights": "final", "weights_digest": digest, "format": "pt"
     }  # fmt: skip
     assert weights_digest(load_file(found.path)) == digest == found.artifact.weights_digest
+
+
+def test_shards_have_the_weights_with_an_index(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of at most so many bytes but for one with a single tensor; a run begins from them, and transformers reads them."""
+    monkeypatch.setattr(formats.Shards, "most_file_bytes", 300)
+    found = exported(run, form="shards")
+    index = json.loads(Path(found.path, stored_weights.INDEX).read_text())
+    files: dict[str, list[str]] = {}
+    for name, file in index["weight_map"].items():
+        files.setdefault(file, []).append(name)
+    names = sorted(path.name for path in Path(found.path).glob("*.safetensors"))
+    assert (
+        sorted(files)
+        == names
+        == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    )
+    assert len(files) > 1
+    tensors = {}
+    for file, inside in files.items():
+        of_file = load_file(Path(found.path, file))
+        assert sorted(of_file) == sorted(inside)
+        assert len(inside) == 1 or sum(tensor.nbytes for tensor in of_file.values()) <= 300
+        tensors |= of_file
+    assert weights_digest(tensors) == summary(run)["weights_digest"] == found.artifact.weights_digest
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert weights_digest(stored_weights.stored_folder(Path(found.path)), in_memory) == weights_digest(
+        tensors
+    )
+    monkeypatch.undo()
+    (whole,) = Path(exported(run, form="shards").path).iterdir()  # fits into one file
+    assert whole.name == stored_weights.SINGLE
+    assert weights_digest(load_file(whole)) == weights_digest(tensors)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "shards"])
+def test_weights_are_exported_one_tensor_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """The control has all of them."""
+    monkeypatch.setattr(formats.Shards, "most_file_bytes", 200_000)
+    given = {f"layer.{i}": torch.randn(100, 200) for i in range(16)}
+    path, digest = tmp_path / "given.safetensors", weights_digest(given)
+    save_file(given, path)
+    del given
+    wanted = formats.format_named(form)
+    assert isinstance(wanted, formats.Safetensors)
+    with counted() as streamed:
+        state = stored_weights.stored_folder(path)
+        written = exporting.export_weights(
+            exporting.Weights("run", 1, "final", digest, state), wanted, tmp_path
+        )
+    with counted() as whole:
+        held = {name: in_memory(value) for name, value in state.items()}
+    assert streamed.peak <= 2 * 100 * 200 * 4
+    assert whole.peak == sum(tensor.nbytes for tensor in held.values()) == 8 * 2 * 100 * 200 * 4
+    assert len(list(tmp_path.rglob("model-*.safetensors"))) == (8 if form == "shards" else 0)
+    assert weights_digest(stored_weights.stored_folder(written), in_memory) == digest
 
 
 def test_more_inputs_are_compared_where_they_are_given(run: Path, tmp_path: Path) -> None:
@@ -461,7 +521,7 @@ def without_best(run: Path) -> None:
 
 MISTAKES: dict[str, tuple[list[str], Any, str]] = {
     "no such run": (["export", "0" * 32], None, f"run {'0' * 32}: no record of it in"),
-    "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript, safetensors or pretrained"),
+    "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript, safetensors, shards or pretrained"),
     "no final weights": (["export", "RUN"], stopped, "is FAILED and has no final weights; they are written when a run ends"),
     "no best weights": (["export", "RUN", "--best"], without_best, "best: run RUN has no best weights; a run with early_stop keeps them"),
     "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),

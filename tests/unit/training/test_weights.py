@@ -15,7 +15,8 @@ from torch import nn
 from lockstep import files
 from lockstep.training import problems
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.weights import load_weights, read_tensors, save_streamed, save_weights
+from lockstep.training.stored_weights import load_weights
+from lockstep.training.weights import read_tensors, save_streamed, save_weights
 from tests.live_bytes import counted
 from tests.raised import raises
 
@@ -35,7 +36,7 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     )
     assert path == tmp_path / "weights" / "final.safetensors"
     assert weights_digest(loaded.state_dict()) != weights_digest(saved.state_dict())
-    load_weights(loaded, path)
+    load_weights(loaded, str(path))
     assert weights_digest(loaded.state_dict()) == weights_digest(saved.state_dict())
 
 
@@ -91,7 +92,7 @@ def test_weights_of_a_model_with_extra_state_come_back(tmp_path: Path) -> None:
     (path,) = save_weights(
         tmp_path, {"final": {k: v for k, v in saved.state_dict().items() if isinstance(v, torch.Tensor)}}
     )
-    load_weights(loaded, path)
+    load_weights(loaded, str(path))
     assert torch.equal(loaded.weight, saved.weight)
     assert loaded.scale == 2.0
 
@@ -110,14 +111,14 @@ def test_file_that_holds_no_weights(tmp_path: Path, content: bytes | None) -> No
     if content is not None:
         path.write_bytes(content)
     with raises(problems.WEIGHTS_UNREADABLE, path=path) as info:
-        load_weights(model(), path)
+        load_weights(model(), str(path))
     assert "\n" not in str(info.value)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
     (path,) = save_weights(tmp_path, {"final": model(width=4).state_dict()})
     with raises(problems.OTHER_WEIGHTS, path=path, got=re.compile("size mismatch")) as info:
-        load_weights(model(), path)
+        load_weights(model(), str(path))
     assert "\n" not in str(info.value)
 
 

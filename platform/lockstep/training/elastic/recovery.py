@@ -90,7 +90,7 @@ def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     It cannot if the others lack a part of the state (sharding, unless it is mirrored), if fewer workers would be another run
     (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
     """
-    whole = spec.sharding == "none" or (spec.sharding == "optimizer" and spec.faults.mirror)
+    whole = spec.sharding.mode == "none" or (spec.sharding.mode == "optimizer" and spec.faults.mirror)
     replays = origin is not None and origin.replay is not None
     return group.can_abort and spec.reduction == "exact" and whole and not replays
 

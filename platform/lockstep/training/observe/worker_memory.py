@@ -24,7 +24,8 @@ BUCKETS_MOVING = 2
 
 
 UNIT_COPIES = 3
-"""Copies of a unit's parameters that are there at once where they are sharded: gathered, or as gradients, and what is sent and received of them."""
+"""Copies of a unit's parameters that are there at once where they are sharded and at most one unit is gathered ahead: gathered, or as gradients, and what
+is sent and received of them."""
 
 
 def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
@@ -42,7 +43,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
         parameters = sharding.local.values()
         gradients = sum(p.grad.nbytes for p in sharding.local.values() if p.grad is not None)
         reduction = gradients * sums_in_passes(count, workers)
-        communication = UNIT_COPIES * sharding.largest_unit_bytes
+        communication = moving_units(spec, sharding.largest_unit_bytes, sharding.cut_bytes)
     return json.dumps(
         {
             "parameters_bytes": nbytes(parameters),
@@ -105,6 +106,16 @@ def checkpoint_bytes(state: TrainState) -> int:
     """Bytes of the tensors that a checkpoint of `state` holds."""
     packed = (pack(tree, section) for section, tree in state.sections().items())
     return sum(tensor.nbytes for part in packed for tensor in part.tensors.values())
+
+
+def moving_units(spec: Spec, largest: int, every: int) -> int:
+    """Bytes of the units that are gathered at once, and of the gradients of one, where the parameters are sharded.
+
+    `largest` has the bytes of the largest unit, `every` those of all parameters that are sharded.
+    """
+    sharding = spec.sharding
+    gathered = min(max(1, sharding.prefetch) * largest, every) if sharding.reshard_after_forward else every
+    return gathered + (UNIT_COPIES - 1) * largest
 
 
 def sums_held(assigned: range, leaves: int) -> int:

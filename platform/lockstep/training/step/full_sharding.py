@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -25,10 +26,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
+from lockstep.spec.sharding import Sharding
 from lockstep.training.step import problems
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.sharding_units import Calls, units_of
+from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import largest, uncut
 
@@ -42,6 +44,8 @@ _CALLS = (
     "set_custom_reduce_scatter",
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
 )
 
 
@@ -57,6 +61,9 @@ def check_torch() -> None:
         raise problems.NO_FSDP(got=torch.__version__, missing=missing)
 
 
+_DEFAULT = Sharding(mode="full")
+
+
 class _Root(nn.Module):
     """The module at which FSDP begins and ends a micro-batch: whatever the job's loss calls happens inside it."""
 
@@ -68,16 +75,8 @@ class _Root(nn.Module):
         return call()
 
 
-class _NoShards(TorchFunctionMode):
-    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _READS:
-            for value in args:
-                parts = value if isinstance(value, list | tuple) else (value,)
-                if any(hasattr(part, "to_local") for part in parts):
-                    raise problems.NOT_GATHERED(got=func.__name__)
-        return func(*args, **(kwargs or {}))
+class _Aside(TorchFunctionMode):
+    """A mode that a module's kernels must not depend on."""
 
     @contextmanager
     def aside_in_fast_paths(self) -> Iterator[None]:
@@ -105,6 +104,37 @@ class _NoShards(TorchFunctionMode):
                 hook.remove()
 
 
+class _NoShards(_Aside):
+    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _READS:
+            for value in args:
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if any(hasattr(part, "to_local") for part in parts):
+                    raise problems.NOT_GATHERED(got=func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _WholeGradients(_Aside):
+    """Gives a gathered parameter its whole gradient where it is asked for it; all ranks ask for the same ones, in the same order."""
+
+    def __init__(self, sharding: FullSharding) -> None:
+        super().__init__()
+        self._sharding = sharding
+        named = sharding.model.named_parameters()
+        self._names = {id(parameter): name for name, parameter in named if name in sharding.shards}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GRADIENT_OF and id(args[0]) in self._names:
+            return self._sharding.whole_gradient(self._names[id(args[0])])
+        return func(*args, **(kwargs or {}))
+
+
+_TENSOR: Any = Tensor
+_GRADIENT_OF = _TENSOR.grad.__get__
+
+
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """The modules of torch that ask whether a mode is on: without gradients and without one they compute by one kernel of their own."""
 
@@ -123,22 +153,28 @@ class FullSharding:
         whole: frozenset[str],
         fused: bool,
         fill: Callable[[Sequence[str]], None] = lambda names: None,
+        settings: Sharding = _DEFAULT,
     ) -> None:
         """Shard `model` in place. All ranks of the `group` call it, with a model of the same bits.
 
         `whole` are parameters that stay whole on every worker; `fused`: whether one kernel updates an element, which on a CPU rounds the end of a
-        tensor otherwise; `fill` gives parameters memory that have none, unit by unit.
+        tensor otherwise; `fill` gives parameters memory that have none, unit by unit; `settings` say which modules are units, and when they are gathered.
         """
         self.model, self.group = model, group
         self.names = [name for name, _ in model.named_parameters()]
-        units = units_of(model, calls)
+        units = units_of(model, calls, settings.units)
         self.whole = whole | uncut(model, units, group, fused)
         """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
         self.units = [_name_of(model, unit) for unit in units]
+        self.settings = settings
+        self.told = _left_out(model, units, settings.units)
+        """Warnings of modules that the settings name, and that are no units."""
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
         self.largest_unit_bytes = largest(model, units, self.whole)
         """The bytes of the parameters that are gathered at once, those outside of all units apart."""
-        self._root, modules = _sharded(model, units, self.whole, group, fill)
+        self.cut_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in self.whole)
+        """The bytes of all parameters that are sharded."""
+        self._root, modules = _sharded(model, units, self.whole, group, fill, settings)
         self._modules: list[Any] = modules
         parameters: dict[str, Any] = dict(model.named_parameters())
         self.shards: dict[str, Shard] = {
@@ -167,6 +203,14 @@ class FullSharding:
         self.last = False
         self.order = 0
         """A number for the units that were gathered since `begin_step`, in their order: the same on every worker, or one has computed with other weights."""
+        self.begun: set[int] = set()
+        """The numbers of the modules whose gathering has begun, and has not been waited for."""
+        self.copied: list[Tensor] = []
+        """What was gathered on a CPU, and that FSDP has copied to the parameters since: it is freed at the next chance."""
+        self._forward: list[int] | None = None
+        """In a pass, the numbers of the modules that its forward has gathered."""
+        self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
+        """The order in which the forward of a phase's last pass gathered its modules, by the names of what learns in it."""
         with torch.no_grad():  # so that FSDP knows its root before anything else calls a unit
             self._root(lambda: None)
         self.reshard()
@@ -236,13 +280,32 @@ class FullSharding:
         self.pass_, self.empty, self.last, self.observe = together, empty, last, observe
         for scatter in self._scatters:
             scatter.calls = 0
+        self._forward = []
+        self._prefetch(self._orders.get(tuple(self._index), ()))
         self._writes = [parameter._version for parameter in self._gathered.values()]
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
         with _NoShards() as guard, guard.aside_in_fast_paths():
             result: T = self._root(compute)
+        if self._forward is not None:
+            self._orders[tuple(self._index)], self._forward = tuple(self._forward), None
+            for (
+                module
+            ) in self._modules:  # a statistic of the pass may need other modules, and has no backward
+                module.set_modules_to_forward_prefetch([])
         return result
+
+    def _prefetch(self, order: Sequence[int]) -> None:
+        """Have each module gather those that follow it in `order` ahead, and in a backward those before it; without an order none does."""
+        ahead, modules = self.settings.prefetch, self._modules
+        following = {number: order[i + 1 : i + 1 + ahead] for i, number in enumerate(order)}
+        before = {number: order[max(0, i - ahead) : i][::-1] for i, number in enumerate(order)}
+        for number, module in enumerate(modules):
+            module.set_modules_to_forward_prefetch([modules[n] for n in following.get(number, ())])
+            # FSDP gathers one ahead by itself where none is named: a module names itself, which is there.
+            named = [modules[n] for n in before.get(number, ())] or [module]
+            module.set_modules_to_backward_prefetch(named)
 
     def end_pass(self, where: str) -> None:
         """Add what every worker has computed in the pass. After the last one the sums are the gradients of `local`.
@@ -254,6 +317,9 @@ class FullSharding:
                 raise written_parameter(name, where)
             if parameter.grad is not None:
                 raise problems.GRADIENT_WENT_ON(name=name, where=where)
+        self._prefetch(())  # what computes between passes may not need what a pass does
+        if self.begun:
+            self.reshard()
         for scatter in self._scatters:
             if scatter.calls != bool(scatter.learning):
                 raise _not_once(scatter.learning, scatter.calls, where)
@@ -315,8 +381,19 @@ class FullSharding:
 
     def reshard(self) -> None:
         """Let go of what is gathered: outside of a micro-batch every module has its shards."""
+        self.free_copied()
+        for number in sorted(
+            self.begun
+        ):  # gathered ahead for nothing: FSDP would take it for the next one, after an update
+            self._modules[number].unshard()
         for module in self._modules:
             module.reshard()
+
+    def free_copied(self) -> None:
+        """Free what was gathered and copied: a thread of gloo keeps it until it gets a turn to run."""
+        for tensor in self.copied:
+            tensor.untyped_storage().resize_(0)
+        self.copied.clear()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -324,7 +401,8 @@ class FullSharding:
         for module in self._modules:
             module.unshard()
         try:
-            with _whole_in_state_dicts(self.model):
+            whole = _WholeGradients(self)
+            with _whole_in_state_dicts(self.model), whole, whole.aside_in_fast_paths():
                 yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
@@ -332,6 +410,17 @@ class FullSharding:
                         self.shards[name].local.copy_(self.shards[name].rows_of(parameter.detach()))
         finally:
             self.reshard()
+
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a sharded parameter, whole, on every worker; None where it has none. All ranks call it."""
+        gradient, shape = self.local[name].grad, self.shards[name].shape
+        if gradient is None:
+            return None
+        row = gradient.new_zeros(len(element_ranges(shape, self.group.size)[0]))
+        row[: gradient.numel()] = gradient.reshape(-1)
+        every = row.new_empty(self.group.size * len(row))
+        self.group.wait(_all_gather(every, row, self.group.channel))
+        return every[: shape.numel()].view(shape)  # only the last rows are filled up
 
     def state(self) -> dict[str, Any]:
         """The model's `state_dict`, with a `Shard` for each tensor that is sharded."""
@@ -399,10 +488,35 @@ class _Gather:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
+    ) -> _Gathering:
+        """Begin to gather. FSDP waits for what is returned when the unit is needed."""
         sharding = self._sharding
         sharding.order = (sharding.order * 1_000_003 + self._number + 1) % (1 << 48)
-        sharding.group.wait(_all_gather(output_tensor, input_tensor, group))
+        if sharding._forward is not None:
+            sharding._forward.append(self._number)
+        sharding.free_copied()
+        sharding.begun.add(self._number)
+        work = _all_gather(output_tensor, input_tensor, group)
+
+        def wait() -> None:
+            sharding.group.wait(work)
+            sharding.begun.discard(self._number)
+            if output_tensor.device.type == "cpu":
+                sharding.copied.append(output_tensor)
+
+        return _Gathering(wait)
+
+
+class _Gathering(dist.Work):
+    """A collective that is waited for as the group waits for any other."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait()
+        return True
 
 
 class _Scatter:
@@ -434,6 +548,7 @@ class _Scatter:
     ) -> None:
         """`input_tensor` has a row for each rank: its rows of the unit's gradients one after another, each filled up to the length of rank 0's."""
         sharding, ranks = self._sharding, self._sharding.group.size
+        sharding.free_copied()
         self.calls += 1
         if self.calls > 1 or output_tensor.numel() != sum(self._widths):
             raise _not_once(
@@ -500,6 +615,7 @@ def _sharded(
     whole: frozenset[str],
     group: Group,
     fill: Callable[[Sequence[str]], None],
+    settings: Sharding,
 ) -> tuple[_Root, list[nn.Module]]:
     """The root of the sharded model, and its modules that have shards, the root last."""
     from torch.distributed.fsdp import fully_shard
@@ -513,8 +629,24 @@ def _sharded(
     modules = [*units, root]
     for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
         fill(of_module)
-        fully_shard(module, mesh=mesh, ignored_params=ignored)
+        # FSDP never lets go of what the root has between forward and backward, unless it is told to.
+        reshards = settings.reshard_after_forward and module is not root
+        fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
     return root, modules
+
+
+def _left_out(model: nn.Module, units: Sequence[nn.Module], patterns: Sequence[str] | None) -> list[str]:
+    if patterns is None:
+        return []
+    chosen = set(map(id, units))
+    left = [_name_of(model, member) for member in members_of(model, patterns) if id(member) not in chosen]
+    if not left:
+        return []
+    more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+    return [
+        f"sharding.units: {left[0]!r}{more} no unit: a loss computes it several times in a micro-batch, or not at all, or it has no parameters; what is in "
+        "no unit is gathered for the whole micro-batch"
+    ]
 
 
 def _in_order_of_fsdp(

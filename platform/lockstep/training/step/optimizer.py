@@ -38,15 +38,15 @@ def make_optimizer(job: Job, model: nn.Module, spec: Spec, group: Group | None =
 
 def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | None) -> torch.optim.Optimizer:
     """What stands in for the optimizer where the `group` shares its state out."""
-    if spec.sharding == "none":
+    if spec.sharding.mode == "none":
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
     check_shardable(optimizer)
-    if group is not None and spec.sharding == "optimizer" and spec.faults.mirror:
+    if group is not None and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
     if group is None or group.size == 1:
         return optimizer
-    kind = FullyShardedOptimizer if spec.sharding == "full" else ShardedOptimizer
+    kind = FullyShardedOptimizer if spec.sharding.mode == "full" else ShardedOptimizer
     return kind(optimizer, group)
 
 

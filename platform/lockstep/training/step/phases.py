@@ -136,7 +136,7 @@ def check_combination(job: Job, spec: Spec) -> None:
     if not phased and not rests:
         return
     feature = "phases" if phased else "frozen_parameters"
-    if phased and spec.sharding == "optimizer" and spec.faults.mirror:
+    if phased and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         raise problems.MIRROR(reason="the job has phases: the state of one optimizer alone is mirrored")
     if spec.reduction == "native":
         raise problems.NATIVE(feature=feature)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lockstep.errors import closest
+from lockstep.training import problems
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -65,26 +69,54 @@ class Calls:
         )
 
 
-def units_of(model: nn.Module, calls: Calls) -> list[nn.Module]:
-    """The units, in the model's order: the modules of the classes that the model does not want split, as Hugging Face's name theirs
-    (`_no_split_modules`), else the members of its lists and sequences of modules, of nested ones the outermost.
+def units_of(model: nn.Module, calls: Calls, patterns: Sequence[str] | None = None) -> list[nn.Module]:
+    """The units, in the model's order: those of `members_of` that have parameters, and that every loss calls once.
 
-    A member that some loss calls several times, or not at all, is none: its gradients would be summed in another order than those of a model in one place.
+    The gradients of one that some loss calls several times would be summed in another order than those of a model in one place.
     """
     seen, units = set[int](), []
-    for member in members_of(model):
+    for member in members_of(model, patterns):
         if id(member) not in seen and calls.once(member) and any(True for _ in member.parameters()):
             units.append(member)
         seen.add(id(member))
     return units
 
 
-def members_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are units where every loss calls them once."""
+def members_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[nn.Module]:
+    """The modules that are units where every loss calls them once, of nested ones the outermost.
+
+    They are those whose name or class is one of the `patterns`, with `*` for any part. Without patterns they are those of the classes that the model does
+    not want split, as Hugging Face's name theirs (`_no_split_modules`), else the members of its lists and sequences of modules. SpecError for a pattern
+    that fits no module.
+    """
+    if patterns is not None:
+        return _of_patterns(model, patterns)
     unsplit = {
         name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
     }
     return _of_classes(model, unsplit) or _of_lists(model)
+
+
+def _of_patterns(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    named = [(name, module) for name, module in model.named_modules() if name]
+    fits = {
+        pattern: {
+            name
+            for name, module in named
+            if fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+        }
+        for pattern in patterns
+    }
+    for pattern, names in fits.items():
+        if not names:
+            near = closest(pattern, [name for name, _ in named])
+            raise problems.NO_UNIT(got=pattern, near="" if near is None else f" (did you mean {near!r}?)")
+    chosen = set[str]().union(*fits.values())
+    return [
+        module
+        for name, module in named
+        if name in chosen and not any(name.startswith(f"{outer}.") for outer in chosen)
+    ]
 
 
 def _of_classes(module: nn.Module, names: set[str]) -> list[nn.Module]:

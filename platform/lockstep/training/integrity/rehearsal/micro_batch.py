@@ -211,14 +211,15 @@ def compute_sharded(
     *,
     seed: int,
     device: torch.device,
+    m: int = 0,
 ) -> Computed:
-    """Run micro-batch 0 as `compute` does, on every worker, where each has its rows of the parameters alone. All ranks call it.
+    """Run micro-batch 0, or another, as `compute` does, on every worker, where each has its rows of the parameters alone. All ranks call it.
 
     The results are the same; the gradients are not kept.
     """
-    model, where = module.model, "first micro-batch, before training"
+    model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
-    seeded = partial(seed_all, rehearsal_key(seed), device)
+    seeded = partial(seed_all, rehearsal_key(seed, *([m] if m else [])), device)
     seeded()
     buffers, digests = KeptBuffers(model), dict[str, str]()
 
@@ -233,7 +234,7 @@ def compute_sharded(
         with advised(), job_at(where):
             with precision.autocast():
                 loss = sharding.computed(lambda: module(batch))
-            check_loss(loss, precision, first=True, label=module.phase.loss_label, phase=module.phase.name)
+            check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             module.backward(loss.total)
         sharding.end_pass(f" ({where})")
         written, results = buffers.written(), _results(loss, {}, buffers)

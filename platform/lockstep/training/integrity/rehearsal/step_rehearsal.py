@@ -152,28 +152,41 @@ class StepRehearsal:
         return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
 
     def first_sharded(self, sharding: FullSharding) -> dict[str, Rehearsal]:
-        """As `first`, where each worker has its rows of the parameters alone. All ranks call it."""
+        """As `first`, where each worker has its rows of the parameters alone. All ranks call it.
+
+        With `rehearsal: auto` the first micro-batch is compared with itself after the second one, in this process: no other could gather the parameters.
+        """
         pack(dict(self.job.state_dict()), "job")
-        key = self._keys()[0]
-        self.batches.check_draws_nothing(key)
-        modules, shown = self._modules(), dict[str, Rehearsal]()
-        batch, _ = self._fetch_drawing(key)
+        keys = self._keys()
+        self.batches.check_draws_nothing(keys[0])
+        modules, firsts = self._modules(), list[Computed]()
+        batch, _ = self._fetch_drawing(keys[0])
+
+        def computed(module: LossModule, batch: Any, m: int = 0) -> Computed:
+            precision, seed = self.state.precision, self.spec.seed
+            return compute_sharded(module, batch, precision, sharding, seed=seed, device=self.device, m=m)
+
         for module in modules:
-            batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
+            batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
             with filled_memory(True):
-                first = compute_sharded(
-                    module, batch, self.state.precision, sharding, seed=self.spec.seed, device=self.device
-                )
-            shown[module.phase.name] = _shown(first)
+                firsts.append(computed(module, batch))
         pack(unlisted_tensors(self.state.model), "model")
-        return shown
+        if self.spec.rehearsal != "off" and self.spec.determinism == "strict":
+            for module, first in zip(modules, firsts, strict=True):
+                memory_before = self._memory()
+                for key in keys[1:]:
+                    computed(module, self._fetch(key), key.micro_batch)
+                self._same(first, computed(module, self._fetch(keys[0])), memory_before)
+        return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
 
     def units(self, deferred: DeferredModel) -> list[str]:
         """The names of the modules that the loss of the first micro-batch calls once, found out in another process, which has memory for one member's parameters at a
         time. SpecError where none can.
         """
         model, seed = deferred.model, self.spec.seed
-        members = [member for member in members_of(model) if deferred.names_in([member])]
+        members = [
+            member for member in members_of(model, self.spec.sharding.units) if deferred.names_in([member])
+        ]
         inside = {name for member in members for name in deferred.names_in([member])}
         outside = [name for name in deferred.names_in([model]) if name not in inside]
         shared = {

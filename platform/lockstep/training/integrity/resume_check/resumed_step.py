@@ -23,6 +23,7 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
+from lockstep.spec.sharding import Sharding
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check.evidence import Evidence, held_values
@@ -63,7 +64,7 @@ def alone(spec: Spec) -> Spec:
             "rehearsal": "off",
             "recheck": 0.0,
             "data": spec.data.model_copy(update={"loader_processes": 0}),
-            "sharding": "none",
+            "sharding": Sharding(),
             "record": spec.record.model_copy(update={"digest_every": None, "observe_every": None}),
         }
     )
