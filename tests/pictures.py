@@ -1,4 +1,4 @@
-"""The pictures of the README and the pages, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep|models|sets|health]…`.
+"""The pictures of the README and the pages, made anew of a real run and a real sweep: `make pictures`, or `python -m tests.pictures [terminal|run|sweep|models|sets|health|memory]…`.
 
 Those of MLflow's pages need chromium on the PATH (Debian: `apt-get install chromium`). Files go to docs/pictures.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ PICTURES = ROOT / "docs" / "pictures"
 COMMAND = "lockstep train jobs/digits/train.yaml --local"
 CURVES = "lockstep show RUN --plot 'eval/*/accuracy'"
 HEALTH = "lockstep check jobs/digits/train.yaml --health --local"
-WANTED = ("terminal", "run", "sweep", "models", "sets", "health")
+WANTED = ("terminal", "run", "sweep", "models", "sets", "health", "memory")
 
 TWO_SETS = (
     "name=digits-sets", "job.use=tests.pictured_jobs:TwoSets", "record.experiment=digits-models", "checkpoint.every.epochs=5",
@@ -32,6 +33,15 @@ TWO_SETS = (
 
 SWEEP = ("trials=6", "spec.length.epochs=10", "spec.record.experiment=digits-sweep")
 """What is changed of the example's sweep: less of it, in an experiment of its own."""
+
+GROWING = {
+    "job": {"use": "tests.memory_jobs:Growing", "params": {"after": 3, "wide": 40_000}}, "batch": {"global": 64, "micro": 16},
+    "length": {"steps": 12}, "optimizer": {"name": "adamw"}, "threads": 1,
+}  # fmt: skip
+"""A run whose micro-batches grow after three steps."""
+
+ADDRESS_SPACE = 4 << 30
+"""The bytes that it may take."""
 
 HOME = "/home/me/lockstep"
 """What pictures show in the place of the folder of the run."""
@@ -58,6 +68,8 @@ def main(wanted: list[str]) -> None:
             sets(folder, uri)
         if "health" in wanted:
             health(folder)
+        if "memory" in wanted:
+            memory(folder)
         if {"run", "sweep", "models"} & {*wanted}:
             port = free_port()
             # The table of models is asked for by a POST, which a page of another address may not send by default.
@@ -100,6 +112,26 @@ def health(folder: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
     told = [line.replace(str(folder), HOME) for line in done.stdout.splitlines()]
     (PICTURES / "health.svg").write_text(as_svg(told, HEALTH, columns=110))
+
+
+def memory(folder: Path) -> None:
+    """What a worker held as its address space was full."""
+    spec = folder / "growing.yaml"
+    spec.write_text(json.dumps(GROWING))
+    words = ["train", str(spec), "--local", "--uri", "off", f"checkpoint.storage={folder}/growing"]
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words], cwd=ROOT, env=environment(), capture_output=True, preexec_fn=bounded, check=False,
+    )  # fmt: skip
+    (text,) = folder.glob("growing/*/memory-attempt-1-rank-0.txt")
+    assert done.returncode == 1
+    told = [line.replace(str(folder), HOME) for line in text.read_text().splitlines()]
+    (PICTURES / "memory.svg").write_text(
+        as_svg(told, "cat runs/RUN/memory-attempt-1-rank-0.txt", columns=118)
+    )
 
 
 def pages(server: Pages, folder: Path, wanted: list[str]) -> None:

@@ -40,6 +40,10 @@ class Text(NamedTuple):
     what: str
 
 
+NODE_MEMORY = "the node has no memory left"
+
+OTHERS_MEMORY = "another process uses the GPU"
+
 GPU_MEMORY = Failure("job", "the memory of the GPU")
 """A GPU has too little memory for the job."""
 
@@ -51,9 +55,7 @@ TEXTS = (
     Text("job", r"(?:CUDNN|CUBLAS)_STATUS_(?:BAD_PARAM|NOT_SUPPORTED|INVALID_VALUE)", "an argument"),
     Text("job", r"nccl\w*.*invalid (?:argument|usage)|ncclInvalid(?:Argument|Usage)", "an argument of NCCL"),
     # The memory of a GPU: the job's, unless another process holds part of it.
-    Text(
-        "memory", r"out of memory.*process \d+ has [\d.]+ \w+ memory in use", "another process uses the GPU"
-    ),
+    Text("memory", r"out of memory.*process \d+ has [\d.]+ \w+ memory in use", OTHERS_MEMORY),
     Text(GPU_MEMORY.kind, r"(?:CUDA|HIP) out of memory|CUDA error: out of memory", GPU_MEMORY.what),
     # NCCL allocates its buffers beside torch: what is out of memory is this rank's GPU, not a peer.
     Text(
@@ -121,7 +123,7 @@ TEXTS = (
     Text(
         "memory",
         r"DefaultCPUAllocator: (?:can't|not enough) .*memory|cannot allocate memory|std::bad_alloc",
-        "the node has no memory left",
+        NODE_MEMORY,
     ),
     Text(
         "memory",
@@ -151,7 +153,7 @@ ERRNOS: dict[int, Failure] = {
         ),
         Failure("storage", "a service cannot be reached"),
     ),
-    errno.ENOMEM: Failure("memory", "the node has no memory left"),
+    errno.ENOMEM: Failure("memory", NODE_MEMORY),
     errno.EAGAIN: Failure("memory", "the node starts no more processes"),  # fork's
 }
 """Failures by the number of an OSError. All others, such as ENOENT and EACCES, are the job's."""
@@ -173,7 +175,7 @@ NAMES: dict[str, Failure] = {
         ),
         Failure("storage", "a service cannot be reached"),
     ),
-    "builtins.MemoryError": Failure("memory", "the node has no memory left"),
+    "builtins.MemoryError": Failure("memory", NODE_MEMORY),
     "torch.distributed.DistError": Failure("peer", "the other workers cannot be reached"),
     "torch._C._DistError": Failure("peer", "the other workers cannot be reached"),
 }
@@ -234,6 +236,11 @@ def _own_kind(error: BaseException) -> Failure | None:
         if failure is not None:
             return failure
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the processor or on a GPU."""
+    return kind_of(error).what in {GPU_MEMORY.what, OTHERS_MEMORY, NODE_MEMORY}
 
 
 def infrastructure_error(error: BaseException, where: str) -> LockstepError | None:

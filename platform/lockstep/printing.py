@@ -48,6 +48,14 @@ def markdown(text: str) -> str:
     return _MARKUP.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), on_one_line(text))
 
 
+def size_text(size: int) -> str:
+    """A size for a person: 1 MiB is 1048576 bytes."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns side by side, each as wide as its widest cell."""
     shown = [[on_one_line(cell) for cell in row] for row in rows]

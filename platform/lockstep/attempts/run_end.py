@@ -45,7 +45,9 @@ class RunEnd:
 
     def give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""
-        if self._recording.run_id is not None or isinstance(error, ClusterError):
+        # What was held as the memory of a GPU ran out is in the record, also before the first step.
+        keeps = isinstance(error, ClusterError) or error.code == "job.gpu_memory"
+        if self._recording.run_id is not None or keeps:
             self._tell_failed(error, details)
         elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
             self._say(details)

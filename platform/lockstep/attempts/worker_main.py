@@ -32,6 +32,7 @@ from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit, join
+from lockstep.training.observe.memory_snapshot import memory_watched
 
 
 class RankZeroRequests:
@@ -135,7 +136,10 @@ def train_as(config: dict[str, Any], rank: int, ready: Callable[[], str | None])
         node = ready()
         group = Group.join(ray.train.torch.get_device())
         seat = place.seated(group, place.attempt, config["origin"])
-        with _worker_setup(config, place, rank, node) as (spec, job, rendezvous):
+        with (
+            memory_watched(place.sender.tell, rank, place.attempt),
+            _worker_setup(config, place, rank, node) as (spec, job, rendezvous),
+        ):
             fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, rendezvous)
 
 
@@ -147,6 +151,7 @@ def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -
     place = WorkerPlace(config, number, joining_worker=True)
     with (
         _errors_reported(place.sender, f"worker {number}", number),
+        memory_watched(place.sender.tell, number, config["origin"].attempt),
         _worker_setup(config, place, number, node) as (spec, job, rendezvous),
     ):
         join(spec, job, torch.device("cpu"), rendezvous, config["origin"])

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lockstep.checks import data_checks, model_checks, run_checks
-from lockstep.checks.estimate import estimated, shown
+from lockstep.checks.estimate import estimated
 from lockstep.checks.findings import Finding, Report, failed, failure_of, passed
 from lockstep.checks.first_step import FirstStep, PhaseSeen, labels_of, walk
 from lockstep.checks.fixture import Fixture
@@ -17,6 +17,7 @@ from lockstep.checks.learning import FASTER, Learning, learn
 from lockstep.checks.missing_zero_grad import zero_grad
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import others_out_of_sight
+from lockstep.printing import size_text
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 
@@ -68,8 +69,8 @@ class Examination:
         """What a worker needs beside what it can have."""
         estimate = estimated(self.fixture)
         evidence = (
-            f"a worker needs {shown(estimate.total_bytes)} at the peak of a step, {shown(estimate.activations_bytes)} of it activations; there "
-            f"are {shown(estimate.available_bytes)} for each of {estimate.workers} on this machine ({estimate.device})"
+            f"a worker needs {size_text(estimate.total_bytes)} at the peak of a step, {size_text(estimate.activations_bytes)} of it activations; there "
+            f"are {size_text(estimate.available_bytes)} for each of {estimate.workers} on this machine ({estimate.device})"
         )
         if estimate.fits:
             return [passed("memory", evidence)]

@@ -20,6 +20,7 @@ from lockstep.checks.live_bytes import peak_of
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError, SpecError
 from lockstep.job.loading import others_out_of_sight
+from lockstep.printing import size_text
 from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
@@ -462,12 +463,12 @@ _PARTS = (
 
 def as_text(found: Estimate) -> str:
     """The parts, the variants, and the largest micro-batch, as lines."""
-    lines = [f"{part:<18}{shown(getattr(found, f'{part}_bytes')):>12}" for part in _PARTS]
+    lines = [f"{part:<18}{size_text(getattr(found, f'{part}_bytes')):>12}" for part in _PARTS]
     lines += [
-        f"{'total':<18}{shown(found.total_bytes):>12}  a worker, at the peak of a step; {shown(found.available_bytes)} for each of "
+        f"{'total':<18}{size_text(found.total_bytes):>12}  a worker, at the peak of a step; {size_text(found.available_bytes)} for each of "
         f"{found.workers} on this machine ({found.device})",
-        f"{'checkpoint':<18}{shown(found.checkpoint_bytes):>12}",
-        f"{'sent':<18}{shown(found.sent_bytes):>12}  by a worker in a step, about",
+        f"{'checkpoint':<18}{size_text(found.checkpoint_bytes):>12}",
+        f"{'sent':<18}{size_text(found.sent_bytes):>12}  by a worker in a step, about",
         *([f"{'units':<18}{found.units:>12}  gathered one at a time"] if found.units else []),
         f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run"
         if found.tokens is None
@@ -476,15 +477,7 @@ def as_text(found: Estimate) -> str:
     for variant in found.variants:
         recomputed = ", activation checkpointing" if variant["activation_checkpointing"] else ""
         lines.append(
-            f"{'in ' + variant['precision']:<18}{shown(variant['total_bytes']):>12}  "
-            f"{shown(variant['activations_bytes'])} of it activations{recomputed}"
+            f"{'in ' + variant['precision']:<18}{size_text(variant['total_bytes']):>12}  "
+            f"{size_text(variant['activations_bytes'])} of it activations{recomputed}"
         )
     return "\n".join(lines)
-
-
-def shown(size: int) -> str:
-    """A size for a person: 1 MiB is 1048576 bytes."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"

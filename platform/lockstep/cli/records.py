@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,6 +122,7 @@ def show(
             return
         if keys:
             raise problems.SHOW_KEYS(got=" ".join(keys))
+        from lockstep.record.events.union import Document
         from lockstep.record.mirror.documents import attempts_in
         from lockstep.record.mirror.stores import reader
         from lockstep.spec.locations import tracking_uri
@@ -130,9 +131,10 @@ def show(
         stored_run, artifacts = store.run(run), store.artifacts(run)
         listed = "attempts.json" in artifacts
         attempts = attempts_in(store.text(run, "attempts.json").encode()) if listed else []
+        memory = {name: store.text(run, name) for name in artifacts if Document(name, "").tells_memory}
         answer(
-            {**stored_run._asdict(), "artifacts": artifacts, "attempts": attempts},
-            lambda: _page(stored_run, artifacts) + _attempts(attempts),
+            {**stored_run._asdict(), "artifacts": artifacts, "attempts": attempts, "memory": memory},
+            lambda: _page(stored_run, artifacts, memory) + _attempts(attempts),
         )
 
 
@@ -406,7 +408,8 @@ def _table(found: list[RunInfo]) -> str:
     return table(rows)
 
 
-def _page(run: RunInfo, artifacts: list[str]) -> str:
+def _page(run: RunInfo, artifacts: list[str], memory: Mapping[str, str]) -> str:
+    from lockstep.record.events.union import Document
     from lockstep.record.ledger.time_spent import text_of_tags
 
     shown = {
@@ -415,6 +418,7 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
         "experiment": run.experiment,
         "status": run.status,
         "error": run.tags.get("lockstep.error", ""),
+        "memory": "; ".join(Document(name, memory[name]).memory_line for name in sorted(memory)),
         "not exact": run.tags.get("lockstep.violation", ""),
         "started": f"{_when(run.started)}, took {_took(run)}",
         "recorded": f"up to step {run.step}",

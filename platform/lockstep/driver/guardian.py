@@ -345,7 +345,7 @@ class _Guard:
             os.kill(self._driver, signal.SIGKILL)
         while os.getppid() == self._driver:
             time.sleep(0.01)
-        self._facts["documents"] = {"stacks.txt": stacks}
+        self._facts["documents"] = {**self._facts.get("documents", {}), "stacks.txt": stacks}
         self._show(end, self._recorded(end, new=True))
 
     def _waits_for(self, fact: str, limit_s: float) -> bool:
@@ -384,6 +384,8 @@ class _Guard:
     def _record_alone(self) -> None:
         number = self._facts.get("signal")
         message = _GONE.format(pid=self._driver) if number is None else "ended at once by a signal"
+        if number is None and "memory" in self._facts:
+            message += f"; its memory had come near a limit, where {self._facts['memory']}"
         end = {"message": message, "details": "", "status": "FAILED" if number is None else "KILLED"}
         for host, port, why in self._facts.get("asked", []):
             if not _answers(host, port):

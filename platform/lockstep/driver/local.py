@@ -27,6 +27,8 @@ from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
 from lockstep.process import under_torchrun
 from lockstep.record.events.union import (
+    MEMORY_SNAPSHOT,
+    PICKLE,
     Document,
     Event,
     Failed,
@@ -45,6 +47,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
+from lockstep.training.observe.memory_snapshot import memory_watched
 
 
 class RankRequests(NoRequests):
@@ -75,6 +78,7 @@ class LocalRun:
         self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
         self._named = self._stopped = False
         self._guardian = guardian
+        self._snapshots: dict[str, str] = {}
 
     def tell(self, event: Event) -> None:
         """Take an event of the run. The run is created with its first facts: what is found before leaves nothing behind."""
@@ -86,6 +90,8 @@ class LocalRun:
                 not self.recorder.apart
             ):  # loader processes, forked while its thread imports, could wait for that for ever
                 self.recorder.run_id()
+        if isinstance(event, Document) and event.name.startswith(MEMORY_SNAPSHOT):
+            self._keep_snapshot(event)
         if isinstance(event, Straggling):
             event = Warned(
                 event.text
@@ -97,6 +103,16 @@ class LocalRun:
         self.view.take(event)
         self._guardian.alive(self.view.signs_of_life)
         self.recorder.tell(event)
+
+    def _keep_snapshot(self, document: Document) -> None:
+        """Have what this process held in the record, whatever becomes of it: its recorder may be killed with it before it has written."""
+        if not self.recorder.started:  # what was held before the first step needs a record too
+            self.recorder.start()
+        if not document.name.endswith(PICKLE):
+            self._snapshots[document.name] = document.text
+            self._guardian.tell(documents=self._snapshots)
+        if document.tells_memory:
+            self._guardian.tell(memory=document.memory_line)
 
     def end_hung(self, error: SilentError, stacks: str) -> None:
         """End this process, in which the run hangs: called in a thread, where Python still runs in another one."""
@@ -178,7 +194,8 @@ def train_here(
         group = Group.join(device)
         if group.rank > 0:
             job = load_job(spec.job.use, spec.job.params)
-            fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
+            with memory_watched(_print_memory, group.rank, origin.attempt):
+                fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
             return None
         watched = spec.faults.longest_silence_s, spec.faults.longest_start_s
         with (
@@ -211,6 +228,12 @@ def train_here(
         signal_number=stop.number,
         time_spent=record.time_spent,
     )
+
+
+def _print_memory(event: Event) -> None:
+    """Say what a rank other than 0 held: under torchrun it has no way to the record."""
+    if isinstance(event, Document) and event.tells_memory:
+        os.write(2, event.text.encode())
 
 
 def _start(
@@ -247,7 +270,7 @@ def _fit_recorded(
         recorder.tell(Sampled("node-0", time.time(), values))
 
     try:
-        with run.shown(), sampled(sample):
+        with run.shown(), sampled(sample), memory_watched(run.tell, group.rank, origin.attempt):
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
         guardian.tell(watched=None)  # the rest is the recorder's, which has limits of its own

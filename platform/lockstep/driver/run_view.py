@@ -65,6 +65,8 @@ class RunView:
 
     corrupted: Corrupted | None = None
     """The last difference between the bits of workers."""
+    memory: dict[str, str] = field(default_factory=dict)
+    """What workers held as their memory came near a limit, in this attempt, a line for each document."""
     watchdog: str | None = None
     """The first line with which NCCL's watchdog ended a worker, as that worker printed it."""
 
@@ -143,13 +145,10 @@ class RunView:
                 self.saved = self.saved or event.uri is not None
             case union.Observation() | union.Sampled():
                 pass  # of interest to the record alone, as are those below
-            case (
-                union.PeakMemory()
-                | union.Document()
-                | union.ResumeChecked()
-                | union.Violated()
-                | union.TimeSpent()
-            ):
+            case union.Document():
+                if event.tells_memory:
+                    self.memory[event.name] = event.memory_line
+            case union.PeakMemory() | union.ResumeChecked() | union.Violated() | union.TimeSpent():
                 pass
             case (
                 union.AttemptsSummarised()
@@ -165,7 +164,10 @@ class RunView:
                 assert_never(event)
 
     def lost(self, error: LockstepError) -> LockstepError:
-        """The error of an attempt that lost workers, with the words of NCCL's watchdog where that ended one of them."""
+        """The error of an attempt that lost workers, with the words of NCCL's watchdog where that ended one of them, and what was held near a limit of memory."""
+        if self.memory:
+            held = "; ".join(self.memory[name] for name in sorted(self.memory))
+            error = error.with_message(f"{error}; memory had come near a limit, where {held}")
         if self.watchdog is None:
             return error
         return error.with_message(

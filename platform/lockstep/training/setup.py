@@ -105,6 +105,8 @@ class Run:
     inputs: Inputs
     last_save: LastSave = field(default_factory=LastSave)
     check_due: Due = field(default_factory=Due)
+    activations_bytes: int = 0
+    """What the graph of the first micro-batch keeps for backward, in the phase that keeps most; 0 where it is not known."""
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
@@ -280,7 +282,22 @@ def prepare(
         evaluate.shard(state.sharding)
     tell(StageEnded("preparation", time.time()))
     inputs = Inputs(spec, job, facts)
-    return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history, inputs)
+    activations = max((result.activations_bytes for result in rehearsal.values()), default=0)
+    return Run(
+        spec,
+        job,
+        plan,
+        group,
+        state,
+        step,
+        evaluate,
+        batches,
+        facts,
+        start,
+        history,
+        inputs,
+        activations_bytes=activations,
+    )
 
 
 MakesEvaluation = Callable[[], EvaluationSets | None]

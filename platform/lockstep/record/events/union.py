@@ -7,6 +7,7 @@ event here and one case in the fold that shows it.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,12 +171,35 @@ class PeakMemory:
     bytes_by_rank: Sequence[int]
 
 
+MEMORY_SNAPSHOT = "memory-"
+"""How the names of documents begin that say what a worker held as its memory ran out."""
+
+PICKLE = ".pickle"
+"""How the name of a document ends whose text is bytes in base64."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A text to store under the name of a file."""
 
     name: str
     text: str
+
+    @property
+    def tells_memory(self) -> bool:
+        """Whether it says, for a person, what a worker held as its memory ran out."""
+        return self.name.startswith(MEMORY_SNAPSHOT) and self.name.endswith(".txt")
+
+    @property
+    def memory_line(self) -> str:
+        """The owners of most memory, with the name of the document, where it `tells_memory`."""
+        why, largest, *_ = [*self.text.splitlines(), "", ""]
+        return f"{largest}; {self.name} has the rest ({why})"
+
+    @property
+    def content(self) -> str | bytes:
+        """The content of the file."""
+        return base64.b64decode(self.text) if self.name.endswith(PICKLE) else self.text
 
 
 @dataclass(frozen=True, slots=True)

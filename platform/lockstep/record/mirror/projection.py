@@ -121,7 +121,7 @@ class Projection:
             case union.PeakMemory():
                 self._tags["peak_memory_mb"] = [round(size / 1e6) for size in event.bytes_by_rank]
             case union.Document():
-                self.documents[event.name] = event.text
+                self.documents[event.name] = event.content
             case Finished():
                 self._tested = event
                 self.end = self._finished(event)

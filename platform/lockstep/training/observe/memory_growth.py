@@ -100,7 +100,7 @@ class Growth:
 
 def holdings() -> list[Holding]:
     """The objects that keep tensors alive which have a graph, those with the most first."""
-    kinds = _kinds_of_tensors()
+    kinds = kinds_of_tensors()
     alive = [item for item in gc.get_objects() if type(item) in kinds and _has_graph(item)]
     if not alive:
         return []
@@ -115,7 +115,7 @@ def holdings() -> list[Holding]:
     return sorted(result, key=lambda item: -item.nodes)[:_MOST_HOLDERS]
 
 
-def _kinds_of_tensors() -> set[type]:
+def kinds_of_tensors() -> set[type]:
     """Tensor and all its subclasses: for 300 000 objects a lookup in a set takes half as long as `issubclass`."""
     kinds, waiting = set[type](), list[type]([Tensor])
     while waiting:
@@ -167,6 +167,20 @@ def name_of(holding: Holding, own: Sequence[Any]) -> str:
         if description:
             return f"the {kind} {description}"
     return f"a {kind} whose owner is not known"
+
+
+def name_of_holder(tensor: Tensor, passed_by: Sequence[Any]) -> str:
+    """What holds a tensor, as an attribute or variable of its owner; empty where that is not known. `passed_by` are the caller's own lists."""
+    for holder in gc.get_referrers(tensor):
+        if isinstance(holder, FrameType | Tensor) or any(holder is item for item in passed_by):
+            continue
+        if description := _held_by(holder, tensor):
+            return description
+        if isinstance(holder, Mapping | list | tuple | set | deque):
+            for owner in gc.get_referrers(holder):
+                if not isinstance(owner, FrameType) and (description := _held_by(owner, holder)):
+                    return f"the {type(holder).__name__} {description}"
+    return ""
 
 
 def _held_by(owner: Any, held: Any) -> str:

@@ -215,6 +215,10 @@ class Reduction(ABC):
             self.finished = self._summed == len(self._orders)
         return sent.future
 
+    def waiting(self) -> list[Tensor]:
+        """The partial sums that wait for the last micro-batch's buckets."""
+        return [tensor for total in (*self._folded, *self._apart) for tensor in total]
+
     def _taken(self, total: Gradients, indices: list[int]) -> Gradients:
         """Gradients laid out as `GradBucket.gradients()` gives its own: with the right shapes, but the elements in memory order.
 

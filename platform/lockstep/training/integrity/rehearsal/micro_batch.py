@@ -22,6 +22,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
 from lockstep.training.integrity.rehearsal.object_state import tensor_digest
+from lockstep.training.observe.memory_owners import activation_bytes
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.full_sharding import FullSharding, advised
 from lockstep.training.step.means import check_form, check_parts, number
@@ -49,6 +50,8 @@ class Rehearsal:
     """Whether the loss gives statistics for `after_step`."""
     tables: frozenset[str] = frozenset()
     """The parameters whose gradients are sparse."""
+    activations_bytes: int = 0
+    """What its graph keeps for backward."""
 
 
 def check_norms(model: nn.Module, plan: Plan, samples: int, forward: Callable[[], object]) -> None:
@@ -141,6 +144,8 @@ class Computed:
     written: frozenset[int]
     statistics: dict[str, Mean | Tensor] = field(default_factory=dict)
     """What it gives for `after_step`."""
+    activations_bytes: int = 0
+    """What its graph keeps for backward."""
 
     @property
     def digest(self) -> str:
@@ -186,6 +191,7 @@ def compute(
             check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             parameters.check(where)
             _check_untouched(model, values, where)
+            activations = activation_bytes(loss.total, model, batch) if m == 0 else 0
             module.backward(loss.total)
         parameters.check(where)
         for name, parameter in model.named_parameters():
@@ -197,7 +203,7 @@ def compute(
             of_step = partial(_statistics_of, module, batch, buffers, seeded, where)
             statistics = _statistics(module, loss, results, of_step)
         parameters.check(where)
-        return Computed(loss, results, gradients, written, statistics)
+        return Computed(loss, results, gradients, written, statistics, activations)
     finally:
         buffers.restore()
         model.zero_grad(set_to_none=True)

@@ -617,4 +617,5 @@ def _shown(first: Computed) -> Rehearsal:
         tuple(first.loss.terms),
         bool(first.loss.statistics),
         frozenset(name for name, gradient in first.gradients.items() if gradient.is_sparse),
+        first.activations_bytes,
     )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
+
+from lockstep.training.observe.memory_limits import group_limits
 
 CONTEXT_BYTES = 1 << 30
 """What a process takes of a GPU's memory before its first tensor: context, kernels, and the workspaces of cuBLAS."""
 
 LEFT_FREE = 20
 """One part in so many of all memory stays free: a node or container that is nearly full has its processes killed, by the kernel or by Ray."""
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def lacking_memory(device: torch.device) -> str:
@@ -25,7 +23,9 @@ def lacking_memory(device: torch.device) -> str:
         if free < (wanted := torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES):
             return f"it wants {_mb(wanted)} of the GPU's memory, of which {_mb(free)} are free"
     wanted = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    free = min(_of_machine(), *_of_groups(_CGROUPS, Path("/proc/self/cgroup")))
+    free = min(
+        [_of_machine(), *(limit.bound - limit.bound // LEFT_FREE - limit.used for limit in group_limits())]
+    )
     return (
         f"it wants {_mb(wanted)} of memory, of which {_mb(max(0, free))} can be had" if free < wanted else ""
     )
@@ -34,39 +34,6 @@ def lacking_memory(device: torch.device) -> str:
 def _of_machine() -> int:
     memory = psutil.virtual_memory()
     return int(memory.available - memory.total // LEFT_FREE)
-
-
-def _of_groups(root: Path, own: Path) -> Iterator[int]:
-    """What each control group of this process has left below its limit; at least one value. A container may be killed whole where it exceeds one."""
-    yield 1 << 62
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, limit, used = (
-            (root, "memory.max", "memory.current")
-            if not controllers
-            else (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        # In a container its own group may be shown as the root.
-        for folder in {top, *(top / path.strip("/")).parents, top / path.strip("/")}:
-            if folder.is_relative_to(top) and (left := _left(folder, limit, used)) is not None:
-                yield left
-
-
-def _left(folder: Path, limit: str, used: str) -> int | None:
-    try:
-        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        bound = int(most)  # "max" is no number
-    except (OSError, ValueError):
-        return None
-    files = int(statistics.get("inactive_file", 0))  # the kernel drops these first
-    return bound - bound // LEFT_FREE - now + files
 
 
 def _mb(size: int) -> str:
