@@ -72,13 +72,13 @@ def fail(error: LockstepError) -> NoReturn:
     _end("FAILED", str(error), error.exit_code, **({"code": error.code} if error.code else {}))
 
 
-def _end(status: str, message: str, code: int, **named: str) -> NoReturn:
+def _end(status: str, message: str, exit_code: int, **named: str) -> NoReturn:
     with suppress(OSError):  # there is nobody to tell
         os.write(2, f"lockstep: {message}\n".encode())
         if _reader.json_to is not None:
-            answer = {"status": status, "error": message, "exit_code": code, **named}
+            answer = {"status": status, "error": message, "exit_code": exit_code, **named}
             os.write(_reader.json_to, f"{json.dumps(answer)}\n".encode())
-    os._exit(code)
+    os._exit(exit_code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.cli import interruption
 from lockstep.driver import guardian, problems
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.result import check_saved
@@ -36,12 +38,18 @@ def test_a_process_that_hangs_is_told(begun: bool, problem: Problem[Any]) -> Non
         raise guardian._hung(begun, 60.0)
 
 
-def test_an_error_that_ends_a_command_from_another_thread_has_its_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+FAILING = """
+from lockstep.cli.interruption import answering, fail
+from lockstep.driver import problems
+with answering(1):
+    fail(problems.NO_FIRST_STEP(seconds=60))
+"""
+
+
+def test_an_error_that_ends_a_command_from_another_thread_has_its_code() -> None:
     """The object that `--json` prints is that of any other failure."""
-    told: list[Any] = []
-    monkeypatch.setattr(interruption, "_end", lambda *facts, **named: told.append((*facts, named)))
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, check=False)
     error = problems.NO_FIRST_STEP(seconds=60)
-    interruption.fail(error)
-    assert told == [("FAILED", str(error), 1, {"code": "run.no_first_step"})]
+    assert (done.returncode, done.stderr) == (1, f"lockstep: {error}\n")
+    answer = {"status": "FAILED", "error": str(error), "exit_code": 1, "code": error.code}
+    assert json.loads(done.stdout) == answer
