@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -16,11 +18,14 @@ IN_THEIR_OWN_PROCESS = (
     "test_self_check",
     "test_spare",
 )
-"""Files of tests/distributed that train in the process of the test, most of the time: the pool need not wait for them."""
+"""Files of tests/distributed that train in the process of the test, most of the time: a pool need not wait for them."""
+
+POOLS = 2
+"""Processes that keep a pool of ranks: with one, its tests would take longer than all others together."""
 
 
 class Together(LoadScopeScheduling):
-    """Which tests stay in one process: all that start Ray, those of the one pool, and those of a file.
+    """Which tests stay in one process: all that start Ray, those of a pool, and those of a file.
 
     One Ray cluster at a time: several on a machine of two cores wait for each other past every limit.
     """
@@ -30,7 +35,8 @@ class Together(LoadScopeScheduling):
         folder = path.removeprefix("tests/").partition("/")[0]
         if path.rpartition("/")[2].removesuffix(".py") in IN_THEIR_OWN_PROCESS:
             return path
-        return {"cluster": "ray", "chaos": "ray", "distributed": "pool", "gpu": "pool"}.get(folder, path)
+        pool = f"pool {crc32(path.encode()) % POOLS}"
+        return {"cluster": "ray", "chaos": "ray", "distributed": pool, "gpu": pool}.get(folder, path)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Take back what a process that has ended had left. Returns the test in which it ended, which has failed; None where it had none left.

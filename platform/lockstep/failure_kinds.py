@@ -17,18 +17,10 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import (
-    ClusterError,
-    DataError,
-    DeviceError,
-    JobError,
-    JobImportError,
-    LockstepError,
-    StorageError,
-    TransientStorageError,
-)
+from lockstep import problems
+from lockstep.errors import DataError, JobError, JobImportError, LockstepError, Problem, StorageError
 
 Kind = Literal["peer", "device", "memory", "storage", "job"]
 
@@ -249,17 +241,16 @@ def infrastructure_error(error: BaseException, where: str) -> LockstepError | No
     kind, what = kind_of(error)
     if kind == "job":
         return None
-    text = f"{what} ({where}): {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if kind == "storage":
-        return TransientStorageError(text)
-    return DeviceError(text) if kind == "device" else ClusterError(text)
+    text = " ".join(str(error).split())[:300]
+    failed: LockstepError = _BY_KIND[kind](what=what, where=where, kind=type(error).__name__, got=text)
+    return failed
 
 
-_BY_KIND: dict[Kind, type[LockstepError]] = {
-    "storage": TransientStorageError,
-    "device": DeviceError,
-    "memory": ClusterError,
-    "peer": ClusterError,
+_BY_KIND: dict[Kind, Problem[Any]] = {
+    "storage": problems.STORAGE_FAILED,
+    "device": problems.DEVICE_FAILED,
+    "memory": problems.NO_MEMORY,
+    "peer": problems.PEER_FAILED,
 }
 
 
@@ -270,5 +261,5 @@ def may_pass(error: LockstepError) -> LockstepError:
     """
     if type(error) not in (JobError, JobImportError, DataError, StorageError):
         return error
-    kind = _BY_KIND.get(kind_of(error).kind)
-    return error if kind is None else kind(str(error)).with_traceback(error.__traceback__)
+    problem = _BY_KIND.get(kind_of(error).kind)
+    return error if problem is None else error.as_kind(problem.error).with_traceback(error.__traceback__)

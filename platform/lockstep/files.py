@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from lockstep.errors import StorageError
+from lockstep import problems
 
 _NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
 NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -175,9 +175,7 @@ def own_folder(base: Path) -> Path:
         ):
             tempfile.mkdtemp(prefix=f"{name}-", dir=base)
     except OSError as error:
-        raise StorageError(
-            f"{str(base)!r}: no folder can be made there ({error.strerror}); set TMPDIR to a folder that you can write"
-        ) from error
+        raise problems.NO_FOLDER(folder=base, got=error.strerror) from error
     return folders[0]
 
 

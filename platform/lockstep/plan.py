@@ -150,8 +150,8 @@ class ByLength(Protocol):
     def fields(self) -> Mapping[str, Any]:
         """What of it belongs to the identity."""
 
-    def largest(self) -> Any:
-        """The ids of a micro-batch that takes as much memory as any."""
+    def largest(self) -> Sequence[Any]:
+        """The ids of each micro-batch that may take the most memory; which does is the model's affair."""
 
     def bounds(self, epoch: int) -> Any:
         """Where the micro-batches of an epoch begin in its order, `count` + 1 positions, where tokens bound them."""

@@ -66,7 +66,7 @@ def measured(document: dict[str, Any], steps: int) -> tuple[float, float, float]
                 began = time.process_time()
                 watch.begin(position)
                 result = run.step(position, batches)
-                watch.end(position, clock.row(run, position, result, batches), tell_nobody)
+                watch.end(position, clock.timed(result.row, position, batches), tell_nobody)
                 taken[position.number % 2 == 0].append(time.process_time() - began)
                 if position.number == 2 * steps:
                     break

@@ -243,6 +243,6 @@ def test_a_worker_without_memory_is_told_as_such(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     error = json.loads(done.stdout)["error"]
-    assert error.startswith("rank 0 of 1 was killed: its node ran out of memory; lower batch.micro")
+    assert error.startswith("rank 0 of 1 was killed: its node ran out of memory; lower data.loader_processes")
     (account,) = json.loads(next(tmp_path.glob("*/attempts.json")).read_text())
     assert "ran out of memory" in account["why"]

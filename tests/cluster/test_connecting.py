@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.clusters import problems
 from lockstep.clusters.connection import connected
-from lockstep.errors import SpecError
 from tests.ports import refusing_port
+from tests.raised import raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,9 +172,7 @@ def test_a_process_that_is_connected_elsewhere_is_not_sent_there(cluster: None) 
             assert not own
     for other in ("127.0.0.1:1", f"192.0.2.7:{here.rpartition(':')[2]}"):
         with (
-            pytest.raises(
-                SpecError, match=rf"^address: got '{other}', and this process is connected to {here}"
-            ),
+            raises(problems.OTHER_CLUSTER, got=other, joined=here),
             connected(other, verbose=False),
         ):
             pass

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.attempts.problems import TOO_SMALL
 from lockstep.calls.verify import verify
 from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.record.ledger.tables import DETERMINISTIC, read_observations, read_parquet, write_parquet
 from tests.cluster import shipped
+from tests.raised import raises
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -212,9 +214,7 @@ def test_a_compiled_run_on_ray_is_that_of_one_process(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"^workers\.min: got 5 workers of 1 CPU each, but the cluster has 4 CPU"
-    ):
+    with raises(TOO_SMALL, got=5, need="1 CPU", have="4 CPU"):
         train(spec(tmp_path, workers={"min": 5, "max": 5}))
 
 

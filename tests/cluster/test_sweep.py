@@ -18,12 +18,16 @@ import psutil
 import pytest
 
 from lockstep import SweepResult, sweep, train
+from lockstep.clusters.problems import UNANSWERED
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ClusterError, SilentError, SpecError
+from lockstep.errors import SpecError
 from lockstep.record.mirror.stores import find_run
 from lockstep.spec.loading import load_spec
+from lockstep.sweeps import problems
+from lockstep.sweeps.recorders import GOES_ON
 from lockstep.sweeps.sweep_resume import resume_sweep
 from tests.processes import named
+from tests.raised import raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,9 +289,7 @@ def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) ->
     assert held.wait(60)
     given = document(tmp_path, trials=2, spec={"faults": {"wait_for_workers_s": 15.0}})
     try:
-        with pytest.raises(
-            ClusterError, match=r"no trial could be placed for 15 s \(faults.wait_for_workers_s\)"
-        ):
+        with raises(problems.NO_ROOM, seconds=15):
             sweep(given, notify=f"cat > '{tmp_path}/told'")
     finally:
         remove_placement_group(held)
@@ -317,10 +319,7 @@ def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
             process.suspend()
 
     threading.Thread(target=stop_recorders, daemon=True).start()
-    with pytest.raises(
-        SilentError,
-        match="the process of the sweep's recorders did not answer for 8 s; lockstep resume goes on",
-    ):
+    with raises(UNANSWERED, whose="the process of the sweep's recorders", seconds=8, advice=GOES_ON):
         sweep(given)
     sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")

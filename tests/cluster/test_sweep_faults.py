@@ -18,13 +18,14 @@ import yaml
 from lockstep import sweep
 from lockstep.driver.options import RunOptions
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import SilentError
 from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.spec.sweep import load_sweep
-from lockstep.sweeps import first_trial
+from lockstep.sweeps import first_trial, problems
+from lockstep.sweeps.recorders import AGAIN, GOES_ON
 from lockstep.sweeps.sweep_resume import resume_sweep
 from tests.cluster.test_sweep import ROOT, document, outcome
 from tests.processes import named
+from tests.raised import raises
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -165,10 +166,7 @@ def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: 
         found[0].kill()
 
     threading.Thread(target=kill_recorders, daemon=True).start()
-    with pytest.raises(
-        SilentError,
-        match=r"^the process of the sweep's recorders was lost: .*; no trial has begun since: give the command again$",
-    ):
+    with raises(problems.RECORDERS_LOST, then=AGAIN):
         sweep(document(tmp_path))
     assert not list(tmp_path.glob("runs/*/decisions.jsonl"))
 
@@ -186,9 +184,7 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
             process.kill()
 
     threading.Thread(target=kill_recorders, daemon=True).start()
-    with pytest.raises(
-        SilentError, match=r"the process of the sweep's recorders was lost: .*; lockstep resume"
-    ):
+    with raises(problems.RECORDERS_LOST, then=GOES_ON):
         sweep(given)
     sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.calls import problems
 from lockstep.calls.subprocess_call import apart
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import ProgressLine, Silent
@@ -55,18 +56,23 @@ def test_the_process_has_the_environment_of_exact_runs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "told", "code"),
     [
-        ("refused", r"^batch\.micro: got 48$"),
-        ("broken", "^the run broke: ZeroDivisionError: by zero$"),
-        ("derived", "^length: got 5$"),  # by a class that a job has derived
-        ("gone", r"^the process of the run ended without a result \(exit code 7\)"),
+        ("refused", r"^batch\.micro: got 48$", ""),
+        ("broken", "^the run broke: ZeroDivisionError: by zero; ", problems.RUN_BROKE.code),
+        ("derived", "^length: got 5$", ""),  # by a class that a job has derived
+        (
+            "gone",
+            r"^the process of the run ended without a result \(exit code 7\)",
+            problems.PROCESS_LOST.code,
+        ),
     ],
 )
-def test_what_goes_wrong_there_is_raised_here(name: str, told: str) -> None:
+def test_what_goes_wrong_there_is_raised_here(name: str, told: str, code: str) -> None:
     call, kind = called_apart.CALLS[name]
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=told) as raised:
         apart(call, RunOptions())
+    assert raised.value.code == code
 
 
 def test_rows_and_trials_are_shown_here_as_there() -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep import problems
 from lockstep.errors import (
     ClusterError,
     DataError,
@@ -247,6 +248,13 @@ def test_the_cause_counts_and_what_was_merely_handled_does_not() -> None:
 
 def test_how_each_is_told() -> None:
     full = infrastructure_error(OSError(errno.ENOSPC, "No space left on device"), "step 3, rank 1")
+    for text, problem in (
+        ("CUDA error: unspecified launch failure", problems.DEVICE_FAILED),
+        ("DefaultCPUAllocator: can't allocate memory", problems.NO_MEMORY),
+        ("[gloo/transport] Connection closed by peer", problems.PEER_FAILED),
+    ):
+        failed = infrastructure_error(RuntimeError(text), "step 3, rank 1")
+        assert failed is not None and (failed.code, failed.facts["got"]) == (problem.code, text)
     assert type(full) is TransientStorageError
     assert (
         str(full) == "a disk or quota is full (step 3, rank 1): OSError: [Errno 28] No space left on device"
@@ -265,6 +273,12 @@ def test_a_known_error_with_a_cause_that_may_pass_is_tried_again() -> None:
         return error
 
     assert type(may_pass(raised(StorageError("checkpoint: x"), errno.ENOSPC))) is TransientStorageError
+    known = may_pass(raised(problems.NO_FOLDER(folder="/tmp", got="No space left"), errno.ENOSPC))
+    assert (type(known), known.code, known.facts["folder"]) == (
+        TransientStorageError,
+        "files.no_folder",
+        "/tmp",
+    )
     assert type(may_pass(raised(DataError("data: x"), errno.EIO))) is TransientStorageError
     assert type(may_pass(raised(StorageError("checkpoint: x"), errno.EACCES))) is StorageError
     assert type(may_pass(raised(SpecError("spec: x"), errno.EIO))) is SpecError

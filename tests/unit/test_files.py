@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import files
+from lockstep import files, problems
 from lockstep.data.node_folder import NodeFolder
 from lockstep.errors import RecordError, StorageError
 from lockstep.record.events.union import Finished, Started
@@ -25,6 +25,7 @@ from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.database_lock import database_lock
 from lockstep.record.recorder import Recorder
 from lockstep.spec.loading import load_spec
+from tests.raised import raises
 
 PLATFORM = Path(files.__file__).parents[1]
 
@@ -186,6 +187,8 @@ def test_a_link_in_place_of_the_users_folder_is_not_followed(tmp_path: Path) -> 
     Path(tmp_path, f"lockstep-{os.getuid()}").symlink_to(theirs)
     folder = files.own_folder(tmp_path)
     assert folder == files.own_folder(tmp_path), "all processes of the user find it"
+    with raises(problems.NO_FOLDER, folder=tmp_path / "nowhere"):
+        files.own_folder(tmp_path / "nowhere")
     assert (folder.is_symlink(), stat.S_IMODE(folder.stat().st_mode)) == (False, 0o700)
     assert list(theirs.iterdir()) == []
 

@@ -19,7 +19,7 @@ from lockstep.errors import LockstepError, RecordError, SpecError, StorageError
 from lockstep.parsing import with_hash
 from lockstep.proof import statement
 from lockstep.proof.recorded_end import read_weights
-from lockstep.record.events.union import Opened
+from lockstep.record.events.union import VERSION, Opened
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
@@ -60,7 +60,7 @@ def manifest(folder: Path, version: int | None) -> None:
 
 def parquet(path: Path, version: int | None) -> Path:
     table = pq.read_table(path)
-    assert table.schema.metadata == {b"lockstep-ledger": b"1"}
+    assert table.schema.metadata == {b"lockstep-ledger": b"%d" % VERSION}
     metadata = None if version is None else {"lockstep-ledger": str(version)}
     pq.write_table(table.replace_schema_metadata(metadata), path)
     return path
@@ -110,11 +110,11 @@ def beside(folder: Path, version: int | None) -> None:
 
 Read = Callable[[Path, int | None], None]
 FORMATS: dict[Read, tuple[int, type[LockstepError]]] = {
-    journal: (1, RecordError),
-    journal_beside_its_writer: (1, RecordError),
+    journal: (VERSION, RecordError),
+    journal_beside_its_writer: (VERSION, RecordError),
     manifest: (2, OtherFormatError),
-    of_steps: (1, StorageError),
-    of_evaluations: (1, StorageError),
+    of_steps: (VERSION, StorageError),
+    of_evaluations: (VERSION, StorageError),
     segment: (1, StorageError),
     final_weights: (1, StorageError),
     initial_weights: (1, SpecError),
@@ -147,8 +147,9 @@ def test_weights_that_no_lockstep_wrote_have_no_version(tmp_path: Path) -> None:
 def test_a_statement_of_another_version_is_refused_in_one_line() -> None:
     text = {"_type": statement.STATEMENT, "predicateType": statement.PREDICATE, "predicate": {"run": "a"}}
     assert statement.parsed(json.dumps(text).encode())
-    text["predicateType"] = statement.PREDICATE.replace("v1", "v2")
+    text["predicateType"] = statement.PREDICATE.replace(f"v{VERSION}", f"v{VERSION + 1}")
     with pytest.raises(
-        SpecError, match=r"^statement: got one of .*run:v2.*, wanted urn:lockstep-train:run:v1 in"
+        SpecError,
+        match=rf"^statement: got one of .*run:v{VERSION + 1}.*, wanted urn:lockstep-train:run:v{VERSION} in",
     ):
         statement.parsed(json.dumps(text).encode())

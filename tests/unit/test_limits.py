@@ -8,12 +8,12 @@ import time
 import pytest
 
 from lockstep import periodic
-from lockstep.attempts import worker_group
+from lockstep.attempts import problems, worker_group
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import ClusterError
 from lockstep.spec.loading import load_spec
+from tests.raised import raises
 
 
 def test_workers_that_ray_does_not_end_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_workers_that_ray_does_not_end_are_waited_for_so_long(monkeypatch: pytes
     group = Unended(spec, AttemptOrigin(), None, place, {}, "shown")
     group.end()  # nothing was started
     group.start()
-    with pytest.raises(ClusterError, match="Ray did not end the workers of attempt 1 within 0 s; look at "):
+    with raises(problems.STILL_THERE, attempt=1, seconds=0):
         group.end()
     over.set()
 

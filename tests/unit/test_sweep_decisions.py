@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.attempts.storage_retries import PAUSES_S
-from lockstep.errors import StorageError
+from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import NAME, Decisions
+from tests.raised import raises
 
 
 class FullDisk:
@@ -85,8 +86,6 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         assert (tmp_path / NAME).read_bytes() == whole
     for damaged in (b"{}\n", b'{"trial": 0, "fie\xe9lds": 1}\n', b"[1]\n"):
         (tmp_path / NAME).write_bytes(damaged + whole)
-        with pytest.raises(
-            StorageError, match=rf"sweep: line 1 of '{tmp_path}/{NAME}' is damaged.*put a copy"
-        ):
+        with raises(problems.DECISION_DAMAGED, line=1, file=tmp_path / NAME):
             Decisions(tmp_path)
         assert (tmp_path / NAME).read_bytes() == damaged + whole

@@ -18,7 +18,7 @@ import pytest
 from lockstep.cli.sweeps import as_text
 from lockstep.driver.progress import Silent
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import JobImportError
+from lockstep.job import problems
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.errors import UnavailableError
@@ -28,10 +28,12 @@ from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.driver import SweepResult
+from lockstep.sweeps.problems import RECORD_UNWRITABLE
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
 from lockstep.sweeps.trial_standings import Standing, best_of, tally
 from tests.empty_store import put_empty_store
+from tests.raised import raises
 from tests.unit.record.conftest import THIRD_PARTY
 
 TRIALS = 1000
@@ -179,9 +181,7 @@ def test_the_source_of_a_class_is_kept_with_the_sweep_and_found_there(tmp_path: 
         record = SweepRecord(sweep, None, kept)
         assert recorded_main(sweep.base, record.run_id) == kept
         assert (record.folder / "source").exists() is (kept is not None)
-    with pytest.raises(
-        JobImportError, match=r"in the record of its run and nowhere else; give the class itself"
-    ):
+    with raises(problems.OF_RECORD):
         check_job_source("lockstep_main:Mine")
 
 
@@ -261,7 +261,8 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     trial = {**ended(0), "curve": [(10, 0.5)]}
     failure = record.update([trial])
     assert isinstance(failure, UnavailableError)
-    assert str(failure).startswith(f"record.folder: cannot write {str(record.folder)!r}: No space left")
+    assert failure.code == RECORD_UNWRITABLE.code
+    assert failure.facts == {"folder": str(record.folder), "got": os.strerror(errno.ENOSPC)}
     refusals[:] = [2, 2]
     assert record.end([trial], "FINISHED", "1 trial") is None
     assert refusals == [0, 0]

@@ -13,9 +13,10 @@ from lockstep.errors import SpecError
 from lockstep.record.mirror.documents import HIDDEN
 from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.spec.sweep import SweepSpec, load_sweep
-from lockstep.sweeps import driver
+from lockstep.sweeps import driver, problems
 from lockstep.sweeps.sweep_resume import resume_sweep
 from lockstep.sweeps.trial import run_name, spec_of
+from tests.raised import raises
 
 FIELDS = {"optimizer.lr": 0.1}
 
@@ -57,9 +58,7 @@ def test_a_resumed_sweep_refuses_what_would_change_the_bits_of_its_trials(
 ) -> None:
     """Else trials that had ended would be trained again with it, beside decisions that others led to."""
     words = recorded(tmp_path)
-    with pytest.raises(
-        SpecError, match=rf"resume: {field} is {was} in sweep sweep-a, got {now}; a resumed sweep is the same"
-    ):
+    with raises(problems.FIELD_CHANGED, field=field, sweep="sweep-a", wanted=was, got=now):
         resume([*words, override])
     assert began == []
     resume([*words, "data.loader_processes=2", "faults.max_worker_failures=9"])
@@ -69,7 +68,7 @@ def test_a_resumed_sweep_refuses_what_would_change_the_bits_of_its_trials(
 def test_a_secret_that_a_sweep_does_not_record_is_asked_for(tmp_path: Path, began: list[SweepSpec]) -> None:
     """Else its trials would be trained with the mark that stands in its place."""
     words = recorded(tmp_path, params={"source": f"https://{HIDDEN}@example.org/digits"})
-    with pytest.raises(SpecError, match=r"resume: job.params.source of sweep sweep-a is or has a secret"):
+    with raises(problems.SECRET_FIELD, field="job.params.source", sweep="sweep-a"):
         resume(words)
     assert began == []
 
@@ -79,8 +78,10 @@ def test_a_sweep_is_neither_forked_nor_resumed_from_a_step(
     tmp_path: Path, began: list[SweepSpec], how: dict[str, Any]
 ) -> None:
     words = recorded(tmp_path)
-    with pytest.raises(SpecError, match="resume: each trial of sweep sweep-a goes on from its own newest"):
+    with raises(problems.FORK_OR_STEP, sweep="sweep-a"):
         resume(words, **how)
+    with raises(problems.LOCAL_OR_CHAOS):
+        resume_sweep(RunOptions(local=True), "sweep-a", words, uri="off")
     assert began == []
 
 

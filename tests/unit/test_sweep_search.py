@@ -9,9 +9,10 @@ from pathlib import Path
 import optuna
 import pytest
 
-from lockstep.errors import SpecError
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import NAME
+from tests.raised import raises
 from tests.unit.tune_order import Tuned, sweep_of
 
 TRIALS = 24
@@ -123,5 +124,5 @@ def test_a_search_that_suggests_other_values_than_before_is_refused(sweep: Sweep
     searched(Tuned(sweep, tmp_path), order()[:30])
     path = tmp_path / NAME
     path.write_text(re.sub(r'"metric": [^,]+', '"metric": 1.0', path.read_text()))
-    with pytest.raises(SpecError, match=r"suggested .* before; resume the sweep with the version of optuna"):
+    with raises(problems.OTHER_SUGGESTION):
         Tuned(sweep, tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from lockstep.attempts import problems
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
@@ -21,7 +22,7 @@ from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import LockstepError, SilentError, SpecError
+from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events.union import Document
 from lockstep.spec.fields import Spec
 
@@ -218,7 +219,7 @@ class AttemptWatch:
     def _went_on(self, status: RunStatus, began: WentOn) -> None:
         """Workers go on in their processes, without those that were lost or left, and with those that joined: another attempt."""
         lost, change = self._workers.lost, self._change
-        why = [lost[worker] for worker in sorted(lost.keys() - self._outlived)]
+        why = [str(lost[worker]) for worker in sorted(lost.keys() - self._outlived)]
         self._outlived |= lost.keys()
         self._workers.let_in(status.numbers)
         planned = not why and change is not None and change.is_done(status)
@@ -240,15 +241,10 @@ class AttemptWatch:
         stacks = self._around.end_workers([view.members[rank] for rank in sorted(view.members)])
         if stacks:
             self._recording.tell(Document(name, stacks))
-        where = f"; what each was doing is in {name}" if stacks else ""
+        where = f"what each was doing is in {name}" if stacks else ""
         workers.end()
         if patience.begun:
-            workers.error = SilentError(
-                f"no rank made progress for {bound_s:.0f} s, so the attempt was ended{where} "
-                "(faults.longest_silence_s is the shortest time for that)"
-            )
+            workers.error = problems.NO_PROGRESS(seconds=f"{bound_s:.0f}", where=where)
         else:
             stage = underway({**workers.stage_ends.at, **view.stage_ends})
-            workers.error = SilentError(
-                f"no first step within {bound_s:.0f} s (faults.longest_start_s), so the attempt was ended in its stage {stage}{where}"
-            )
+            workers.error = problems.NO_FIRST_STEP(seconds=f"{bound_s:.0f}", stage=stage, where=where)

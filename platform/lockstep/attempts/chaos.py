@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
+from lockstep.attempts import problems
 from lockstep.clusters.background import in_background, leaving
-from lockstep.errors import SpecError
 from lockstep.record.events.union import Joined
 
 TARGETS = ("worker", "node", "recorder", "driver")
@@ -32,10 +32,7 @@ def parse(text: str) -> dict[str, float]:
         except ValueError:
             rates[target] = -1.0
         if target not in TARGETS or not 0.0 <= rates[target] <= 1.0:
-            raise SpecError(
-                f"chaos: got {entry.strip()!r}, wanted target:rate such as worker:0.02, the chance at each step of killing "
-                f"one of {', '.join(TARGETS)}"
-            )
+            raise problems.CHAOS(got=entry.strip(), wanted=", ".join(TARGETS))
     return rates
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lockstep.attempts import problems
 from lockstep.attempts.cluster_watch import can_grow, find_place, most_resources
 from lockstep.attempts.demand import RoomRequest
 from lockstep.attempts.placement import WorkerPlacement, each_of, total
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, SpecError
+from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 
 Say = Callable[[str], None]
@@ -50,11 +51,13 @@ def _when_there_is_room(
             request.want(1, each, together=spec.workers.min)
             if stop.asked:
                 waited_s = time.monotonic() - began
-                ended = ClusterError(f"{error}; a signal ended the wait for workers after {waited_s:.0f} s")
+                ended = problems.WAIT_SIGNALLED(
+                    got=error.evidence, seconds=f"{waited_s:.0f}", remedy=error.remedy
+                )
                 raise stop.ended(ended) from error
             if time.monotonic() >= until:
-                raise ClusterError(
-                    f"{error}; waited {spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
+                raise problems.WAITED(
+                    got=error.evidence, seconds=f"{spec.faults.wait_for_workers_s:g}", remedy=error.remedy
                 ) from error
             if not announced:
                 what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())

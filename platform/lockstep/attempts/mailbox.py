@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from lockstep.attempts import problems
 from lockstep.clusters.bounded_calls import answer_of, unanswered
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
@@ -396,7 +397,7 @@ class MailboxRendezvousClient:
         try:
             called: int | None = self._answer(self._mailbox.called.remote())
         except ray.exceptions.ActorUnavailableError as error:
-            raise SilentError("the run's mailbox cannot be reached") from error
+            raise problems.MAILBOX_UNREACHABLE() from error
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             # Without the mailbox the attempt ends anyway.
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.errors import SpecError
+from lockstep.attempts import problems
 from lockstep.spec.fields import Spec
 
 NODE_ID = "ray.io/node-id"
@@ -100,8 +100,5 @@ def place(spec: Spec, nodes: Sequence[Mapping[str, float]]) -> tuple[int, dict[s
         have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
         need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
         split = f" on its {len(nodes)} nodes" if fit < room_for(each, resources) else ""
-        raise SpecError(
-            f"workers.min: got {limits.min} workers of {need} each, but the cluster has {have}, enough for {fit}{split}; "
-            "lower workers.min or workers.cpus_each, or add nodes"
-        )
+        raise problems.TOO_SMALL(got=limits.min, need=need, have=have, fit=f"{fit}{split}")
     return workers, each

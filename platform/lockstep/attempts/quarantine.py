@@ -62,7 +62,7 @@ class Blame:
         names = ", ".join(node[:8] for node in sorted(left_out))
         self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
-            self._fault_of_job = DriftError(verdict.fault_of_job)
+            self._fault_of_job = verdict.fault_of_job
         elif verdict.found != view.corrupted:  # two attempts together decide what this one could not
             self._tell(verdict.found)
         return left_out

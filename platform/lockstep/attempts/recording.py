@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import ray
 
+from lockstep.attempts import problems
 from lockstep.attempts.mailbox import ANSWER_S, LOST, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
@@ -140,7 +141,7 @@ class Recording:
 
     def reopen(self, error: Exception) -> ClusterError:
         """The mailbox itself is lost, and with it what the recorder had not fetched: the attempt cannot go on. How that is told."""
-        lost = ClusterError(f"the run's mailbox was lost: {why_lost(str(error))}")
+        lost = problems.MAILBOX_LOST(got=why_lost(str(error)))
         if self.run_id is None:
             raise lost from error
         end_actor(self.mailbox, self._mailbox_pid)
@@ -160,10 +161,7 @@ class Recording:
             self._look()
             if not done and time.monotonic() > until:
                 end_actor(self.recorder, self._state.pid)
-                return RecordError(
-                    f"record: its recorder did not write what is left within {CLOSING_S:.0f} s; "
-                    f"`lockstep record sync {self.run_id}` sends what the run's folder has"
-                )
+                return problems.UNWRITTEN(seconds=f"{CLOSING_S:.0f}", run=self.run_id)
             if done:
                 try:
                     failure: RecordError | None = ray.get(self._work)
@@ -206,10 +204,8 @@ class Recording:
         if (
             self.run_id is None
         ):  # a run whose creation was not confirmed may exist: a second one would make two
-            raise ClusterError(f"{reason} before the run existed in its store")
+            raise problems.RECORDER_LOST(got=reason)
         if self._recorders >= MOST_RECORDERS:
-            raise ClusterError(
-                f"{reason}, as {self._recorders - 1} before it were; look at the driver's node"
-            )
+            raise problems.RECORDERS_LOST(got=reason, count=self._recorders - 1)
         self._say(f"{reason}: another recorder continues the run's journal")
         self._start_recorder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lockstep.attempts import problems
 from lockstep.errors import FailedAt, JobError, LockstepError
 
 
@@ -34,9 +35,8 @@ class Repeats:
 def repeat(error: LockstepError, place: FailedAt, who: str, run_id: str, storage: str, start: int) -> Repeat:
     """The error and the script for a failure that `who` had alike; the script starts at `start`, the step of the newest checkpoint."""
     name = f"reproduce-step-{place.step}.py"
-    line = (
-        f"step {place.step}, micro-batch {place.micro_batch} fails in the same way on different workers ({who}), so it is the job or its data: "
-        f"{error}; {name} in the run's folder takes it again, and names its samples"
+    repeated = problems.REPEATED(
+        step=place.step, micro_batch=place.micro_batch, workers=who, got=error, file=name
     )
     text = _SCRIPT.format(
         place=place,
@@ -49,7 +49,7 @@ def repeat(error: LockstepError, place: FailedAt, who: str, run_id: str, storage
         begun=f"the checkpoint of step {start}" if start else "the beginning",
         name=name,
     )
-    return Repeat(JobError(line), name, text)
+    return Repeat(repeated, name, text)
 
 
 def _shown(worker: tuple[str, int]) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.attempts import problems
 from lockstep.checkpoint.runs.run_checkpoints import on_disk
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, SpecError, first_line
+from lockstep.errors import first_line
 from lockstep.spec.fields import Spec
 
 PATIENCE_S = 60.0
@@ -53,10 +54,11 @@ def check_shared(spec: Spec, stop: StopSignal, say: Callable[[str], None] = lamb
     with _probes(local_folders(spec)) as probes:
         for address, unseen in _seen_from(others, probes, patience_s(spec), stop, say).items():
             for field in unseen:
-                raise SpecError(
-                    f"{field}: {local_folders(spec)[field]!r} on this node is another folder on {address}, where workers run; "
-                    f"set {field} to a folder that all nodes share"
-                    + (", or to s3://… or gs://…" if field == "checkpoint.storage" else "")
+                raise problems.OTHER_FOLDER(
+                    field=field,
+                    folder=local_folders(spec)[field],
+                    node=address,
+                    store=", or to s3://… or gs://…" if field == "checkpoint.storage" else "",
                 )
     return _fleeting(spec) + _one_node(spec)
 
@@ -107,15 +109,10 @@ def _seen_from(
             ):
                 continue
             except ray.exceptions.RayError as error:
-                raise ClusterError(
-                    f"{address} could not say whether it sees the run's folders: {first_line(error)}; look at the nodes with ray list nodes"
-                ) from error
+                raise problems.NODE_FAILED(node=address, got=first_line(error)) from error
         waited_s, silent = time.monotonic() - began, " and ".join(sorted(pending.values()))
         if pending and waited_s > limit_s:
-            raise ClusterError(
-                f"{silent} did not say within {limit_s:g} s (faults.wait_for_workers_s) whether the run's folders are seen there; "
-                "look at the nodes with ray list nodes"
-            )
+            raise problems.NODE_SILENT(nodes=silent, seconds=f"{limit_s:g}")
         if pending and waited_s > ANNOUNCED_S and not announced:
             say(f"waiting for {silent}, starting a process there to check the run's folders")
             announced = True

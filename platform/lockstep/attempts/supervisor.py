@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lockstep.attempts import problems
 from lockstep.attempts.attempt_watch import AttemptWatch
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ON_RAY, ClusterView
@@ -203,7 +204,7 @@ class Supervisor:
         named = isinstance(workers.error, SilentError) or (workers.names_lost and not mailbox_lost)
         consequence = named and type(view.error) is ClusterError
         if view.summary is None and (view.error is None or consequence):
-            view.error = view.lost(workers.error or ClusterError("the workers ended without a result"))
+            view.error = view.lost(workers.error or problems.NO_RESULT())
         return view, watch.moving
 
     def _saved_step(self) -> int:

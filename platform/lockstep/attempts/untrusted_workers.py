@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from lockstep.attempts import problems
+from lockstep.errors import DriftError
 from lockstep.record.events.union import Corrupted
 
 
@@ -20,8 +22,8 @@ class Verdict(NamedTuple):
     """The difference, and who was wrong as far as is known by now."""
     nodes: frozenset[str] = frozenset()
     """Nodes that get no more workers."""
-    fault_of_job: str = ""
-    """The line that ends the run, if the job is at fault."""
+    fault_of_job: DriftError | None = None
+    """The error that ends the run, if the job is at fault."""
 
 
 class _Seen(NamedTuple):
@@ -114,6 +116,5 @@ class UntrustedWorkers:
         earlier = " and ".join(map(str, before.found.untrusted_workers))
         return Verdict(
             seen.found,
-            fault_of_job=f"{seen.found}; in attempt {before.found.attempt} it was {earlier}: the same step on other workers, so it is the "
-            "job that is not deterministic there: look for an operator that torch wrongly considers deterministic, or state that the job keeps",
+            fault_of_job=problems.FAULT_OF_JOB(got=seen.found, attempt=before.found.attempt, earlier=earlier),
         )

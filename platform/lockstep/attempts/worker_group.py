@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.attempts import problems
 from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
@@ -51,7 +52,7 @@ class WorkerGroup:
         self.names_lost = False
         """Whether `error` says which workers' processes are gone: then what others met of that is a consequence."""
         self.stage_ends = StageEnds()
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, ClusterError] = {}
         """Why lost workers are gone although the others go on, by their numbers at rendezvous: a worker's first rank, or a joining worker's number."""
         self.can_regroup = True
         """Whether Ray Train's group allows its workers to go on in another group."""
@@ -89,10 +90,7 @@ class WorkerGroup:
         if self._trainer is not None:
             self._trainer.end_workers()
         if not self.over.wait(END_S):
-            raise ClusterError(
-                f"Ray did not end the workers of attempt {self.origin.attempt} within {END_S:.0f} s; look at the nodes with "
-                "ray status, then resume the run"
-            )
+            raise problems.STILL_THERE(attempt=self.origin.attempt, seconds=f"{END_S:.0f}")
 
     def give_up(self) -> None:
         """Let the attempt end with its lost workers, although the others were to go on."""
@@ -150,7 +148,7 @@ class WorkerGroup:
         """Whether the others go on without a worker that had joined, or was to. Called in a thread of its own, or in the driver's."""
         inside = number in self._inside
         if inside:
-            self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"
+            self.lost[number] = problems.JOINED_LOST(worker=number, got=why_lost(text))
         else:
             self.joining_workers.failed[number] = why_lost(text)
         with suppress(*LOST):  # without the mailbox no worker can go on
@@ -167,7 +165,9 @@ class WorkerGroup:
         for rank in sorted(lost.keys() - self.lost.keys()):
             if self._inside and rank not in self._inside:  # it had already left the run
                 continue
-            self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
+            self.lost[rank] = problems.RANK_LOST(
+                rank=rank, workers=self._place.workers, got=why_lost(lost[rank])
+            )
             try:
                 goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
             except LOST:  # without the mailbox no worker can
@@ -184,7 +184,7 @@ class WorkerGroup:
         else:
             goes_on = self._outlived({number: text})
         if not goes_on and self.error is None:
-            self.error = ClusterError(f"rank {number} of {self._place.workers} was lost: {text}")
+            self.error = problems.RANK_LOST(rank=number, workers=self._place.workers, got=text)
         return goes_on
 
     def _fit(self) -> None:
@@ -197,10 +197,13 @@ class WorkerGroup:
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
             self.names_lost = self.error is None and names_lost(error)
-            self.error = self.error or ClusterError(ended_by(error, self._place.workers))
+            self.error = self.error or ended_by(error, self._place.workers)
         finally:
             if self.error is None and self.lost:
-                self.error = ClusterError("; ".join(self.lost[number] for number in sorted(self.lost)))
+                lost = [self.lost[number] for number in sorted(self.lost)]
+                self.error = (
+                    lost[0] if len(lost) == 1 else problems.SEVERAL_LOST(got="; ".join(map(str, lost)))
+                )
             self.joining_workers.end()
             self.stage_ends.note("teardown")
             self.over.set()
@@ -260,27 +263,24 @@ class WorkerGroup:
         )
 
 
-def ended_by(error: BaseException, workers: int) -> str:
-    """Why Ray ended an attempt, in one line: which ranks were lost and why, if Ray says so."""
+def ended_by(error: BaseException, workers: int) -> ClusterError:
+    """Why Ray ended an attempt: which ranks were lost and why, if Ray says so."""
     failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
     if not failures:
         failed: BaseException = getattr(
             error, "controller_failure", error
         )  # Ray's own words for it say no more
         if _ACTOR_LOST.search(text := f"{failed}\n{failed.__cause__}"):
-            return f"one of {workers} workers was lost as it was started: {why_lost(text)}"
-        return f"the attempt on {workers} workers ended: {_telling_line(failed)}"
+            return problems.LOST_AT_START(workers=workers, got=why_lost(text))
+        return problems.ATTEMPT_ENDED(workers=workers, got=_telling_line(failed))
     # Whoever met the loss of another in a call of its own has failed as well, and is not the cause.
     died = {rank: failure for rank, failure in failures.items() if has_died(failure)}
     failures = died or failures
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
-        return (
-            f"rank {ranks} of {workers} was killed: its node ran out of memory; lower batch.micro or "
-            "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
-        )
-    return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+        return problems.NODE_MEMORY(rank=ranks, workers=workers)
+    return problems.RANK_LOST(rank=ranks, workers=workers, got=why_lost(text))
 
 
 def _telling_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.calls import problems
 from lockstep.calls.verify import verify
 from lockstep.driver.options import RunOptions
-from lockstep.errors import StorageError
 from lockstep.files import replaced
 from lockstep.parsing import MOST_BYTES, json_value
 from lockstep.paths import read_bounded
@@ -102,7 +101,7 @@ def attest(
         with replaced(path) as aside:
             aside.write_bytes(payload)
     except OSError as error:
-        raise StorageError(f"out: cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise problems.OUT_UNWRITABLE(file=path, got=error.strerror or error) from error
     segments = stated["predicate"]["ledger"]["segments"]
     return Attested(run_id, str(path), signed_by, len(run.steps), segments[-1]["sha256"])
 

@@ -86,7 +86,8 @@ def _told(execution: Executed) -> Iterator[None]:
         raise
     except LockstepError as error:
         kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "lockstep.errors")
-        execution.tell("error", error=kind, text=str(error), code=error.code)
+        parts = {"evidence": error.evidence, "remedy": error.remedy, "facts": dict(error.facts)}
+        execution.tell("error", error=kind, text=str(error), code=error.code, **parts)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         execution.tell("error", error="LockstepError", text=f"the run's code broke: {first_line(error)}")

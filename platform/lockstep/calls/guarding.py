@@ -16,11 +16,11 @@ from lockstep.proof.guard import (
     Start,
     Trained,
     Trainer,
-    UnfitError,
     compare,
     look_into,
     start_python,
 )
+from lockstep.proof.problems import UnfitError
 from lockstep.proof.repository import Repository
 from lockstep.proof.spans import STEPS
 

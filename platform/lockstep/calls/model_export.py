@@ -10,7 +10,7 @@ import safetensors.torch
 from torch import nn
 
 from lockstep.calls import problems
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.export import arrays
 from lockstep.export.example import example_of
 from lockstep.export.exporting import Model, Weights, export_model, export_pretrained
@@ -71,6 +71,5 @@ def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any]) -> 
     except LockstepError:
         raise
     except (Exception, SystemExit) as error:  # the job's own code
-        text = " ".join(str(error).split())
-        raise JobError(f"job.model: the weights of run {weights.run} do not fit it: {text}") from error
+        raise problems.WEIGHTS_UNFIT(run=weights.run, got=" ".join(str(error).split())) from error
     return model.eval()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lockstep.errors import Problem, RecordError, SpecError
+from lockstep.errors import (
+    ClusterError,
+    JobError,
+    LockstepError,
+    Problem,
+    RecordError,
+    SpecError,
+    StorageError,
+)
 
 # --- training and resuming --------------------------------------------------------------------------------------
 
@@ -277,6 +285,15 @@ RECORD_CONTRADICTS = Problem(
     advice="`lockstep record check`, `lockstep verify`",
 )
 
+OUT_UNWRITABLE = Problem(
+    "attest.out",
+    StorageError,
+    "out: cannot write {file!r}: {got}",
+    "name another file with --out",
+    cause="the folder for the statement is not there or not writable, or its disk is full",
+    advice="another `--out`",
+)
+
 OTHER_STATEMENT = Problem(
     "statement.other_run",
     SpecError,
@@ -392,6 +409,15 @@ WEIGHTS_UNREADABLE = Problem(
     advice="restore it",
 )
 
+WEIGHTS_UNFIT = Problem(
+    "export.weights_unfit",
+    JobError,
+    "job.model: the weights of run {run} do not fit it: {got}",
+    "it has to make the model that the run trained, from the params alone: look for what else it reads, such as a file or a variable",
+    cause="`job.model` makes another model here than where the run trained",
+    advice="a model that follows from the params alone",
+)
+
 REPLACES_INPUTS = Problem(
     "predict.replaces_inputs",
     SpecError,
@@ -463,6 +489,15 @@ STARTER_EXISTS = Problem(
     advice="another name",
 )
 
+STARTER_UNWRITABLE = Problem(
+    "init.unwritable",
+    StorageError,
+    "init: cannot write {folder!r}: {got}",
+    "give a name in a folder that you can write",
+    cause="the folder above is not writable, or its disk is full",
+    advice="another folder",
+)
+
 UI_WITHOUT_PASSWORD = Problem(
     "ui.no_password",
     SpecError,
@@ -488,4 +523,24 @@ BENCH_ON_CLUSTER = Problem(
     "give --local",
     cause="a cluster that a run would join",
     advice="`--local`",
+)
+
+# --- a run in a process of its own ------------------------------------------------------------------------------
+
+PROCESS_LOST = Problem(
+    "run.process_lost",
+    ClusterError,
+    "the process of the run ended without a result ({got})",
+    "where it was short of memory, free some; lockstep resume goes on with the run",
+    cause="a [local run of a notebook](notebooks.md#the-process-of-a-local-run) whose process was killed, often because memory ran out",
+    advice="free memory, then resume it",
+)
+
+RUN_BROKE = Problem(
+    "run.broke",
+    LockstepError,
+    "the run broke: {got}",
+    "this is a mistake of Lockstep's: its traceback is above",
+    cause="a mistake of Lockstep's, in the process of a [local run of a notebook](notebooks.md#the-process-of-a-local-run)",
+    advice="report it, with the traceback",
 )

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from lockstep.calls import problems
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import SpecError
 from lockstep.spec.schema import spec_schema
 
 _STARTERS = Path(__file__).parent / "starters"
@@ -46,7 +46,7 @@ def init(folder: str | Path, kind: str = KINDS[0]) -> list[Path]:
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise _exists(folder) from error
-        raise StorageError(f"init: cannot write {str(folder)!r}: {error.strerror}") from error
+        raise problems.STARTER_UNWRITABLE(folder=folder, got=error.strerror) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already where all went well
     return [target / name for name in texts]

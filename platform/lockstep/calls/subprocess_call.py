@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO, NoReturn, assert_never
 
+from lockstep.calls import problems
 from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
-from lockstep.errors import ClusterError, LockstepError, SilentError, first_line
+from lockstep.errors import LockstepError, first_line
 from lockstep.exit_codes import code_of_signal
 from lockstep.process import under_torchrun
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
@@ -158,9 +159,7 @@ def _lost(code: int) -> LockstepError:
         if code in (code_of_signal(number), -number):
             raise Interrupted(number)
     by = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return ClusterError(
-        f"the process of the run ended without a result ({by}); was it short of memory? lockstep resume goes on with the run"
-    )
+    return problems.PROCESS_LOST(got=by)
 
 
 def _hear(pipe: BinaryIO, messages: queue.SimpleQueue[Message | None]) -> None:
@@ -221,9 +220,9 @@ def main() -> None:
     progress, over = PipeProgress(pipe), threading.Event()
     end_on_second_signal()
 
-    def fail(message: str, code: int) -> NoReturn:
-        progress.send(Over(SilentError(message)))
-        os._exit(code)
+    def fail(error: LockstepError) -> NoReturn:
+        progress.send(Over(error))
+        os._exit(error.exit_code)
 
     commands_end_by(fail)
     try:
@@ -242,7 +241,7 @@ def main() -> None:
         os._exit(code_of_signal(error.number if isinstance(error, Interrupted) else signal.SIGINT))
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
-        progress.send(Over(LockstepError(f"the run broke: {first_line(error)}")))
+        progress.send(Over(problems.RUN_BROKE(got=first_line(error))))
 
 
 def _stop_with_parent(asked: BinaryIO, over: threading.Event) -> None:

@@ -157,7 +157,7 @@ def taken(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, Any]:
             for position in run.plan.positions():
                 with clock.step():
                     result = run.step(position, batches)
-                losses.append(result.loss.hex())
+                losses.append(result.row.loss.hex())
                 samples += position.samples if position.step >= warm_up else 0
         digest = weights_digest(run.state.model.state_dict())
         every = group.gather((digest, clock.steps[warm_up:]))

@@ -190,11 +190,12 @@ def _variant(fixture: Fixture) -> dict[str, Any]:
 def estimated(fixture: Fixture) -> Estimate:
     """The estimate of a fixture's own spec, without variants."""
     spec, plan, device = fixture.spec, fixture.plan, fixture.device
-    key = fixture.step_keys()[0]
+    keys = fixture.step_keys()[:1]
     if plan.by_length is not None:
-        largest = plan.by_length.largest()
-        key = key._replace(ids=largest.tolist() if isinstance(key.ids, list) else largest, due=())
-    full = measured(fixture, key)
+        first, largest = keys[0], plan.by_length.largest()
+        listed = isinstance(first.ids, list)
+        keys = [first._replace(ids=ids.tolist() if listed else ids, due=()) for ids in largest]
+    key, full = max(((each, measured(fixture, each)) for each in keys), key=lambda pair: pair[1].activations)
     half = (
         measured(fixture, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
         if len(key.ids) > 1
@@ -469,7 +470,7 @@ def as_text(found: Estimate) -> str:
         *([f"{'units':<18}{found.units:>12}  gathered one at a time"] if found.units else []),
         f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run"
         if found.tokens is None
-        else f"{'tokens':<18}{found.tokens:>12}  a micro-batch, measured with the longest samples; another bound is another run",
+        else f"{'tokens':<18}{found.tokens:>12}  a micro-batch, the one measured that needs most; another bound is another run",
     ]
     for variant in found.variants:
         recomputed = ", activation checkpointing" if variant["activation_checkpointing"] else ""

@@ -129,8 +129,8 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
             outcome.broke = str(error)
             break
         outcome.step_s = min(outcome.step_s, time.perf_counter() - at)
-        outcome.losses.append(result.loss)
-        outcome.skipped += result.skipped
+        outcome.losses.append(result.row.loss)
+        outcome.skipped += result.row.skipped
         silent -= {name for name, parameter in _learning(phases).items() if _any(parameter.grad)}
     # Those that rest in the first step are not judged.
     learning = _learning(phases)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.driver.signals import Interrupted
+from lockstep.errors import LockstepError
 from lockstep.exit_codes import code_of_signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -66,16 +67,16 @@ def end(number: int) -> NoReturn:
     _end("KILLED", "ended at once by a signal", code_of_signal(number))
 
 
-def fail(message: str, code: int) -> NoReturn:
+def fail(error: LockstepError) -> NoReturn:
     """End the process with this error, from any thread: the main one waits for what will not come."""
-    _end("FAILED", message, code)
+    _end("FAILED", str(error), error.exit_code, **({"code": error.code} if error.code else {}))
 
 
-def _end(status: str, message: str, code: int) -> NoReturn:
+def _end(status: str, message: str, code: int, **named: str) -> NoReturn:
     with suppress(OSError):  # there is nobody to tell
         os.write(2, f"lockstep: {message}\n".encode())
         if _reader.json_to is not None:
-            answer = {"status": status, "error": message, "exit_code": code}
+            answer = {"status": status, "error": message, "exit_code": code, **named}
             os.write(_reader.json_to, f"{json.dumps(answer)}\n".encode())
     os._exit(code)
 

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep.errors import SpecError, StorageError
+from lockstep.clusters import problems
 
 LOOPBACK_ONLY = {
     # 1 has Ray replace 127.0.0.1 by the machine's outer address, and its servers listen on every interface.
@@ -37,10 +37,7 @@ def is_loopback(host: str) -> bool:
 def refuse_open(host: str, *, token: bool) -> None:
     """SpecError for a server that would listen beyond loopback without a token."""
     if not token and not is_loopback(host):
-        raise SpecError(
-            f"host: {host!r} can be reached from other machines, and Ray runs any code that it receives; "
-            "drop --no-token, or listen on 127.0.0.1"
-        )
+        raise problems.OPEN(got=host)
 
 
 def write_token(path: Path) -> None:
@@ -55,9 +52,7 @@ def write_secret(path: Path, text: str) -> None:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise StorageError(
-            f"{path.stem}: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder that you can write"
-        ) from error
+        raise problems.SECRET_UNWRITABLE(what=path.stem, file=path, got=error.strerror) from error
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
+from lockstep.clusters import problems
 from lockstep.errors import SilentError
 
 T = TypeVar("T")
@@ -22,8 +23,7 @@ DEAF_S = 2.0
 
 def unanswered(whose: str, limit_s: float, advice: str | None = None) -> SilentError:
     """The error where something did not answer for `limit_s`; `advice` says what to do."""
-    text = f"{whose} did not answer for {limit_s:.0f} s"
-    return SilentError(text if advice is None else f"{text}; {advice}")
+    return problems.UNANSWERED(whose=whose, seconds=f"{limit_s:.0f}", advice=advice or "")
 
 
 def answer_of(reference: Any, whose: str, limit_s: float, advice: str | None = None) -> Any:

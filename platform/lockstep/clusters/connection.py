@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.clusters import problems
 from lockstep.clusters.authentication import (
     LOOPBACK_ONLY,
     guard_rays_token,
@@ -32,7 +33,7 @@ from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
 from lockstep.clusters.warm_server import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
-from lockstep.errors import ClusterError, LockstepError, SpecError, first_line
+from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.files import own_folder
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, sent_environment
 
@@ -151,9 +152,7 @@ def _refuse_another(named: str | None) -> None:
     joined = ray.get_runtime_context().gcs_address
     (host, port), (own_host, own_port) = host_and_port(named), host_and_port(joined)
     if port != own_port or not _may_be_one(host, own_host):
-        raise SpecError(
-            f"address: got {named!r}, and this process is connected to {joined}; leave address out to train there, or call ray.shutdown() first"
-        )
+        raise problems.OTHER_CLUSTER(got=named, joined=joined)
 
 
 def _may_be_one(host: str, other: str) -> bool:
@@ -217,7 +216,7 @@ def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _refused(what: str, error: BaseException) -> ClusterError:
-    return ClusterError(f"ray: cannot connect to {what}: {first_line(error)}")
+    return problems.NOT_CONNECTED(address=what, got=first_line(error))
 
 
 class _Joining:
@@ -252,12 +251,7 @@ class _Joining:
                 announced = True
                 say(f"the cluster at {self._address} answers, but has not yet let this driver in; waiting")
             if now - began > JOIN_S:
-                self._give_up(
-                    ClusterError(
-                        f"address: the cluster at {self._address} answers, but did not let this driver in within "
-                        f"{JOIN_S:.0f} s; a driver needs a live node of the cluster on its own machine: look at ray status"
-                    )
-                )
+                self._give_up(problems.NOT_LET_IN(address=self._address, seconds=f"{JOIN_S:.0f}"))
         if self._error is not None:
             raise _refused(self._address, self._error) from self._error
 

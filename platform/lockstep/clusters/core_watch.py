@@ -19,10 +19,11 @@ from typing import NamedTuple, Self
 
 import psutil  # type: ignore[import-untyped]
 
+from lockstep.clusters import problems
 from lockstep.clusters.reachability import check_answers, host_and_port, reached
 from lockstep.driver.guardian import RECORD_S, Guardian, ending_line
 from lockstep.driver.signals import end_command, ends_commands
-from lockstep.errors import ClusterError
+from lockstep.errors import ClusterError, LockstepError
 
 PARTS: Mapping[str, str] = {
     "raylet": "the raylet, Ray's process on this node,",
@@ -81,7 +82,7 @@ class CoreWatch:
         self._ends = select.epoll()
         self._deciding = threading.Lock()
         self._over, self._told = threading.Event(), threading.Event()
-        self._error: ClusterError | None = None
+        self._error: LockstepError | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -121,7 +122,7 @@ class CoreWatch:
             return
         self._parts[file] = part
         self._guardian.tell(
-            parts=[[part.pid, _why(part, "has ended"), part.details] for part in self._parts.values()]
+            parts=[[part.pid, str(_gone(part, "has ended")), part.details] for part in self._parts.values()]
         )
         self._ends.register(file, select.EPOLLIN)
         if self._thread is None:
@@ -142,8 +143,8 @@ class CoreWatch:
         node = next(node for node in ray.nodes() if node["NodeID"] == own)
         raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
         asked = {"raylet": raylet, "gcs_server": host_and_port(address)}
-        gone = {name: f"ray: {PARTS[name]} of the cluster at {address} does not answer" for name in asked}
-        self._guardian.tell(asked=[[*place, gone[name]] for name, place in asked.items()])
+        gone = {name: _silent(name, address, "does not answer") for name in asked}
+        self._guardian.tell(asked=[[*place, str(gone[name])] for name, place in asked.items()])
         self._watch(lambda: self._watch_joined(address, raylet))
 
     def _watch(self, watch: Callable[[], None]) -> None:
@@ -181,8 +182,7 @@ class CoreWatch:
                 # Counted rather than timed: while this process is stopped, nobody is silent.
                 silent_s[name] += min(time.monotonic() - began, ASK_S) + LOOK_S
                 if silent_s[name] > limit:
-                    text = f"ray: {PARTS[name]} of the cluster at {address} has not answered for {silent_s[name]:.0f} s"
-                    self._lose(ClusterError(text), "", [])
+                    self._lose(_silent(name, address, f"has not answered for {silent_s[name]:.0f} s"), "", [])
                     return
 
     def _lose(self, error: ClusterError, details: str, parts: Sequence[Part]) -> None:
@@ -201,8 +201,8 @@ class CoreWatch:
             )
         else:
             line = ending_line(str(error), run_id, self._folder, problem, self._guardian.what)
-        self._error = ClusterError(line)
-        end_command(line, error.exit_code)
+        self._error = error.with_message(line)
+        end_command(self._error)
         self._told.set()
 
 
@@ -216,11 +216,15 @@ def _end_workers(parts: Sequence[Part]) -> None:
 
 
 def _ended(part: Part) -> tuple[ClusterError, str]:
-    return ClusterError(_why(part, _how(part.pid))), part.details
+    return _gone(part, _how(part.pid)), part.details
 
 
-def _why(part: Part, how: str) -> str:
-    return f"ray: {PARTS[part.name]} {how}; the workers are lost with it, and lockstep resume goes on"
+def _gone(part: Part, how: str) -> ClusterError:
+    return problems.CORE_GONE(part=PARTS[part.name], got=how)
+
+
+def _silent(name: str, address: str, how: str) -> ClusterError:
+    return problems.CORE_SILENT(part=PARTS[name], address=address, got=how)
 
 
 def _how(pid: int) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.clusters import problems
 from lockstep.clusters.background import answered, in_background, leaving
 from lockstep.clusters.bounded_calls import answer_of, unanswered, within
 from lockstep.clusters.reachability import LOCAL, cluster_address
@@ -176,10 +177,7 @@ def _job_of_this_driver() -> str | None:
 
 
 def _no_job() -> SpecError:
-    return SpecError(
-        "retries: this command is not a cluster job, so nothing could start it again; send the run with lockstep submit, "
-        "or leave out --retries"
-    )
+    return problems.NO_JOB_TO_RETRY()
 
 
 def _start_driver_restarter(first: str, retries: int) -> Any:

@@ -24,13 +24,13 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from lockstep.clusters import problems
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
 from lockstep.clusters.ray_internals import fork_server, unavailable
 from lockstep.clusters.ray_internals.address_file import address_file
 from lockstep.clusters.ray_internals.fork_server import py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.warm_server import AHEAD_OF_RAY, server_ahead
-from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.exit_codes import ExitCode
 from lockstep.process import started
 from lockstep.training.worker_environment import sent_environment
@@ -109,9 +109,7 @@ def recorded_cluster() -> LocalCluster | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise StorageError(
-            f"cluster: cannot read {str(state_folder() / 'cluster.json')!r}: {error}; delete it once its cluster has ended"
-        ) from error
+        raise problems.STATE_UNREADABLE(file=state_folder() / "cluster.json", got=error) from error
 
 
 def running_cluster() -> LocalCluster | None:
@@ -134,7 +132,7 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
             if previous.dashboard
             else "is already being started"
         )
-        raise SpecError(f"cluster: one {where}; stop it with lockstep cluster down")
+        raise problems.CLUSTER_RUNS(got=where)
     if previous is not None:
         down()
     state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -193,7 +191,7 @@ def _when_ready(holder: subprocess.Popen[bytes], cluster: LocalCluster) -> Local
     while not ready.exists():
         if holder.poll() is not None or time.monotonic() > until:
             lines = Path(cluster.folder, "holder.log").read_text(errors="replace").strip().splitlines()
-            raise ClusterError(f"cluster: it did not start: {lines[-1] if lines else 'no message'}")
+            raise problems.NOT_STARTED(got=lines[-1] if lines else "no message")
         time.sleep(0.1)
     return LocalCluster(**{**asdict(cluster), **json.loads(ready.read_text())})
 
@@ -349,9 +347,7 @@ def _wait_for_agents(cluster: Any) -> None:
                 break
             except (RayStateApiException, OSError, RuntimeError, ValueError) as error:
                 if time.monotonic() > until:
-                    raise ClusterError(
-                        f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it cannot accept jobs"
-                    ) from error
+                    raise problems.NO_AGENTS(seconds=f"{AGENTS_S:.0f}") from error
             time.sleep(0.1)
 
 

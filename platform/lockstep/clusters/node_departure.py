@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lockstep.clusters import problems
 from lockstep.clusters.connection import connected
 from lockstep.clusters.ray_internals import nodes, unavailable
-from lockstep.errors import ClusterError
 
 WAIT_S = 3600.0
 """How long to wait for the nodes to be empty if nobody said how long the machine remains."""
@@ -32,7 +32,7 @@ def leave(
     """
     problem = unavailable("nodes")
     if problem is not None:
-        raise ClusterError(f"leave: this version of Ray cannot drain a node on request ({problem})")
+        raise problems.CANNOT_DRAIN(got=problem)
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         node_ids = _nodes_here(node)
@@ -56,7 +56,7 @@ def _nodes_here(node: str | None) -> list[str]:
         node_ids = [each["NodeID"] for each in alive if each["NodeID"].startswith(node)]
         missing = f"with an id that begins with {node!r}"
     if not node_ids:
-        raise ClusterError(f"leave: the cluster has no live node {missing}; look at ray list nodes")
+        raise problems.NO_LIVE_NODE(got=missing)
     return node_ids
 
 

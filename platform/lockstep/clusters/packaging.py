@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.clusters import problems
 from lockstep.clusters.ray_internals import packages, unavailable
 from lockstep.errors import SpecError
 
@@ -72,7 +73,4 @@ def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
 
 
 def _too_large(folder: Path, package: Package, limit: int) -> SpecError:
-    return SpecError(
-        f"submit: {str(folder)!r} is too large for the job API, which takes {limit / MIB:.0f} MiB: {package.described()}; "
-        "list what the job does not need in .gitignore or .rayignore, and put data where all nodes can see them"
-    )
+    return problems.TOO_LARGE(folder=folder, wanted=f"{limit / MIB:.0f}", got=package.described())

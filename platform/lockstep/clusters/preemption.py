@@ -22,7 +22,7 @@ from datetime import datetime
 from types import FrameType
 from typing import Literal, NoReturn
 
-from lockstep.errors import SpecError
+from lockstep.clusters import problems
 
 EVERY_S = 5.0
 """Seconds between two requests to AWS, as AWS advises; its notice comes two minutes before the end."""
@@ -196,14 +196,12 @@ Source = Aws | Gcp
 def sources(cloud: str, url: str) -> list[Source]:
     """What to ask of a cloud's metadata service at `url`. SpecError for a cloud other than aws and gcp."""
     if not url.startswith("http://"):
-        raise SpecError(
-            f"metadata: got {url!r}, wanted the address of a metadata service such as http://169.254.169.254"
-        )
+        raise problems.METADATA(got=url)
     if cloud == "aws":
         return [Aws(url)]
     if cloud == "gcp":
         return [Gcp(url, "preempted"), Gcp(url, "maintenance-event")]
-    raise SpecError(f"cloud: got {cloud!r}, wanted aws or gcp")
+    raise problems.CLOUD(got=cloud)
 
 
 class Agent:

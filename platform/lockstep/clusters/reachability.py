@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from lockstep.clusters import problems
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_internals.address_file import address_file, default_folder
-from lockstep.errors import ClusterError, SpecError
 from lockstep.process import launched_by_torchrun
 
 TCP_S = 3.0
@@ -33,9 +33,8 @@ LOCAL = "local"
 def cluster_address(given: str | None) -> str:
     """Where to connect, as host:port, or LOCAL. SpecError for `auto` if no cluster is known, and in a rank of torchrun."""
     if launched_by_torchrun():
-        raise SpecError(
-            f"torchrun started this process, as rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, and each "
-            "rank would begin a run of its own on Ray; add --local to train as the ranks of torchrun, or give the command without it"
+        raise problems.UNDER_TORCHRUN(
+            rank=os.environ.get("RANK", "0"), ranks=os.environ.get("WORLD_SIZE", "1")
         )
     named = given or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
@@ -56,10 +55,7 @@ def _found_here() -> str:
     try:
         return address_file(default_folder()).read_text(encoding="utf-8").strip()
     except OSError:
-        raise SpecError(
-            "address: got 'auto', but no cluster was started on this machine; give its host:port, or leave out "
-            "--address for a new local one"
-        ) from None
+        raise problems.NO_CLUSTER_HERE() from None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -70,9 +66,7 @@ def host_and_port(address: str) -> tuple[str, int]:
             return parts.hostname, parts.port
     except ValueError:  # a port that is not a number, or above 65535
         pass
-    raise SpecError(
-        f"address: got {address!r}, wanted the host:port of a Ray head node such as 10.0.0.5:6379"
-    )
+    raise problems.ADDRESS(got=address)
 
 
 def reached(host: str, port: int) -> bool:
@@ -93,18 +87,12 @@ def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
     try:
         socket.create_connection((host, port), TCP_S).close()
     except OSError as error:
-        raise ClusterError(
-            f"address: no Ray cluster answers at {address} ({error.strerror or error}); start one there, or leave out "
-            "--address and RAY_ADDRESS for a new local one"
-        ) from error
+        raise problems.NO_ANSWER(got=address, why=error.strerror or error) from error
     if address.startswith("ray://") or os.environ.get("RAY_USE_TLS") == "1":
         return  # Ray itself checks its client server and a GCS behind TLS
     problem = _unhealthy(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", look)
     if problem is not None:
-        raise ClusterError(
-            f"address: {address} accepts connections but {problem}; give the address of a running cluster, or leave out "
-            "--address and RAY_ADDRESS for a new local one"
-        )
+        raise problems.NO_HEAD_NODE(got=address, why=problem)
 
 
 def _unhealthy(target: str, look: Callable[[], None]) -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.clusters import problems
 from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.connection import show_token
 from lockstep.clusters.driver_restarter import JOB, first_of, pause_s, retry_of, was_lost
@@ -86,11 +87,9 @@ def find_address(given: str | None) -> str:
     cluster = running_cluster()
     address = given or os.environ.get("RAY_API_SERVER_ADDRESS") or (cluster.dashboard if cluster else None)
     if address is None:
-        raise SpecError(
-            "address: missing; give --address http://host:8265, or start nodes here with lockstep cluster up"
-        )
+        raise problems.NO_ADDRESS()
     if not address.startswith(("http://", "https://")):
-        raise SpecError(f"address: got {address!r}, wanted the job API's URL such as http://127.0.0.1:8265")
+        raise problems.JOB_API_ADDRESS(got=address)
     return address.rstrip("/")
 
 
@@ -120,16 +119,10 @@ def job_api_error(error: Exception, address: str) -> ClusterError:
     """The job API's answer as an error of one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "uthentication" in text or "401" in text or "403" in text:
-        return ClusterError(
-            f"address: {address} expects another token than the one in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token; "
-            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's"
-        )
+        return problems.OTHER_TOKEN(address=address)
     if NO_AGENT in text:
-        return ClusterError(
-            f"address: {address} has no agent that accepts jobs; another Ray cluster on its machine may use the port of its "
-            "agent: start it with ray start --head --dashboard-agent-listen-port=0"
-        )
-    return ClusterError(f"address: {address} does not answer like Ray's job API ({text})")
+        return problems.NO_AGENT(address=address)
+    return problems.NO_JOB_API(address=address, got=text)
 
 
 def entrypoint(
@@ -142,26 +135,19 @@ def entrypoint(
 ) -> list[str]:
     """The command that runs on the cluster: it resumes a run id, or trains a spec. SpecError if that cannot work there."""
     if notify is not None and redacted(notify) != notify:
-        raise SpecError(
-            "notify: contains a secret, which every process list on the cluster would show; have the command read it from a file there"
-        )
+        raise problems.SECRET_IN_NOTIFY()
     for override in overrides:
         if without_password(override) != override:
-            raise SpecError(
-                f"{override.partition('=')[0]}: contains a password, which every process list on the cluster would show; "
-                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"
-            )
+            raise problems.PASSWORD_IN_OVERRIDE(field=override.partition("=")[0])
     options = ["--retries", str(retries)] if retries else []
     options += [] if notify is None else ["--notify", notify]
     if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
         return ["python", "-m", "lockstep", "resume", what, *options, *overrides]
     spec = Path(folder, what).resolve()
     if not spec.is_file():
-        raise SpecError(f"spec: cannot read {what!r}: there is no such file, and it is not a run id")
+        raise problems.NO_SPEC_OR_RUN(got=what)
     if not spec.is_relative_to(folder.resolve()):
-        raise SpecError(
-            f"spec: {what!r} is not below {str(folder)!r}, which is the folder sent with the job; start in a folder above the spec"
-        )
+        raise problems.SPEC_OUTSIDE(got=what, folder=folder)
     named = [] if name is None else ["--run", name]
     return [
         "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *options, *overrides
@@ -291,9 +277,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
                 if output.run_id is None
                 else f"lockstep submit {output.run_id} --address {address} goes on with its run"
             )
-            raise ClusterError(
-                f"job: {address} knows no job {job!r} any more, as a cluster that was started anew; {again}"
-            ) from error
+            raise problems.JOB_GONE(address=address, job=job, again=again) from error
         else:
             answered_at, confirmed = time.monotonic(), True
             if submitted.exit_code is not None:
@@ -337,9 +321,7 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
         except RuntimeError as error:
             if f"Job {job} does not exist" not in str(error):
                 raise
-            raise SpecError(
-                f"job: {address} has no job {job!r}; ray job list --address {address} lists them"
-            ) from error
+            raise problems.NO_JOB(address=address, got=job) from error
     status = str(getattr(info.status, "value", info.status))
     code: int | None = info.driver_exit_code
     if status == "SUCCEEDED":

@@ -57,9 +57,9 @@ class LengthWindows:
     def bounds(self, epoch: int) -> Ids:
         raise NotImplementedError  # samples bound these micro-batches
 
-    def largest(self) -> Ids:
+    def largest(self) -> list[Ids]:
         """The ids of the longest samples that may meet in a micro-batch."""
-        return np.argsort(-self.lengths, kind="stable")[: self._micro]
+        return [np.argsort(-self.lengths, kind="stable")[: self._micro]]
 
     def order(self, epoch: int, in_full_steps: int) -> Order:
         """The ids of an epoch. The first `in_full_steps` samples, a multiple of `micro`, make full steps; the others are sorted and stay at the end."""
@@ -114,11 +114,13 @@ class TokenBatches:
         """Where the micro-batches of an epoch begin in its order, and its end."""
         return self._epoch(epoch).bounds
 
-    def largest(self) -> Ids:
-        """The ids of the micro-batch with the most padded tokens, each counted by the length of its row, as attention does."""
-        counts, longest = np.diff(self._cuts), self._in_order[self._cuts[1:] - 1]
-        most = int(np.argmax(counts * longest * longest))
-        return self._ids[self._cuts[most] : self._cuts[most + 1]]
+    def largest(self) -> list[Ids]:
+        """The ids of the micro-batch with the most padded tokens, and of that with the most pairs of them within a row, of which attention holds a number each."""
+        longest = self._in_order[self._cuts[1:] - 1]
+        tokens = np.diff(self._cuts) * longest
+        pairs = tokens * longest
+        most = {int(np.lexsort(order)[-1]) for order in ((pairs, tokens), (tokens, pairs))}
+        return [self._ids[self._cuts[i] : self._cuts[i + 1]] for i in sorted(most)]
 
     def order(self, epoch: int, in_full_steps: int) -> Order:
         """The order of an epoch, computed for the positions that are asked."""

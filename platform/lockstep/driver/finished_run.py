@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError, RecordError
+from lockstep.driver import problems
+from lockstep.errors import LockstepError
 from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.external_facts import MOVED, UNKNOWN, changed_facts
 from lockstep.parsing import MOST_BYTES, json_mapping
@@ -87,10 +88,7 @@ def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) ->
 def refuse_doubtful(found: StoredRun, uri: str, folder: Path) -> None:
     """RecordError where a run that is called finished is not borne out by its record."""
     if reason := doubt(found, uri, folder):
-        raise RecordError(
-            f"run {found.run_id} is marked as finished, but {reason}; look at it with `lockstep record check {found.run_id}`, "
-            "and do not trust what it says"
-        )
+        raise problems.DOUBTFUL(run=found.run_id, got=reason)
 
 
 def _doubt(found: StoredRun, here: Path, steps: int | None) -> str:

@@ -28,8 +28,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from lockstep.driver import problems
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in
+from lockstep.errors import SilentError
 from lockstep.process import place, started
 
 LOOK_S = 0.2
@@ -97,8 +99,8 @@ class Guardian:
         self._answers: list[Mapping[str, Any]] = []
         self._answered = threading.Condition()
         self._recorders: list[str] = []
-        self.on_hung: Callable[[str, str], None] | None = None
-        """Called in a thread with the message and the stacks, where the guardian finds that this process hangs."""
+        self.on_hung: Callable[[SilentError, str], None] | None = None
+        """Called in a thread with the error and the stacks, where the guardian finds that this process hangs."""
 
     def __enter__(self) -> Self:
         read, self._signs = os.pipe()
@@ -176,13 +178,19 @@ class Guardian:
                 answer = json.loads(line)
                 if "hung" in answer and self.on_hung is not None:
                     self.tell(obeys=True)
-                    self.on_hung(answer["hung"], answer["stacks"])
+                    self.on_hung(_hung(**answer["hung"]), answer["stacks"])
                 with self._answered:
                     self._answers.append(answer)
                     self._answered.notify_all()
         with self._answered:
             self._answers.append({"run_id": None, "problem": "record: its guardian is gone"})
             self._answered.notify_all()
+
+
+def _hung(begun: bool, bound_s: float) -> SilentError:
+    """The error of a process that made no progress for `bound_s`, after its first step or before it."""
+    problem = problems.NO_PROGRESS if begun else problems.NO_FIRST_STEP
+    return problem(seconds=f"{bound_s:.0f}")
 
 
 # --- the process ------------------------------------------------------------------------------------------------
@@ -326,18 +334,9 @@ class _Guard:
 
     def _end_hung(self, patience: Patience, stacks: str) -> None:
         """End a process that makes no progress: by itself where it can, so that it tells its caller why."""
-        if patience.begun:
-            why = (
-                f"it made no progress for {patience.bound_s:.0f} s, so it was ended; what each of its threads was doing is in its "
-                "stacks.txt (faults.longest_silence_s is the shortest time for that)"
-            )
-        else:
-            why = (
-                f"no first step within {patience.bound_s:.0f} s (faults.longest_start_s), so it was ended; "
-                "what each of its threads was doing is in its stacks.txt"
-            )
-        self._answer({"hung": why, "stacks": stacks})
-        end = {"message": why, "details": stacks, "status": "FAILED"}
+        hung: dict[str, Any] = {"begun": patience.begun, "bound_s": patience.bound_s}
+        self._answer({"hung": hung, "stacks": stacks})
+        end = {"message": str(_hung(**hung)), "details": stacks, "status": "FAILED"}
         if self._waits_for("obeys", OBEY_S) and self._waits_for("over", RECORD_S):
             if self._facts["notifies"]:
                 self._notify(end, {"run_id": None})

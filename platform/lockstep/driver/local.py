@@ -22,7 +22,7 @@ from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal, end_command
 from lockstep.driver.stacks import stacks_on_signal
-from lockstep.errors import LockstepError, RecordError
+from lockstep.errors import LockstepError, RecordError, SilentError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
 from lockstep.process import under_torchrun
@@ -98,22 +98,22 @@ class LocalRun:
         self._guardian.alive(self.view.signs_of_life)
         self.recorder.tell(event)
 
-    def end_hung(self, message: str, stacks: str) -> None:
+    def end_hung(self, error: SilentError, stacks: str) -> None:
         """End this process, in which the run hangs: called in a thread, where Python still runs in another one."""
         if not self.recorder.started:
             self.recorder.start()
-        self.recorder.tell(Document("stacks.txt", stacks), Failed(message, stacks))
+        self.recorder.tell(Document("stacks.txt", stacks), Failed(str(error), stacks))
         problem = ""
         try:
             self.recorder.close()
-        except RecordError as error:
-            problem = str(error)
+        except RecordError as unwritten:
+            problem = str(unwritten)
         self._guardian.release(notifies=True)
         state = self.recorder.state
-        line = ending_line(message, state.run_id, Path(state.folder).parent, problem)
-        end_command(line, LockstepError.exit_code)
+        line = ending_line(str(error), state.run_id, Path(state.folder).parent, problem)
+        end_command(error.with_message(line))
         os.write(2, f"lockstep: {line}\n".encode())
-        os._exit(LockstepError.exit_code)  # the caller's own thread can hear of nothing any more
+        os._exit(error.exit_code)  # the caller's own thread can hear of nothing any more
 
     def stop(self) -> bool:
         """A signal came, or the run cannot be recorded anywhere."""

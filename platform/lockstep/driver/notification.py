@@ -25,6 +25,7 @@ from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.driver import problems
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import SpecError
 from lockstep.record.events.union import Alerted
@@ -81,9 +82,7 @@ class Notifications:
         webhook: str | None = None,
     ) -> None:
         if webhook is not None and urlsplit(webhook).scheme not in ("http", "https"):
-            raise SpecError(
-                f"webhook: got {redacted(webhook)!r}, wanted an address that begins with http:// or https://"
-            )
+            raise problems.WEBHOOK(got=redacted(webhook))
         self._command, self._folder, self._say, self._run_id = command, folder, say, run_id
         self._webhook = webhook
         self._running: list[threading.Thread] = []

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.driver import problems
 from lockstep.driver.notebook import as_table
 from lockstep.driver.resume_hint import look_at, resume_call
-from lockstep.errors import StorageError
 from lockstep.record.events.union import Finished, TimeSpent
 from lockstep.record.mirror.documents import without_password
 from lockstep.spec.locations import RECORD_OFF
@@ -84,10 +84,7 @@ _OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsave
 def check_saved(summary: Mapping[str, Any], run_id: str, folder: str) -> None:
     """StorageError for a run that came to its end, and whose last state no checkpoint has. One that is stopped says so in its warnings."""
     if error := Finished(summary).error:
-        raise StorageError(
-            f"{error}; the run trained to its end, and its record and weights are in {folder!r}; remove the cause, and "
-            f"`lockstep resume {run_id}` takes the steps since its newest checkpoint again and saves it"
-        )
+        raise problems.UNSAVED(got=error, folder=folder, run=run_id)
 
 
 def result_of(

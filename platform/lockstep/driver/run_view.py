@@ -168,7 +168,7 @@ class RunView:
         """The error of an attempt that lost workers, with the words of NCCL's watchdog where that ended one of them."""
         if self.watchdog is None:
             return error
-        return type(error)(
+        return error.with_message(
             f"{error}; NCCL's watchdog ended a worker that waited for another: {self.watchdog}"
         )
 

@@ -44,11 +44,11 @@ class FirstSignal:
         return not repeated
 
 
-_end_command: Callable[[str, int], NoReturn] | None = None
+_end_command: Callable[[LockstepError], NoReturn] | None = None
 
 
-def commands_end_by(end: Callable[[str, int], NoReturn]) -> None:
-    """From now on `end_command` ends this process by `end`, which takes a message and an exit code. For commands."""
+def commands_end_by(end: Callable[[LockstepError], NoReturn]) -> None:
+    """From now on `end_command` ends this process by `end`. For commands."""
     global _end_command
     _end_command = end
 
@@ -58,10 +58,10 @@ def ends_commands() -> bool:
     return _end_command is not None
 
 
-def end_command(message: str, code: int) -> None:
-    """End the command with this line from a thread that is not the main one, which cannot go on. Returns where this process is no command."""
+def end_command(error: LockstepError) -> None:
+    """End the command with this error from a thread that is not the main one, which cannot go on. Returns where this process is no command."""
     if _end_command is not None:
-        _end_command(message, code)
+        _end_command(error)
 
 
 def end_on_second_signal() -> None:

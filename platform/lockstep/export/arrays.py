@@ -13,13 +13,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.errors import SpecError, StorageError, nearest
+from lockstep.errors import nearest
+from lockstep.export import problems
 from lockstep.export.artifact import Artifact, Value, dtype_name
 from lockstep.export.example import Example
 from lockstep.files import replacing
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
-_KINDS = f"wanted {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -39,15 +39,13 @@ def read(path: Path) -> dict[str, Tensor]:
         zipfile.BadZipFile,
         safetensors.SafetensorError,
     ) as error:
-        raise SpecError(
-            f"inputs: {str(path)!r} cannot be read: {' '.join(str(error).split())}; wanted arrays of numbers"
-        ) from error
+        raise problems.INPUTS_UNREADABLE(file=path, got=" ".join(str(error).split())) from error
 
 
 def check_suffix(what: str, path: Path) -> None:
     """SpecError where a file's name does not say which kind it is."""
     if path.suffix not in SUFFIXES:
-        raise SpecError(f"{what}: got {str(path)!r}, {_KINDS}")
+        raise problems.FILE_KIND(option=what, got=path)
 
 
 def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_batch: int | None) -> Example:
@@ -56,29 +54,24 @@ def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_bat
     if set(arrays) == {""} and len(names) == 1:
         arrays = {names[0]: arrays[""]}
     if "" in arrays:
-        raise SpecError(
-            f"inputs: a .npy holds one array, and the model takes {', '.join(names)}; give a .npz or .safetensors with these names"
-        )
+        raise problems.INPUTS_WITHOUT_NAMES(wanted=", ".join(names))
     for name in arrays:
         if name not in names:
-            raise SpecError(f"inputs: the model has no input {name!r}{nearest(name, names)}")
+            raise problems.INPUT_UNKNOWN(got=name, hint=nearest(name, names))
     rows: dict[str, int] = {}
     for value in values:
         if value.name not in arrays:
-            raise SpecError(f"inputs: {value.name!r} is missing; wanted {', '.join(names)}")
+            raise problems.INPUT_MISSING(name=value.name, wanted=", ".join(names))
         array = arrays[value.name]
         start = int(value.has_rows(fixed_batch))
         if dtype_name(array.dtype) != value.dtype:
-            raise SpecError(
-                f"inputs: {value.name!r} is {dtype_name(array.dtype)}, wanted {value.dtype}; convert it when you write the file"
-            )
+            raise problems.INPUT_DTYPE(name=value.name, got=dtype_name(array.dtype), wanted=value.dtype)
         if array.dim() != len(value.shape) or tuple(array.shape[start:]) != value.shape[start:]:
-            raise SpecError(f"inputs: {value.name!r} is {tuple(array.shape)}, wanted {shape_text(value)}")
+            raise problems.INPUT_SHAPE(name=value.name, got=tuple(array.shape), wanted=shape_text(value))
         if start:
             rows[value.name] = len(array)
     if len(set(rows.values())) > 1 or not min(rows.values(), default=1):
-        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
-        raise SpecError(f"inputs: wanted the same number of rows in each, and at least one; got {counts}")
+        raise problems.INPUT_ROWS(got=", ".join(f"{count} rows of {name!r}" for name, count in rows.items()))
     return Example(names, tuple(arrays[name] for name in names), tuple(name in rows for name in names))
 
 
@@ -91,12 +84,9 @@ def check_outputs(path: Path, artifact: Artifact) -> None:
     """SpecError where a file cannot hold the artifact's outputs."""
     check_suffix("output", path)
     if path.suffix == ".npy" and len(artifact.outputs) > 1:
-        names = ", ".join(value.name for value in artifact.outputs)
-        raise SpecError(
-            f"output: a .npy holds one array, and the model gives {names}; name a .npz or .safetensors"
-        )
+        raise problems.OUTPUT_WITHOUT_NAMES(got=", ".join(value.name for value in artifact.outputs))
     if path.suffix != ".safetensors" and any(value.dtype == "bfloat16" for value in artifact.outputs):
-        raise SpecError("output: numpy has no bfloat16; name a .safetensors")
+        raise problems.OUTPUT_BFLOAT16()
 
 
 def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
@@ -114,7 +104,7 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
             else:
                 np.save(file, next(iter(arrays.values())).numpy(), allow_pickle=False)
     except OSError as error:
-        raise StorageError(f"output: cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise problems.OUTPUT_UNWRITABLE(file=path, got=error.strerror or error) from error
 
 
 def _write_npz(file: BinaryIO, arrays: Mapping[str, Tensor]) -> None:

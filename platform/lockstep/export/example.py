@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import JobError
+from lockstep.export import problems
 from lockstep.export.artifact import BATCH, Value, dtype_name
 from lockstep.job.interface import Job
 from lockstep.training.failure import as_lockstep_error
@@ -62,12 +62,10 @@ def example_of(job: Job, model: nn.Module) -> Example | None:
     tensors = example if isinstance(example, tuple) else (example,)
     for argument in tensors:
         if not isinstance(argument, Tensor):
-            raise JobError(
-                f"job.example_input: got {type(argument).__name__} among the arguments, wanted a tensor or a tuple of tensors"
-            )
+            raise problems.EXAMPLE_KIND(got=type(argument).__name__)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise JobError(
-            "job.example_input: wanted a first argument with a row for each sample; give two samples or more"
+        raise problems.EXAMPLE_ROWS(
+            got=f"of shape {tuple(tensors[0].shape)}" if tensors else "that is not there"
         )
     parameters = inspect.signature(model.forward).parameters.values()
     named = [

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import SpecError, StorageError, first_line
+from lockstep.errors import first_line
 from lockstep.export import problems
 from lockstep.export.artifact import (
     BATCH,
@@ -95,9 +95,7 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
             job.save_pretrained(model, path)
             again = job.load_pretrained(model, path).state_dict()
         except NotImplementedError as error:
-            raise SpecError(
-                f"format: pretrained is the form of the library that a model is from, and {first_line(error)}; export safetensors"
-            ) from error
+            raise problems.NOT_PRETRAINED(got=first_line(error)) from error
         except safetensors.SafetensorError:  # the disk's
             raise
         except Exception as error:  # the job's own code, and a library's
@@ -316,5 +314,4 @@ def aside_of(folder: Path, file: Path) -> Iterator[Path]:
                 entry.replace(file.with_name(entry.name))
             flush(file.parent)
     except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise StorageError(f"export: cannot write {str(file)!r}: {reason}") from error
+        raise problems.UNWRITABLE(file=file, got=getattr(error, "strerror", None) or error) from error

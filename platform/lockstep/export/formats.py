@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ExportError, SpecError, first_line
+from lockstep.errors import ExportError, first_line
 from lockstep.export import problems
 from lockstep.export.artifact import BATCH, Artifact
 from lockstep.export.example import Example, Inputs
@@ -60,16 +60,12 @@ class ExportFormat:
         """SpecError where it needs what is not installed."""
         missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if missing:
-            raise SpecError(
-                f"format: {self.name} needs {', '.join(missing)}; pip install 'lockstep-train[{self.name}]', or choose another format"
-            )
+            raise problems.PACKAGES(format=self.name, got=", ".join(missing))
 
     def check_size(self, size: int) -> None:
         """SpecError for weights of `size` bytes that it has no room for."""
         if self.most_bytes is not None and size > self.most_bytes:
-            raise SpecError(
-                f"format: the weights have {size} bytes, and an {self.name.upper()} file holds less than 2 GiB; export pt2"
-            )
+            raise problems.SIZE(format=self.name, got=size)
 
     @property
     def runtime(self) -> str:
@@ -266,7 +262,7 @@ def either(names: Sequence[str]) -> str:
 def format_named(name: str) -> ExportFormat:
     """The format of this name. SpecError where there is none."""
     if name not in FORMATS:
-        raise SpecError(f"format: got {name!r}, wanted {either(list(FORMATS))}")
+        raise problems.FORMAT(got=name, wanted=either(list(FORMATS)))
     return FORMATS[name]
 
 
@@ -274,7 +270,7 @@ def check_predicts(form: ExportFormat) -> None:
     """SpecError for a format that cannot be run on the rows of a file."""
     if form.cannot_predict:
         others = [other.name for other in FORMATS.values() if not other.cannot_predict]
-        raise SpecError(f"format: {form.name} {form.cannot_predict}; predict from {either(others)}")
+        raise problems.NO_PREDICTION(format=form.name, why=form.cannot_predict, wanted=either(others))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------

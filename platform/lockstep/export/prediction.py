@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.errors import SpecError, first_line
+from lockstep.errors import first_line
 from lockstep.export import problems
 from lockstep.export.artifact import Artifact
 from lockstep.export.example import Example, slices
@@ -16,9 +16,7 @@ def batch_size(artifact: Artifact, asked: int | None) -> int:
     """How many rows go into one call. SpecError where the artifact takes another number than is asked for."""
     fixed = artifact.fixed_batch
     if fixed is not None and asked not in (None, fixed):
-        raise SpecError(
-            f"batch: got {asked}, and the artifact takes {fixed} rows at a time; leave out --batch"
-        )
+        raise problems.FIXED_BATCH(got=asked, wanted=fixed)
     return fixed or asked or AT_ONCE
 
 
@@ -30,10 +28,7 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
     fixed, rows = artifact.fixed_batch, inputs.rows
     without_rows = [value.name for value in artifact.outputs if not value.has_rows(fixed)]
     if without_rows and (rows > size or fixed is not None):
-        raise SpecError(
-            f"batch: output {without_rows[0]!r} has no row for each row of the inputs, so one call has to take all {rows}; "
-            f"export without --fixed-batch and give --batch {rows}"
-        )
+        raise problems.WITHOUT_ROWS(name=without_rows[0], rows=rows)
     parts: list[Outputs] = []
     with torch.no_grad():
         for taken in slices(rows, size, padded=fixed is not None):

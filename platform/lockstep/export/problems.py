@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import ExportError, Problem
+from lockstep.errors import ExportError, JobError, Problem, SpecError, StorageError
 
 SIZES = "take sizes from the input's shape wherever forward needs them, or export it with --fixed-batch"
 """What to do where a number of rows is written into a model."""
@@ -167,4 +167,194 @@ PREDICTION_SHAPE = Problem(
     "how many there are follows from the data, and outputs of several calls cannot be joined",
     cause="an output whose size follows from the data",
     advice="a `--batch` that takes all rows in one call",
+)
+
+UNWRITABLE = Problem(
+    "export.unwritable",
+    StorageError,
+    "export: cannot write {file!r}: {got}",
+    "make the run's folder writable, or make room; an artifact that was there before is as it was",
+    cause="the run's folder is not writable, or its disk is full",
+    advice="the permissions, or room",
+)
+
+# --- the format -------------------------------------------------------------------------------------------------
+
+FORMAT = Problem(
+    "export.format",
+    SpecError,
+    "format: got {got!r}, wanted {wanted}",
+    cause="a wrong `--format`",
+    advice="one that the message names",
+)
+
+PACKAGES = Problem(
+    "export.packages",
+    SpecError,
+    "format: {format} needs {got}, which is not installed",
+    "pip install 'lockstep-train[{format}]', or choose another format",
+    cause="the extra is missing",
+    advice="install it, or another format",
+)
+
+SIZE = Problem(
+    "export.size",
+    SpecError,
+    "format: the weights have {got} bytes, and a file of {format} holds less than 2 GiB",
+    "export pt2",
+    cause="a large model, and a format with a bound",
+    advice="`--format pt2`",
+)
+
+NOT_PRETRAINED = Problem(
+    "export.not_pretrained",
+    SpecError,
+    "format: pretrained is the form of the library that a model is from, and {got}",
+    "export safetensors",
+    cause="a model that is of no library with `save_pretrained`",
+    advice="`--format safetensors`, or `save_pretrained` and `load_pretrained` in the job",
+)
+
+NO_PREDICTION = Problem(
+    "predict.format",
+    SpecError,
+    "format: got {format}, which {why}",
+    "predict from {wanted}",
+    cause="a format that cannot be run on the rows of a file",
+    advice="one that the message names",
+)
+
+# --- the example ------------------------------------------------------------------------------------------------
+
+EXAMPLE_KIND = Problem(
+    "job.example_input.kind",
+    JobError,
+    "job.example_input: got {got} among the arguments, wanted a tensor or a tuple of tensors",
+    cause="`example_input` returns a list, a dict or something else",
+    advice="a tensor or a tuple of tensors",
+)
+
+EXAMPLE_ROWS = Problem(
+    "job.example_input.rows",
+    JobError,
+    "job.example_input: got a first argument {got}, wanted one with a row for each sample",
+    "give two samples or more",
+    cause="the first argument of `example_input` has no rows",
+    advice="two samples or more",
+)
+
+# --- files of inputs and outputs --------------------------------------------------------------------------------
+
+FILE_KIND = Problem(
+    "predict.file_kind",
+    SpecError,
+    "{option}: got {got!r}, wanted a .npy, .npz or .safetensors",
+    cause="the name of a file of inputs or outputs does not say which kind it is",
+    advice="one of these endings",
+)
+
+INPUTS_UNREADABLE = Problem(
+    "inputs.unreadable",
+    SpecError,
+    "inputs: {file!r} cannot be read: {got}",
+    "give a file of arrays of numbers",
+    cause="there is no such file, it is damaged, or it holds something else than numbers",
+    advice="arrays of numbers, written with `numpy.save`, `numpy.savez` or safetensors",
+)
+
+INPUTS_WITHOUT_NAMES = Problem(
+    "inputs.without_names",
+    SpecError,
+    "inputs: a .npy holds one array, and the model takes {wanted}",
+    "give a .npz or .safetensors with these names",
+    cause="a `.npy` for a model of several inputs",
+    advice="a `.npz` or `.safetensors`",
+)
+
+INPUT_UNKNOWN = Problem(
+    "inputs.unknown",
+    SpecError,
+    "inputs: the model has no input {got!r}{hint}",
+    shown="inputs: the model has no input '…'; did you mean '…'?",
+    cause="the file has an array under another name than the model's input",
+    advice="the suggested name",
+)
+
+INPUT_MISSING = Problem(
+    "inputs.missing",
+    SpecError,
+    "inputs: {name!r} is missing, wanted {wanted}",
+    "add it to the file",
+    cause="the file lacks an input of the model",
+    advice="add it",
+)
+
+INPUT_DTYPE = Problem(
+    "inputs.dtype",
+    SpecError,
+    "inputs: {name!r} is {got}, wanted {wanted}",
+    "convert it when you write the file",
+    cause="an input of another type than in training",
+    advice="convert it when you write the file",
+)
+
+INPUT_SHAPE = Problem(
+    "inputs.shape",
+    SpecError,
+    "inputs: {name!r} has the shape {got}, wanted {wanted}",
+    cause="an input of another shape than in training",
+    advice="the shape that the message names; any number of rows, unless it was exported with `--fixed-batch`",
+)
+
+INPUT_ROWS = Problem(
+    "inputs.rows",
+    SpecError,
+    "inputs: got {got}, wanted the same number of rows in each, and at least one",
+    cause="inputs of different lengths, or without a row",
+    advice="a row in each for every sample",
+)
+
+OUTPUT_WITHOUT_NAMES = Problem(
+    "output.without_names",
+    SpecError,
+    "output: a .npy holds one array, and the model gives {got}",
+    "name a .npz or .safetensors",
+    cause="`--output` with a `.npy`, of a model with several outputs",
+    advice="a `.npz` or `.safetensors`",
+)
+
+OUTPUT_BFLOAT16 = Problem(
+    "output.bfloat16",
+    SpecError,
+    "output: numpy has no bfloat16",
+    "name a .safetensors",
+    cause="`--output` with a `.npy` or `.npz`, of a model that gives bfloat16",
+    advice="a `.safetensors`",
+)
+
+OUTPUT_UNWRITABLE = Problem(
+    "output.unwritable",
+    StorageError,
+    "output: cannot write {file!r}: {got}",
+    "name another with --output",
+    cause="the folder of the outputs is not there or not writable, or its disk is full",
+    advice="another `--output`",
+)
+
+FIXED_BATCH = Problem(
+    "predict.fixed_batch",
+    SpecError,
+    "batch: got {got}, and the artifact takes {wanted} rows at a time",
+    "leave out --batch",
+    cause="`predict --batch` of an artifact that was exported with `--fixed-batch`",
+    advice="leave it out",
+)
+
+WITHOUT_ROWS = Problem(
+    "predict.without_rows",
+    SpecError,
+    "batch: output {name!r} has no row for each row of the inputs, so one call has to take all {rows}",
+    "export without --fixed-batch and give --batch {rows}",
+    cause="an output of all rows together, such as a mean, and more rows than one call takes",
+    advice="all rows in one call",
 )

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeGuard
 
-from lockstep.errors import SpecError
+from lockstep.job import problems
 from lockstep.job.source import changed_file, job_source_digest
 from lockstep.job.typed_tree import decoded, digest, encoded, text
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
@@ -53,10 +53,7 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _source_digest(use: str) -> str:
     """The digest of the job's source. SpecError where this process has imported another one than lies there now."""
     if (changed := changed_file(use)) is not None:
-        raise SpecError(
-            f"job.source: {str(changed)!r} was changed after it was imported, so the run would train other code than its identity and its "
-            "record have; put it back, or start again"
-        )
+        raise problems.SOURCE_CHANGED(got=changed)
     return job_source_digest(use)
 
 

@@ -17,7 +17,7 @@ import pydantic
 import pydantic_core
 import torch.distributed as dist
 
-from lockstep.errors import JobError, first_line, nearest
+from lockstep.errors import first_line, nearest
 from lockstep.job import problems
 from lockstep.job.frames import place_in_job
 from lockstep.job.inputs.imports import Asked, imported, imports_noted, note_imports
@@ -73,7 +73,7 @@ def _made(use: str, params: Mapping[str, Any]) -> Job:
         with imports_noted(asked):
             job = job_class(checked)
     except (Exception, SystemExit) as error:  # __init__ is the job's own code
-        raise JobError(f"job: {use!r} cannot be made{place_in_job(error)}: {first_line(error)}") from error
+        raise problems.NOT_MADE(use=use, where=place_in_job(error), got=first_line(error)) from error
     note_imports(job, asked)
     return job
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import JobError, JobImportError, Problem
+from lockstep.errors import JobError, JobImportError, Problem, SpecError
 
 FORM = Problem(
     "job.use.form",
@@ -209,4 +209,22 @@ UPDATES_PER_EPOCH = Problem(
     "count updates up to int(updates), return lockstep.PerEpoch(scheduler) for one that is stepped by epochs, or give batch.global one size",
     cause="a schedule that multiplies epochs by the updates of an epoch, where the global batch changes",
     advice="a schedule by updates, `lockstep.PerEpoch`, or one size",
+)
+
+NOT_MADE = Problem(
+    "job.not_made",
+    JobError,
+    "job: {use!r} cannot be made{where}: {got}",
+    shown="job: '…' cannot be made, …: …",
+    cause="the job's `__init__` raised an error; the message has its line",
+    advice="fix the job, or the params that it was given",
+)
+
+SOURCE_CHANGED = Problem(
+    "job.source.changed",
+    SpecError,
+    "job.source: {got!r} was changed after it was imported, so the run would train other code than its identity and its record have",
+    "put it back, or start again",
+    cause="a file of the job was saved while the run started, or while a sweep's workers, which go on from trial to trial, have it imported",
+    advice="put it back, or start again",
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.checkpoint.runs.run_folder import Replay
-from lockstep.errors import SpecError
 from lockstep.job.inputs.external_facts import changed_facts
+from lockstep.proof import problems
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.microscope import Look, Seen, parting
@@ -126,9 +126,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
     shared = sum(step in b.steps for step in a.steps)
     if not shared:
         have = " and ".join(f"{min(each.steps)} to {max(each.steps)}" for each in (a, b))
-        raise SpecError(
-            f"diff: the two have no step in common, but {have}; give more --steps, or the run that was forked"
-        )
+        raise problems.NO_COMMON_STEP(got=have)
     answer = Difference([*causes(a.fields, b.fields), *_facts(a, b)], source_diff(a, b), shared)
     alike = _end_alike(a, b, last)
     first, agreed = first_parting(a, b, last, ends_alike=alike)

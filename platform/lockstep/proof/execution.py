@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.errors import JobError
-from lockstep.proof import sandbox, wire
+from lockstep.proof import problems, sandbox, wire
 from lockstep.proof.microscope import Look
 from lockstep.proof.recorded_run import copy_checkpoint
 from lockstep.proof.replaying import Informed, Replayed, Watching
@@ -304,7 +304,7 @@ class Execution:
             if code < 0
             else f"ended with {code}"
         )
-        return JobError(f"job: the process that executes it {how} before it had answered")
+        return problems.PROCESS_ENDED(got=how)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------

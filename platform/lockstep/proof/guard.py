@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.checks.processes import Process, first_failure, run_together
-from lockstep.errors import SpecError
-from lockstep.proof import guard_worker
+from lockstep.proof import guard_worker, problems
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.difference import Parted, first_parting, tell_parting
 from lockstep.proof.microscope import Look
@@ -49,10 +48,6 @@ class Trained(NamedTuple):
     look: Look | None
 
 
-class UnfitError(SpecError):
-    """A state of the code that cannot be trained. Example: the job's module has a syntax error in this commit."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """Trains a spec in a state of the code. `folder` and `paths` are relative to the tree: where commands are given, and what Python searches."""
@@ -72,7 +67,7 @@ class Trainer:
         """Train in the working tree `tree`, which is `what` to a person. UnfitError where it cannot be."""
         job_folder = tree / self.folder
         if not (job_folder / self.spec).is_file():
-            raise UnfitError(f"guard: {what} has no file {self.spec!r}")
+            raise problems.UNFIT_FILE(what=what, file=self.spec)
         with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as out:
             request = {
                 "spec": self.spec,
@@ -104,7 +99,7 @@ class Trainer:
         failed = first_failure(run_together(starts))
         if failed is not None:
             reason = failed.said or f"its process ended with exit code {failed.code}"
-            raise UnfitError(f"guard: {what} cannot be trained: {reason}")
+            raise problems.UNFIT(what=what, got=reason)
 
 
 def _read(out: Path) -> Trained:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import StorageError, first_line
 from lockstep.plan import Plan
+from lockstep.proof import problems
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside
@@ -48,7 +49,7 @@ class _Counted:
     def order(self, epoch: int, whole: int) -> Any:
         raise NotImplementedError  # no sample is fetched
 
-    def largest(self) -> Any:
+    def largest(self) -> list[Any]:
         raise NotImplementedError
 
 
@@ -169,9 +170,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return read_tensors(path)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise StorageError(
-            f"weights: {str(path)!r} cannot be read: {first_line(error)}; put the file back that the run wrote"
-        ) from error
+        raise problems.WEIGHTS_UNREADABLE(file=path, got=first_line(error)) from error
 
 
 def same_in_json(one: Any, other: Any) -> bool:

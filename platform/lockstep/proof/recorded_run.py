@@ -24,13 +24,14 @@ from lockstep.checkpoint.runs.run_checkpoints import adopt, steps_of
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.interface import PIECE
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import NoSuchRunError, RecordError, SpecError, StorageError
+from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.source import MAIN_MODULE
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
+from lockstep.proof import problems
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
@@ -96,7 +97,7 @@ class RecordedRun:
                 if self.forked_at
                 else f"{self.last_step}"
             )
-            raise SpecError(f"{given}: got {step}, wanted a step of the run, which has {available}")
+            raise problems.NO_SUCH_STEP(option=given, got=step, wanted=available)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -113,7 +114,7 @@ class RecordedRun:
             try:
                 return storage, load_step(RunFolder.open(open_storage(storage), self.run_id), step)
             except LostFileError as error:
-                raise BadCheckpointError(str(error)) from error
+                raise error.as_kind(BadCheckpointError) from error
         if step not in steps_of(str(aside), self.run_id):
             copy = next(copy for copy in self.copies if copy.step == step)
             folder = aside / f"copy-{self.run_id}-{step}"
@@ -146,9 +147,7 @@ def copy_checkpoint(storage: str, run_id: str, step: int | None, folder: Path) -
                 _copy(checkpoint, entry.name, target / plain_name(entry.name))
             (target / checkpoint.name).write_bytes(checkpoint.storage.read(checkpoint.path(checkpoint.name)))
         return str(folder)
-    raise BadCheckpointError(
-        f"checkpoint.storage: run {run_id} has no whole checkpoint{'' if step is None else f' of step {step}'}"
-    )
+    raise problems.NO_WHOLE_CHECKPOINT(run=run_id, which="" if step is None else f" of step {step}")
 
 
 def _copy(checkpoint: Checkpoint, name: str, target: Path) -> None:
@@ -161,7 +160,7 @@ def _copy(checkpoint: Checkpoint, name: str, target: Path) -> None:
 def plain_name(name: str) -> str:
     """The name of a checkpoint's file. BadCheckpointError for one that leads elsewhere."""
     if file_name(name) is None:
-        raise BadCheckpointError(f"a manifest names a file {name!r}, which no checkpoint has")
+        raise problems.FOREIGN_FILE(got=name)
     return name
 
 
@@ -171,14 +170,10 @@ def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:
         return find_run(uri, run_id, folder)
     except NoSuchRunError as error:
         if uri != RECORD_OFF or (folder / run_id / "run.json").exists():
-            raise SpecError(str(error)) from error
+            raise error.as_kind(SpecError) from error
         if run_id and (folder / run_id / "spec.yaml").exists():
-            raise SpecError(
-                f"run {run_id}: its folder is in {str(folder)!r}, but its record is in MLflow; give that store with --uri"
-            ) from error
-        raise SpecError(
-            f"run {run_id}: no record of it in {str(folder)!r}; give the folder of the runs with --storage, or its store with --uri"
-        ) from error
+            raise problems.RECORD_IN_STORE(run=run_id, folder=folder) from error
+        raise problems.NO_RECORD(run=run_id, folder=folder) from error
 
 
 def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
@@ -186,7 +181,7 @@ def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
     try:
         candidate = moved(storage, run_id) or beneath(storage, component(run_id))
     except OutsideError as error:
-        raise SpecError(f"run: {error}; give the id of a run") from error
+        raise problems.NO_RUN_ID(got=error) from error
     return candidate if candidate.is_dir() else spec.folder / run_id
 
 
@@ -203,7 +198,7 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
             spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=update)})
     steps, evaluations = _rows(uri, run_id, run_folder)
     if not steps:
-        raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
+        raise problems.NO_STEP(run=run_id)
     _refuse_twice(run_id, "ledger", steps)
     _refuse_twice(run_id, "record", evaluations)
     summary = stored.summary if stored.status == "FINISHED" else {}
@@ -240,7 +235,7 @@ def recorded_fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     try:
         return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
-        raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=run_id, what="fields.json", got=error) from error
 
 
 def _facts(uri: str, run_id: str, here: Path) -> dict[str, Any]:
@@ -248,7 +243,7 @@ def _facts(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     try:
         facts = json_mapping(_Texts(uri, run_id, here).read("environment.json") or b"{}").get(MOVED)
     except (OSError, ValueError) as error:
-        raise SpecError(f"run {run_id}: its environment.json cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=run_id, what="environment.json", got=error) from error
     return facts if isinstance(facts, dict) else {}
 
 
@@ -258,9 +253,7 @@ def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[Eva
     if len(set(numbers)) < len(numbers):
         twice = next(step for step, count in Counter(numbers).items() if count > 1)
         kind = "row" if isinstance(rows[0], StepRow) else "evaluation"
-        raise SpecError(
-            f"run {run_id}: its {what} has more than one {kind} of step {twice}, wanted one; it was changed after it was written"
-        )
+        raise problems.ROW_TWICE(run=run_id, what=what, kind=kind, step=twice)
 
 
 def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:
@@ -274,7 +267,7 @@ def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[Evalua
     try:
         history = find_history(uri, run_id, here.parent)
     except RecordError as error:
-        raise SpecError(f"run {run_id}: its ledger cannot be read: {error}") from error
+        raise problems.UNREADABLE(run=run_id, what="ledger", got=error) from error
     return list(history.steps), list(history.evaluations)
 
 
@@ -302,6 +295,4 @@ class _Texts:
         except FileNotFoundError:
             return b""
         except OutsideError as error:
-            raise StorageError(
-                f"run {self._run_id}: {error}, and a record has no such links; put the file back"
-            ) from error
+            raise problems.LINK(run=self._run_id, got=error) from error

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import SpecError
+from lockstep.proof import problems
 
 _ENVIRONMENT = {
     "GIT_OPTIONAL_LOCKS": "0",
@@ -32,13 +32,11 @@ class Repository:
     def around(cls, folder: Path) -> Repository:
         """The repository of a folder. SpecError where it is in none."""
         if shutil.which("git") is None:
-            raise SpecError("guard: there is no git on this machine; install it")
+            raise problems.NO_GIT()
         result = _git(folder, "rev-parse", "--show-toplevel")
         if result.returncode:
             reason = next(iter(result.stderr.splitlines()), "").removeprefix("fatal: ")
-            raise SpecError(
-                f"guard: {str(folder)!r} is in no git repository that can be read ({reason}); run it in the one that has the job"
-            )
+            raise problems.NO_REPOSITORY(folder=folder, got=reason)
         return cls(Path(result.stdout.rstrip("\n")).resolve())
 
     def commit(self, revision: str) -> str:
@@ -48,8 +46,8 @@ class Repository:
         )
         if result.returncode:
             shallow = self._told("rev-parse", "--is-shallow-repository") == "true"
-            advice = "; this clone is shallow: git fetch --unshallow brings the older ones" if shallow else ""
-            raise SpecError(f"guard: there is no commit {revision!r} in this repository{advice}")
+            advice = "this clone is shallow: git fetch --unshallow brings the older ones" if shallow else ""
+            raise problems.NO_COMMIT(got=revision, advice=advice)
         return result.stdout.strip()
 
     def since(self, good: str) -> list[str]:
@@ -58,9 +56,7 @@ class Repository:
         Those that have not `good`, and came beside it by a merge, are left out: they may have the bits of before it.
         """
         if _git(self.root, "merge-base", "--is-ancestor", good, "HEAD").returncode:
-            raise SpecError(
-                f"guard: commit {good[:12]} is not before the working tree; give one of its history"
-            )
+            raise problems.NOT_BEFORE(got=good[:12])
         line = self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
         descendants = {*self._told("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
         return [commit for commit in line if commit in descendants]
@@ -84,7 +80,7 @@ class Repository:
     def _told(self, *words: str) -> str:
         result = _git(self.root, *words)
         if result.returncode:
-            raise SpecError(f"guard: git {words[0]} failed: {' '.join(result.stderr.split())}")
+            raise problems.GIT_FAILED(command=words[0], got=" ".join(result.stderr.split()))
         return result.stdout.strip()
 
 

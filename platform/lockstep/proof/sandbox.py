@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lockstep.errors import SpecError, first_line
-from lockstep.proof import enclosure
+from lockstep.errors import first_line
+from lockstep.proof import enclosure, problems
 from lockstep.record.redaction import redacted_variables
 
 ROOT = Path(__file__).parents[2]
@@ -122,10 +122,7 @@ def _backend() -> _Backend:
             return backend
         lines = done.stderr.strip().splitlines()
         refused.append(f"{backend.__name__}: {lines[-1] if lines else f'exit code {done.returncode}'}")
-    raise SpecError(
-        f"sandbox: this system has nothing to confine the run's code with ({'; '.join(refused)}); install bubblewrap, or where you trust "
-        "whoever wrote the code, or are in a container of its own, go on with --no-sandbox"
-    )
+    raise problems.NO_SANDBOX(got="; ".join(refused))
 
 
 def bubblewrap(layout: _Layout, words: Sequence[str]) -> list[str]:

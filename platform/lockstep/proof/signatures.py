@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import SpecError
 from lockstep.parsing import one_line
 from lockstep.paths import shown
+from lockstep.proof import problems
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
@@ -48,13 +49,9 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
         envelope = Envelope.from_dict(json.loads(json.dumps(document)))
         payload, claimed = bytes(envelope.payload), next(iter(envelope.signatures), None)
     except Exception as error:
-        raise SpecError(
-            f"statement: it is no DSSE envelope ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        raise problems.NO_ENVELOPE(got=f"{type(error).__name__}: {one_line(error)}") from error
     if envelope.payload_type != PAYLOAD_TYPE:
-        raise SpecError(
-            f"statement: the envelope holds {shown(envelope.payload_type)}, wanted {PAYLOAD_TYPE!r}"
-        )
+        raise problems.OTHER_PAYLOAD(got=shown(envelope.payload_type), wanted=PAYLOAD_TYPE)
     if key is None:
         return payload, claimed, False
     public = public_key(key)
@@ -70,7 +67,7 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
 
 
 def _unfit(key: Path, error: Exception) -> SpecError:
-    return SpecError(f"key: {str(key)!r} cannot sign ({error}); wanted an ed25519, ecdsa or rsa key")
+    return problems.KEY_UNFIT(file=key, got=error)
 
 
 def public_key(key: Path) -> Any:
@@ -86,16 +83,13 @@ def _loaded(key: Path, kind: str, load: Callable[[bytes, Any], Any]) -> Any:
     try:
         return load(key.read_bytes(), serialization)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        reason = str(error).partition("\n")[0]
-        raise SpecError(
-            f"key: {str(key)!r} holds no {kind} key in PEM without a password ({reason})"
-        ) from error
+        reason = next(iter(str(error).splitlines()), "")
+        problem = problems.NO_PUBLIC_KEY if kind == "public" else problems.NO_PRIVATE_KEY
+        raise problem(file=key, got=reason) from error
 
 
 def _needed() -> None:
     try:
         import securesystemslib.dsse  # noqa: F401
     except ImportError as error:
-        raise SpecError(
-            f"key: signatures need securesystemslib ({error}); pip install 'lockstep-train[attest]'"
-        ) from error
+        raise problems.NO_SIGNATURES(got=error) from error

@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import SpecError
 from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
 from lockstep.parsing import json_mapping, one_line
 from lockstep.paths import component, shown
+from lockstep.proof import problems
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
     Disagreement,
@@ -32,14 +32,14 @@ from lockstep.proof.recorded_end import (
     same_in_json,
 )
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.events.union import VERSION, EvaluationRow, StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 
 STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "urn:lockstep-train:run:v1"
+PREDICATE = f"urn:lockstep-train:run:v{VERSION}"
 """The type of what is said; docs/attest.md describes it."""
 
 
@@ -51,9 +51,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
     beside_files = beside_of(summary, folder)
     for path in [*files.values(), *map(beside_path, beside_files.values())]:
         if not path.is_file():
-            raise SpecError(
-                f"attest: run {run.run_id} has no file {str(path)!r}; the weights that it ended with are stated"
-            )
+            raise problems.NO_WEIGHTS(run=run.run_id, file=path)
     last = run.steps[max(run.steps)].digests
     return {
         "_type": STATEMENT,
@@ -107,12 +105,10 @@ def parsed(payload: bytes) -> dict[str, Any]:
         kinds = value["_type"], value["predicateType"]
         component(value["predicate"]["run"])
     except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(
-            f"statement: wanted one that lockstep attest wrote; it cannot be read ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        raise problems.NO_STATEMENT(got=f"{type(error).__name__}: {one_line(error)}") from error
     if kinds != (STATEMENT, PREDICATE):
-        raise SpecError(
-            f"statement: got one of {shown(kinds[1])} in {shown(kinds[0])}, wanted {PREDICATE} in {STATEMENT}"
+        raise problems.OTHER_KIND(
+            got=f"{shown(kinds[1])} in {shown(kinds[0])}", wanted=f"{PREDICATE} in {STATEMENT}"
         )
     return dict(value)
 

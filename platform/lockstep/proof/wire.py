@@ -10,33 +10,30 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NamedTuple, get_type_hints
 
 from lockstep import errors
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import LockstepError
+from lockstep.proof import problems
+from lockstep.proof.problems import ProtocolError
 from lockstep.record.events.union import Digests, EvaluationRow, StepRow
 
 MOST_BYTES = 1 << 24
 """The longest line: a row of a hundred thousand micro-batches has 2 MB."""
 
+MOST_FACTS = 32
+"""How many facts of an error are taken."""
+
 MOST_NAMES = 10_000
 """How many parts or metrics a row may have."""
 
 _FLOAT = re.compile(r"[0-9a-f]{16}")
-_WHOLE = ("step", "epoch", "samples", "attempt")
-_REAL = tuple(name for name in StepRow._fields if name not in (*_WHOLE, "parts", "skipped", "digests"))
-
-
-class ProtocolError(JobError):
-    """A process that executes a job said what Lockstep does not say. Example: a job that writes into the pipe of its process."""
 
 
 def broken(what: str) -> ProtocolError:
     """The error for a process that does not keep to the protocol."""
-    return ProtocolError(
-        f"job: the process that executes it answered with {what}, which is none of Lockstep's answers; nothing of it is used"
-    )
+    return problems.PROTOCOL(got=what)
 
 
 class FileSent(NamedTuple):
@@ -71,10 +68,9 @@ def as_texts(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def step_document(row: StepRow) -> dict[str, Any]:
     """A row in plain data, its floats as 16 hexadecimal digits."""
-    document: dict[str, Any] = {name: int(getattr(row, name)) for name in _WHOLE}
-    document |= {name: _hex(getattr(row, name)) for name in _REAL}
-    document |= {"skipped": bool(row.skipped), "parts": _hex_of(row.parts)}
-    return {**document, "digests": None if row.digests is None else list(row.digests)}
+    document = {name: kind.write(getattr(row, name)) for name, kind in _COLUMNS.items()}
+    digests = None if row.digests is None else list(row.digests)
+    return {**document, "parts": _hex_of(row.parts), "digests": digests}
 
 
 def evaluation_document(row: EvaluationRow) -> dict[str, Any]:
@@ -107,12 +103,8 @@ def parsed(content: bytes) -> dict[str, Any]:
 def step_row(document: Any) -> StepRow:
     """The row that `step_document` made the document of. ProtocolError for any other."""
     values = _fields(document, StepRow._fields)
-    fields: dict[str, Any] = {name: _whole(values[name]) for name in _WHOLE}
-    fields |= {name: _real(values[name]) for name in _REAL}
-    if type(values["skipped"]) is not bool:
-        raise broken("a row whose `skipped` is neither true nor false")
-    fields |= {"skipped": values["skipped"], "parts": _reals(values["parts"])}
-    return StepRow(**fields, digests=_digests(values["digests"]))
+    fields = {name: kind.read(values[name]) for name, kind in _COLUMNS.items()}
+    return StepRow(**fields, parts=_reals(values["parts"]), digests=_digests(values["digests"]))
 
 
 def evaluation_row(document: Any) -> EvaluationRow:
@@ -135,6 +127,9 @@ def error_told(document: Mapping[str, Any]) -> LockstepError:
     is_known = isinstance(kind, type) and issubclass(kind, LockstepError)
     error: LockstepError = (kind if is_known else LockstepError)(plain_text(document.get("text")))  # type: ignore[misc]
     error.code = plain_text(document.get("code", ""), 60)
+    error.evidence, error.remedy = (plain_text(document.get(name, "")) for name in ("evidence", "remedy"))
+    if isinstance(facts := document.get("facts"), dict):
+        error.facts = {plain_text(name, 60): plain_text(facts[name]) for name in [*facts][:MOST_FACTS]}
     return error
 
 
@@ -185,6 +180,24 @@ def _real(value: Any) -> float:
         raise broken("a number that is none")
     (number,) = struct.unpack(">d", bytes.fromhex(value))
     return float(number)
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise broken("a value that is neither true nor false")
+    return value
+
+
+class _Kind(NamedTuple):
+    """How a value of a type is written and read."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+_KINDS: dict[Any, _Kind] = {int: _Kind(int, _whole), float: _Kind(_hex, _real), bool: _Kind(bool, _truth)}
+_COLUMNS = {name: _KINDS[hint] for name, hint in get_type_hints(StepRow).items() if hint in _KINDS}
+"""The columns of a step's row by name, but for its parts and digests."""
 
 
 def _reals(value: Any) -> dict[str, float]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.attempts.storage_retries import patiently
-from lockstep.errors import StorageError
 from lockstep.files import flush, replacing
 from lockstep.parsing import json_value
+from lockstep.sweeps import problems
 
 NAME = "decisions.jsonl"
 
@@ -58,9 +58,7 @@ class Decisions:
         count = next((i for i, event in enumerate(events) if event is None), len(events))
         torn = b"\0" in b"".join(lines[count : count + 1])  # a loss of power leaves zeros
         if count < len(events) and not (torn and all(map(_is_unsafe, events[count:]))):
-            raise StorageError(
-                f"sweep: line {count + 1} of {str(self._path)!r} is damaged; put a copy of the file back, or begin a new sweep"
-            )
+            raise problems.DECISION_DAMAGED(line=count + 1, file=self._path)
         intact = b"".join(line + b"\n" for line in lines[:count])
         if intact != content:
             patiently(lambda: self._write(intact), self._wait, self._say)

@@ -33,7 +33,7 @@ from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
-from lockstep.sweeps import sweep_end
+from lockstep.sweeps import problems, sweep_end
 from lockstep.sweeps.sweep_resume import leased_sweep
 from lockstep.sweeps.trial_standings import best_of, tally
 
@@ -323,7 +323,7 @@ class _Driver:
         except LockstepError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - whatever ends a sweep is recorded, and raised
-            error = ClusterError(f"Ray Tune ended: {raised!r}")
+            error = problems.TUNE_ENDED(got=repr(raised))
         shutil.rmtree(opened.tune_folder, ignore_errors=True)
         self.steps = table.standing.steps
         return table, error

@@ -16,12 +16,13 @@ import torch
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.communication.group import Group, assigned_device
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
+from lockstep.errors import LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import KeepBest
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.setup import prepare
@@ -102,7 +103,7 @@ def _on_gpu(
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
-        raise ClusterError(f"{whose} was lost: {why_lost(str(error))}") from error
+        raise problems.GPU_WORKER_LOST(got=why_lost(str(error))) from error
     return facts
 
 
@@ -137,11 +138,12 @@ def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:
         with determinism(spec.determinism, spec.threads):
             run = prepare(spec, load_job(spec.job.use, spec.job.params), group, tell_nobody)
     except SpecError as error:
-        raise SpecError(
+        line = (
             str(error)
             .replace("checkpoint.keep_best.metric", "metric")
             .replace("checkpoint.keep_best", "metric")
-        ) from error
+        )
+        raise error.with_message(line) from error
     return {
         "total_steps": run.plan.total_steps,
         "first_evaluation": next(

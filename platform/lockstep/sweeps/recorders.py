@@ -17,10 +17,10 @@ import ray
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
-from lockstep.clusters.bounded_calls import answer_of, end_actor
+from lockstep.clusters.bounded_calls import answer_of, end_actor, unanswered
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
-from lockstep.errors import RecordError, SilentError
+from lockstep.errors import RecordError
 from lockstep.record.events.union import (
     Document,
     EndStatus,
@@ -37,6 +37,7 @@ from lockstep.record.mirror.stores import find_history, warm_up
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous
 from lockstep.training.elastic.membership import Formation, Refused
@@ -92,7 +93,7 @@ class TrialRecorder:
         if recorder is not None:
             return recorder.run_id()
         if self._closed_as is None:
-            raise RecordError("record: the run was not created")
+            raise problems.NO_RUN()
         return self._closed_as
 
     def begun(self) -> str | None:
@@ -102,9 +103,7 @@ class TrialRecorder:
     def known_or_reused(self) -> str | None:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
         if not self._looked.wait(ANSWER_S):
-            raise SilentError(
-                f"rank 0, which should have described the trial, did not answer for {ANSWER_S:.0f} s"
-            )
+            raise unanswered("rank 0, which should have described the trial,", ANSWER_S)
         return self.run_id() if self.found is None else None
 
     def begin(self, attempt: int, workers: int) -> None:
@@ -345,10 +344,7 @@ class RecordersActor:
         for thread in self._closing:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._closing):
-            unwritten = (
-                f"record: the recorders of some trials did not write what is left within {CLOSING_S:.0f} s"
-            )
-            return [*self._failures, RecordError(unwritten)]
+            return [*self._failures, problems.UNWRITTEN(seconds=f"{CLOSING_S:.0f}")]
         return self._failures
 
     def _end(self, recorder: TrialRecorder, message: str, status: EndStatus, details: str = "") -> None:
@@ -377,7 +373,7 @@ def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> 
     try:
         return answer_of(reference, WHOSE, limit_s, then)
     except ray.exceptions.RayActorError as error:
-        raise SilentError(f"{WHOSE} was lost: it was killed from outside or crashed; {then}") from error
+        raise problems.RECORDERS_LOST(then=then) from error
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from lockstep.errors import SpecError
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import Decisions, WithoutState
 
 
@@ -62,10 +62,7 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
                 and number not in self._suggested
                 and (again := self._suggest(number)) != event["fields"]
             ):
-                raise SpecError(
-                    f"sweep: Optuna suggests {again} for trial {number} but suggested {event['fields']} before; resume "
-                    "the sweep with the version of optuna that it began with, or begin a new one"
-                )
+                raise problems.OTHER_SUGGESTION(trial=number, got=again, wanted=event["fields"])
 
     def _tell(self, number: int, end: Mapping[str, Any]) -> None:
         metric = end["metric"]
@@ -93,9 +90,7 @@ def optuna_search(sweep: SweepSpec) -> Any:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise SpecError(
-            "search: optuna is not installed; pip install 'lockstep-train[optuna]', or set search=random"
-        ) from error
+        raise problems.NO_OPTUNA() from error
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

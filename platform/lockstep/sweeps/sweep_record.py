@@ -27,7 +27,7 @@ from lockstep.record.mirror.stores import find_run, reader, store_for
 from lockstep.record.redaction import redacted_document
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps import sweep_figures
+from lockstep.sweeps import problems, sweep_figures
 from lockstep.sweeps.trial_standings import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
@@ -142,9 +142,7 @@ class SweepRecord:
         return None
 
     def _unwritten(self, error: OSError) -> UnavailableError:
-        return UnavailableError(
-            f"record.folder: cannot write {str(self.folder)!r}: {error.strerror or error}; name a folder that can be written"
-        )
+        return problems.RECORD_UNWRITABLE(folder=self.folder, got=error.strerror or error)
 
     def _say(self) -> None:
         self._store.set_tags(_LIVES | process_tags(time.time()))

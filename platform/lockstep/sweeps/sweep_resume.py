@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
 from lockstep.job.identity import changed_fields, shown
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.mirror.stores import find_sweep
@@ -18,6 +17,7 @@ from lockstep.record.redaction import redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps import problems
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -49,12 +49,9 @@ def resume_sweep(
     if document is None:
         return None
     if options.local or options.chaos is not None:
-        raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
+        raise problems.LOCAL_OR_CHAOS()
     if fork or step is not None:
-        raise SpecError(
-            f"resume: each trial of sweep {sweep_id} goes on from its own newest checkpoint; leave out --fork and --from-step, or give them "
-            "with the run id of a trial"
-        )
+        raise problems.FORK_OR_STEP(sweep=sweep_id)
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
     recorded_spec = load_spec(document["spec"])
     spec = load_sweep(document, [f"spec.{override}" for override in override_list])
@@ -72,15 +69,11 @@ def resume_sweep(
 def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
     """SpecError for the first field that would change the bits of the trials, and for a secret that the record has not and nobody gives."""
     for name in redacted_fields({**after.document(), "record": {}}):
-        raise SpecError(
-            f"resume: {name} of sweep {sweep_id} is or has a secret, which is not recorded; give it again: {name}=…"
-        )
+        raise problems.SECRET_FIELD(field=name, sweep=sweep_id)
     hidden = redacted_fields(before.document())
     for name, old, new in changed_fields(before, after):
         if not any(name.startswith(field) for field in hidden):
-            raise SpecError(
-                f"resume: {name} is {shown(old)} in sweep {sweep_id}, got {shown(new)}; a resumed sweep is the same sweep: leave it, or begin a new one"
-            )
+            raise problems.FIELD_CHANGED(field=name, sweep=sweep_id, wanted=shown(old), got=shown(new))
 
 
 def leased_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Lease]:

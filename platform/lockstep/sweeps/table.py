@@ -11,8 +11,8 @@ from ray import tune
 
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import Decisions, WithoutState
 from lockstep.sweeps.recorders import NEWS_S, answer_of_recorders
 from lockstep.sweeps.trial_standings import Standing
@@ -151,9 +151,10 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         """ClusterError where trials wait and none runs, for longer than the spec allows."""
         base = self._sweep.base
         if time.monotonic() - self._placed_at > base.faults.wait_for_workers_s:
-            raise ClusterError(
-                f"no trial could be placed for {base.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s): each has "
-                f"{base.workers.min} workers of {base.workers.cpus_each:g} CPU; add nodes, then lockstep resume goes on with the sweep"
+            raise problems.NO_ROOM(
+                seconds=f"{base.faults.wait_for_workers_s:g}",
+                workers=base.workers.min,
+                cpus=f"{base.workers.cpus_each:g}",
             )
 
     def _reason_to_end(self) -> str | None:

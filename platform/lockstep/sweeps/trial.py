@@ -51,6 +51,7 @@ from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_history, find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import problems
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
 from lockstep.sweeps.trial_rendezvous import TrialRendezvousClient, trial_rendezvous
@@ -351,7 +352,7 @@ class Training:
                     if self._outlives(client, rank, error):
                         continue
                     if not over.wait(PATIENCE_S):
-                        lost = ClusterError(f"a worker of the trial is gone: {why_lost(str(error))}")
+                        lost = problems.PROCESS_LOST(what="a worker of the trial", got=why_lost(str(error)))
                         self._broke(first_cause([*self._others.values()], lost))
                     return
 
@@ -372,7 +373,7 @@ class Training:
         if isinstance(
             error, ray.exceptions.RayActorError
         ):  # where it is the recorders', the driver ends the sweep
-            error = ClusterError(f"a process of the sweep is gone: {why_lost(str(error))}")
+            error = problems.PROCESS_LOST(what="a process of the sweep", got=why_lost(str(error)))
         lockstep_error = as_lockstep_error(error, "rank 0")
         if isinstance(lockstep_error, TransientStorageError):  # Tune begins at once with the next attempt
             self._rank_zero.rest(FIRST_STORAGE_PAUSE_S)

@@ -8,8 +8,8 @@ from typing import Any
 
 from lockstep.attempts.sender import ALIVE_S, Sender
 from lockstep.clusters.bounded_calls import answer_of
-from lockstep.errors import StorageError
 from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.sweeps import problems
 from lockstep.sweeps.recorders import ANSWER_S
 
 RECORDER = "the recorder of the trial"
@@ -76,7 +76,7 @@ class TrialRun:
             self._saved.wait_for(lambda: step in self._save_errors, SAVE_S)
         error = self._save_errors.get(step, f"no result of the save after {SAVE_S:.0f} s")
         if error is not None:
-            raise StorageError(f"the checkpoint of step {step} could not be saved: {error}")
+            raise problems.UNSAVED(step=step, got=error)
 
     # --- fit's -------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,6 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.plan import Position
 from lockstep.record.events.union import StepRow
-from lockstep.training.setup import Run
-from lockstep.training.step.results import StepResult
 
 
 class Clock:
@@ -23,8 +21,8 @@ class Clock:
         self._steps = self._samples = 0
         self._steady_s = self._steady_wait_s = 0.0
 
-    def row(self, run: Run, position: Position, result: StepResult, batches: Loader) -> StepRow:
-        """The ledger's row of the step that has just ended."""
+    def timed(self, row: StepRow, position: Position, batches: Loader) -> StepRow:
+        """The row of the step that has just ended, with its times."""
         now, wall = time.perf_counter(), time.time()
         step_s, wait_s = now - self._mark, batches.waited_s - self._waited_s
         self._mark, self._waited_s = now, batches.waited_s
@@ -33,24 +31,7 @@ class Clock:
         else:
             self._steps, self._samples = self._steps + 1, self._samples + position.samples
             self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
-        return StepRow(
-            step=position.number,
-            epoch=position.epoch,
-            samples=run.state.counters.samples,
-            loss=result.loss,
-            weight=result.weight,
-            parts=result.parts,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            clipped_norm=result.clipped_norm,
-            scale=result.scale,
-            skipped=result.skipped,
-            data_wait_s=wait_s,
-            step_s=step_s,
-            wall_clock=wall,
-            attempt=self.attempt,
-            digests=result.digests,
-        )
+        return row._replace(data_wait_s=wait_s, step_s=step_s, wall_clock=wall, attempt=self.attempt)
 
     def leave_out(self) -> None:
         """Start the next step's time here: an evaluation or a save is not part of it."""

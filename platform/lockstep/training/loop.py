@@ -199,7 +199,7 @@ def take_steps(
         regroup = regroups and requests.regroup()
         stop = requests.stop() or bool(check.refused)
         result = run.step(position, batches, stop=stop, save=checkpoints.wanted(), regroup=regroup)
-        row = clock.row(run, position, result, batches)
+        row = clock.timed(result.row, position, batches)
         note_step(run, row)
         run.step.digests.compare()
         run.inputs.look(run.facts, position.number, tell)

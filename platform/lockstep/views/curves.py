@@ -9,7 +9,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import RecordError, SpecError
 from lockstep.parsing import MOST_YAML_BYTES, yaml_value
 from lockstep.paths import read_bounded
 from lockstep.record.events.metrics import evaluation_points, observation_points, step_points
@@ -21,6 +20,7 @@ from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
 from lockstep.spec.fields import PLACEMENT
 from lockstep.spec.messages import shown
+from lockstep.views import problems
 
 
 class Moment(NamedTuple):
@@ -82,7 +82,7 @@ def _document(run_id: str, path: Path) -> Mapping[str, Any]:
     except ValueError as error:
         document = " ".join(str(error).split())
     if not isinstance(document, dict):
-        raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {shown(document)}; put a copy of it back")
+        raise problems.NO_SPEC(run=run_id, file=path, got=shown(document))
     return document
 
 
@@ -111,7 +111,7 @@ def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
             history = find_history(uri, run_id, folder.parent)
             curves = Curves(run_id, run.spec, history, run.status != "FINISHED", observations)
     except OSError as error:
-        raise RecordError(f"run {run_id}: cannot read {str(folder)!r}: {error.strerror or error}") from error
+        raise problems.UNREADABLE(run=run_id, folder=folder, got=error.strerror or error) from error
     if next(curves.moments(), None) is None:
-        raise SpecError(f"run {run_id}: no step of it is recorded yet; there is nothing to show")
+        raise problems.NO_STEP(run=run_id)
     return curves

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lockstep.errors import SpecError, closest
+from lockstep.errors import closest
 from lockstep.record.mirror.run_store import RunInfo
+from lockstep.views import problems
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -49,9 +50,7 @@ def conditions(text: str) -> list[Condition]:
     for part in re.split(r"\s+and\s+", text.strip()):
         match = _CONDITION.fullmatch(part)
         if match is None:
-            raise SpecError(
-                f"where: got {part!r}, wanted name, comparison and value, such as 'eval/accuracy > 0.9'; several with `and` between them"
-            )
+            raise problems.WHERE_FORM(got=part)
         name, sign, wanted = match.groups()
         quoted = len(wanted) > 1 and wanted[0] == wanted[-1] and wanted[0] in "'\""
         comparisons.append(Condition(name, sign, wanted[1:-1] if quoted else _number(wanted)))
@@ -78,7 +77,7 @@ def matching(
             chosen.append(run)
     for condition in wanted:
         if looked_at and condition.name not in known:
-            raise SpecError(f"where: no run has {condition.name!r}{_suggested(condition.name, known)}")
+            raise problems.WHERE_NAME(got=condition.name, hint=_suggested(condition.name, known))
     return chosen
 
 

@@ -16,9 +16,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lockstep.errors import SpecError, StorageError
 from lockstep.files import NoLocksError, lock, make_folder, private, replacing
 from lockstep.record.mirror.documents import as_yaml, flat
+from lockstep.views import problems
 from lockstep.views.curves import Curves, Moment
 
 FILE = "events.out.tfevents.lockstep"
@@ -39,9 +39,7 @@ def check_installed() -> None:
     try:
         import tensorboard  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SpecError(
-            "tensorboard: the package is not installed; pip install 'lockstep-train[tensorboard]'"
-        ) from error
+        raise problems.PACKAGE(package="tensorboard") from error
 
 
 def write_events(curves: Curves, logdir: Path) -> Written:
@@ -54,9 +52,7 @@ def write_events(curves: Curves, logdir: Path) -> Written:
             with _locked(path) as file:
                 counts = _add(file, curves) or _write_anew(path, curves)
     except OSError as error:
-        raise StorageError(
-            f"logdir: cannot write {str(path)!r}: {error.strerror or error}; name another with --logdir"
-        ) from error
+        raise problems.UNWRITABLE(option="logdir", file=path, got=error.strerror or error) from error
     return Written(curves.run_id, str(path), *counts)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
-from lockstep.errors import SpecError, nearest
+from lockstep.errors import nearest
+from lockstep.views import problems
 from lockstep.views.curves import Curves
 
 ROWS = 10
@@ -60,7 +61,7 @@ def series_of(curves: Curves, keys: Sequence[str]) -> list[Series]:
     ]
     for key in keys:
         if key not in by_key:
-            raise SpecError(f"plot: run {curves.run_id} has no {key!r}{nearest(key, by_key)}")
+            raise problems.PLOT_KEY(run=curves.run_id, got=key, hint=nearest(key, by_key))
     evaluations = sorted(
         (key for key in by_key if key.startswith("eval/")), key=lambda key: key != "eval/loss"
     )

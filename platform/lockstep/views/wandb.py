@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import SpecError, StorageError
 from lockstep.files import make_folder, private, replaced
 from lockstep.record.events.codec import LATEST
+from lockstep.views import problems
 from lockstep.views.curves import Curves, Moment
 
 _REFUSED_IN_PROJECTS = re.compile(r"[/\\#?%:]")
@@ -39,7 +39,7 @@ def check_installed() -> None:
     try:
         import wandb  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SpecError("wandb: the package is not installed; pip install 'lockstep-train[wandb]'") from error
+        raise problems.PACKAGE(package="wandb") from error
 
 
 def write_offline_run(curves: Curves, directory: Path) -> Written:
@@ -55,9 +55,7 @@ def write_offline_run(curves: Curves, directory: Path) -> Written:
             if changed:  # what `wandb sync` leaves beside a run that a server has
                 path.with_name(f"{path.name}.synced").unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"dir: cannot write {str(path)!r}: {error.strerror or error}; name another with --dir"
-        ) from error
+        raise problems.UNWRITABLE(option="dir", file=path, got=error.strerror or error) from error
     return Written(curves.run_id, str(folder), steps, changed)
 
 

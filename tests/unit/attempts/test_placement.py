@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.attempts import problems
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, place, rooms_for_more
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from tests.raised import raises
 
 
 def placed(workers: int, *fit: str) -> WorkerPlacement:
@@ -83,5 +85,5 @@ def test_nodes_that_are_too_small_by_themselves_are_refused_in_one_line() -> Non
         "workers.min: got 3 workers of 2 CPU each, but the cluster has 6 CPU, enough for 2 on its 2 nodes; "
         "lower workers.min or workers.cpus_each, or add nodes"
     )
-    with pytest.raises(SpecError, match=r"has 4 CPU, enough for 2; "):
+    with raises(problems.TOO_SMALL, have="4 CPU", fit=2):
         place(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 2.0}, {"CPU": 2.0}])

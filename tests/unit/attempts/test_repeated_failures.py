@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 
+from lockstep.attempts.problems import REPEATED
 from lockstep.attempts.repeated_failures import Repeats, repeat
-from lockstep.errors import DeviceError, FailedAt, JobError
+from lockstep.errors import DeviceError, FailedAt
 
 ECC = DeviceError(
     "a GPU failed in a kernel (step 7, micro-batch 3, rank 1): RuntimeError: CUDA error: unspecified launch failure"
@@ -32,9 +33,8 @@ def test_the_same_worker_another_place_or_another_failure_say_nothing() -> None:
 
 def test_the_line_and_the_file_have_all_that_it_takes() -> None:
     found = repeat(ECC, PLACE, "rank 1 on node a in attempt 1 and …", "f00", "/runs", 4)
-    assert type(found.error) is JobError
+    assert (found.error.code, found.error.facts["file"]) == (REPEATED.code, found.name)
     assert "\n" not in str(found.error)
-    assert found.name in str(found.error)
     assert "Its samples: 12, 5\n" in found.text
     assert "Replay('f00', '/runs', 4, 7)" in found.text
     ast.parse(found.text)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import ray
 
-from lockstep.attempts import first_placement, storage_retries, supervisor
+from lockstep.attempts import first_placement, problems, storage_retries, supervisor
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
-from lockstep.checkpoint import problems
+from lockstep.checkpoint.problems import NOTHING_LEFT
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
@@ -319,7 +319,7 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
     if not lost:
         assert run.run().attempts == 2
         return
-    with raises(problems.NOTHING_LEFT, run="a" * 32):
+    with raises(NOTHING_LEFT, run="a" * 32):
         run.run()
     failed = run.recording.told[-1]
     assert isinstance(failed, Failed)
@@ -372,7 +372,7 @@ def test_a_signal_ends_a_run_that_would_go_on(
 
     def no_room(*_: Any) -> Any:
         run.stop.ask()
-        raise SpecError("workers.min: got 2 workers of 1 CPU each, but the cluster has 1 CPU, enough for 1")
+        raise problems.TOO_SMALL(got=2, need="1 CPU", have="1 CPU", fit=1)
 
     def no_answer(*_: Any, **__: Any) -> Any:
         run.stop.ask()
@@ -403,10 +403,11 @@ def test_a_signal_ends_a_run_that_would_go_on(
     assert raised.value.exit_code == 143
     told = {
         "after a loss": "rank 0 of 1 was lost: it was killed (attempt 2; a signal ends the run)",
-        "at the wait for workers": "enough for 1; a signal ended the wait for workers after 0 s",
+        "at the wait for workers": ", and a signal ended the wait for workers after 0 s; lower workers.min",
         "at the wait for storage": "checkpoint: Stale file handle",
     }[where]
-    assert failed.message.endswith(told)
+    assert told in failed.message
+    assert (raised.value.code == problems.WAIT_SIGNALLED.code) == (where == "at the wait for workers")
 
 
 class NoRequest:
@@ -685,7 +686,8 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     assert run.recording.refused == ["it made no progress"]
     assert Document("stacks-attempt-1.txt", "stacks of 1") in run.recording.told
     why = run.recording.summaries[0]["why"]
-    assert why.startswith("no rank made progress for " if begun else "no first step within ")
+    hung = problems.NO_PROGRESS if begun else problems.NO_FIRST_STEP
+    assert (run.workers[0].error.code, "stacks-attempt-1.txt" in why) == (hung.code, True)
     assert "what each was doing is in stacks-attempt-1.txt" in why
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lockstep.attempts.problems import FAULT_OF_JOB
 from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.record.events.union import Corrupted, Witness
 
@@ -65,9 +66,11 @@ def test_the_same_step_on_other_workers_is_the_jobs() -> None:
     untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
     verdict = untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,)), NODES)
     assert not verdict.nodes
-    assert "first in 'fc.weight'" in verdict.fault_of_job
-    assert "in attempt 1 it was rank 2 (host host-2" in verdict.fault_of_job
-    assert "\n" not in verdict.fault_of_job
+    assert verdict.fault_of_job is not None and verdict.fault_of_job.code == FAULT_OF_JOB.code
+    assert "first in 'fc.weight'" in verdict.fault_of_job.facts["got"]
+    assert verdict.fault_of_job.facts["attempt"] == "1"
+    assert verdict.fault_of_job.facts["earlier"].startswith("rank 2 (host host-2")
+    assert "\n" not in str(verdict.fault_of_job)
 
 
 def test_the_same_worker_again_is_still_that_worker() -> None:

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, total_bytes
+from lockstep.checks.estimate import (
+    Estimate,
+    Measured,
+    as_text,
+    at,
+    estimate,
+    estimated,
+    measured,
+    total_bytes,
+)
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.communication.group import Group
@@ -31,6 +40,7 @@ from lockstep.training.observe.worker_memory import sums_held
 from lockstep.training.setup import Run, prepare
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.reduction import TreeSum
+from tests.distributed.changing_jobs import by_tokens
 from tests.in_process import here
 
 CPU = Group.join(torch.device("cpu"))
@@ -240,3 +250,17 @@ def test_an_estimate_tells_what_other_settings_would_need() -> None:
         ("fp32", False)
     }
     assert by_setting["fp32", True]["activations_bytes"] < 0.5 * found.activations_bytes
+
+
+def test_micro_batches_that_tokens_bound_are_measured_by_the_largest_of_them() -> None:
+    """No micro-batch of the run needs more, some need less, and no other number of samples is proposed: it would be another run."""
+    fixture = Fixture(load_spec({**by_tokens(), "record": {"uri": "off"}}))
+    with determinism("strict", 1):
+        found = estimated(fixture)
+        keys = [key for step in range(4) for key in fixture.step_keys(step)]
+        activations = [measured(fixture, key._replace(due=())).activations for key in keys]
+    assert max(activations) <= found.activations_bytes
+    assert min(activations) < found.activations_bytes
+    assert (found.tokens, found.largest_micro_batch) == (64, None)
+    assert "largest micro" not in as_text(found)
+    assert "the one measured that needs most" in as_text(found)

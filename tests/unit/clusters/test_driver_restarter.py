@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.clusters import problems
 from lockstep.clusters.driver_restarter import (
     JOB,
     KEPT,
@@ -19,8 +20,9 @@ from lockstep.clusters.driver_restarter import (
     was_lost,
 )
 from lockstep.clusters.submission import RETRIES, entrypoint
-from lockstep.errors import ClusterError, JobError, SpecError
+from lockstep.errors import ClusterError, JobError
 from lockstep.exit_codes import ExitCode
+from tests.raised import raises
 
 
 @pytest.mark.parametrize("code", [-9, 137, None, -6, ExitCode.MAY_PASS])
@@ -73,7 +75,7 @@ def test_a_submitted_run_is_asked_to_keep_itself(tmp_path: Path) -> None:
 def test_a_command_that_is_no_job_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (JOB, KEPT):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SpecError, match="retries: this command is not a cluster job"):
+    with raises(problems.NO_JOB_TO_RETRY):
         refuse_without_a_job("local")
     refuse_without_a_job("127.0.0.1:1")  # whether it is one, the cluster says
 

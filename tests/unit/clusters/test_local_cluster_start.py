@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.clusters import problems
 from lockstep.clusters.local_cluster import LocalCluster, down, marked, recorded_cluster, running_cluster, up
-from lockstep.errors import SpecError
+from tests.raised import raises
 
 UP = """
 import sys
@@ -84,7 +85,7 @@ def test_what_a_killed_start_leaves_is_known_and_taken_down(
     starting.wait()
     assert cluster.running()
     assert running_cluster() is None
-    with pytest.raises(SpecError, match=r"^cluster: one is already being started; stop it with lockstep"):
+    with raises(problems.CLUSTER_RUNS, got="is already being started"):
         up(1, 1, host="127.0.0.1", port=0, token=True)
     assert down() == cluster
     assert_gone(cluster, tmp_path)

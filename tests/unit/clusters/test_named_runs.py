@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.calls import problems
 from lockstep.calls.named_runs import train_named
-from lockstep.checkpoint import problems
+from lockstep.checkpoint.problems import NAME_FILE, NAME_TAKEN
 from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import give_name, run_of_name
 from lockstep.checkpoint.storage.opening import open_storage
@@ -74,11 +75,11 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path) -> None:
     first, other = named(tmp_path), named(tmp_path, "day")
     assert first.run_id != other.run_id
-    with pytest.raises(SpecError, match="seed is 0 in run"):
+    with raises(problems.FIELD_CHANGED, field="seed", wanted=0):
         named(tmp_path, seed=3)
     with (
         leased(open_storage(str(tmp_path)), first.run_id, "the run") as hold,
-        pytest.raises(SpecError, match="seed is 0 in run"),
+        raises(problems.FIELD_CHANGED, field="seed", wanted=0),
     ):
         train_named(OPTIONS, spec(tmp_path, seed=3), "night", takeover=True)
     assert hold.taker is None, "who cannot go on with a run does not end it"
@@ -95,7 +96,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 101])
 def test_a_name_is_one_word(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SpecError, match="wanted a name"):
+    with raises(problems.RUN_NAME):
         named(tmp_path, name)
 
 
@@ -104,9 +105,9 @@ def test_a_name_is_given_twice_to_one_run_and_once_to_another(tmp_path: Path) ->
     storage = open_storage(str(tmp_path))
     give_name(storage, "night", "run-a")
     give_name(storage, "night", "run-a")
-    with raises(problems.NAME_TAKEN, name="night", owner="run-a"):
+    with raises(NAME_TAKEN, name="night", owner="run-a"):
         give_name(storage, "night", "run-b")
     assert run_of_name(storage, "night") == "run-a"
     storage.put("named-night/run_id", b"")
-    with raises(problems.NAME_FILE, name="night", file=tmp_path / "named-night" / "run_id"):
+    with raises(NAME_FILE, name="night", file=tmp_path / "named-night" / "run_id"):
         run_of_name(storage, "night")

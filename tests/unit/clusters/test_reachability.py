@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.calls.runs import train
-from lockstep.clusters import local_cluster
+from lockstep.clusters import local_cluster, problems
 from lockstep.clusters.connection import _may_be_one
 from lockstep.clusters.reachability import check_answers, cluster_address, host_and_port
-from lockstep.errors import ClusterError, SpecError
+from tests.raised import raises
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def test_ones_own_cluster_is_joined_while_it_runs(machine: Path) -> None:
 
 def test_auto_without_a_cluster_is_a_mistake(machine: Path) -> None:
     (machine / "ray" / "ray_current_cluster").unlink()
-    with pytest.raises(SpecError, match=r"^address: got 'auto', but no cluster was started"):
+    with raises(problems.NO_CLUSTER_HERE):
         cluster_address("auto")
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:", "host:port", "host:99999", ":6379"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(SpecError, match=r"^address: got .* wanted the host:port"):
+    with raises(problems.ADDRESS):
         check_answers(address)
 
 
@@ -84,7 +84,7 @@ def test_hosts_and_ports() -> None:
 
 
 def test_a_name_that_is_not_known_is_one_line() -> None:
-    with pytest.raises(ClusterError, match=r"^address: no Ray cluster answers at no-such-host\.invalid:6379"):
+    with raises(problems.NO_ANSWER, got="no-such-host.invalid:6379"):
         check_answers("no-such-host.invalid:6379")
 
 
@@ -128,7 +128,7 @@ def test_a_rank_of_torchrun_is_told_to_train_without_ray(monkeypatch: pytest.Mon
     """Each rank would begin a run of its own, whose workers wait for ever for the store of torchrun's agent."""
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SpecError, match=r"^torchrun started this process, as rank 1 of 2, .*; add --local "):
+    with raises(problems.UNDER_TORCHRUN, rank=1, ranks=2):
         train("jobs/digits/train.yaml", ["record.uri=off"])
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from lockstep.calls.named_runs import NAME
-from lockstep.clusters import submission
+from lockstep.clusters import problems, submission
 from lockstep.clusters.packaging import MIB, Package
 from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
 from lockstep.clusters.submission import Submitted, connect, entrypoint, find_address, job_name
-from lockstep.errors import ClusterError, SilentError, SpecError
+from lockstep.errors import Problem, SpecError
 from tests.in_process import here
+from tests.raised import raises
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,8 +65,8 @@ def test_a_package_that_is_too_large_is_refused_before_ray_does_and_names_what_i
 ) -> None:
     noise(tmp_path / "job.py", 100)
     noise(tmp_path / "weights" / "old.bin", 3 * MIB)
-    with pytest.raises(
-        SpecError, match=r"takes 2 MiB: 2 files, 3\.0 MiB packed; largest: weights/old\.bin 3\.0 MiB"
+    with raises(
+        problems.TOO_LARGE, wanted=2, got="2 files, 3.0 MiB packed; largest: weights/old.bin 3.0 MiB"
     ):
         pack(tmp_path, limit=2 * MIB)
     assert pack(tmp_path, limit=4 * MIB).files == 2
@@ -94,25 +95,25 @@ def test_a_spec_is_trained_and_a_run_id_resumed(tmp_path: Path) -> None:
     assert entrypoint("0" * 32, [], None, tmp_path, 3, "mail me") == [
         *start, "resume", "0" * 32, "--retries", "3", "--notify", "mail me"
     ]  # fmt: skip
-    with pytest.raises(SpecError, match=r"^notify: contains a secret"):
+    with raises(problems.SECRET_IN_NOTIFY):
         entrypoint("0" * 32, [], None, tmp_path, notify="curl https://me:hunter2@host/")
 
 
 @pytest.mark.parametrize(
-    ("what", "overrides", "told"),
+    ("what", "overrides", "problem"),
     [
-        ("nothing.yaml", [], "there is no such file"),
-        ("../train.yaml", [], "is not below"),
-        ("jobs/train.yaml", ["record.uri=http://me:hunter2@mlflow:5000"], "MLFLOW_TRACKING_PASSWORD"),
+        ("nothing.yaml", [], problems.NO_SPEC_OR_RUN),
+        ("../train.yaml", [], problems.SPEC_OUTSIDE),
+        ("jobs/train.yaml", ["record.uri=http://me:hunter2@mlflow:5000"], problems.PASSWORD_IN_OVERRIDE),
     ],
 )
 def test_what_cannot_work_there_is_refused_here(
-    tmp_path: Path, what: str, overrides: list[str], told: str
+    tmp_path: Path, what: str, overrides: list[str], problem: Problem[SpecError]
 ) -> None:
     (tmp_path / "here" / "jobs").mkdir(parents=True)
     (tmp_path / "here" / "jobs" / "train.yaml").touch()
     (tmp_path / "train.yaml").touch()
-    with pytest.raises(SpecError, match=told) as caught:
+    with raises(problem) as caught:
         entrypoint(what, overrides, None, tmp_path / "here")
     assert "hunter2" not in str(caught.value)
 
@@ -130,9 +131,9 @@ def test_a_job_has_a_name_by_which_its_run_can_go_on(folder: str) -> None:
 def test_an_address_is_a_url_or_one_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    with pytest.raises(SpecError, match="lockstep cluster up"):
+    with raises(problems.NO_ADDRESS):
         find_address(None)
-    with pytest.raises(SpecError, match="wanted the job API's URL"):
+    with raises(problems.JOB_API_ADDRESS, got="10.0.0.1:6379"):
         find_address("10.0.0.1:6379")
     assert find_address("http://10.0.0.1:8265/") == "http://10.0.0.1:8265"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://10.0.0.2:8265")
@@ -157,7 +158,7 @@ def test_a_mistake_in_the_spec_is_told_before_anybody_is_asked(
 def test_nobody_at_the_address_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(ClusterError, match="does not answer like Ray's job API") as caught:
+    with raises(problems.NO_JOB_API, address="http://127.0.0.1:9") as caught:
         connect("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)
 
@@ -170,7 +171,7 @@ def test_a_job_api_that_accepts_and_never_answers_is_told_in_seconds(
     monkeypatch.setattr(submission, "CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(SilentError, match=f"^{address} did not answer for 1 s$"):
+        with raises(problems.UNANSWERED, whose=address, seconds=1):
             connect(address)
 
 
@@ -223,7 +224,7 @@ def test_a_job_api_that_stays_away_is_told_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(submission, "POLL_S", 0.0)
     monkeypatch.setattr(submission, "pause_s", lambda number: 0.0)
     monkeypatch.setattr(submission, "PATIENCE_S", 0.0)
-    with pytest.raises(ClusterError, match=r"^address: http://h:8265 does not answer like .*503: Service"):
+    with raises(problems.NO_JOB_API, address="http://h:8265", got=re.compile("503: Service")):
         submission._retry_after(Jobs(1), LOST)
     assert submission._retry_after(Jobs(0, "demo-1a"), LOST) is None
 
@@ -239,11 +240,8 @@ def test_a_job_that_is_not_there_is_told_at_once() -> None:
         def get_job_info(self, job: str) -> Any:
             raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
 
-    with pytest.raises(SpecError) as caught:
+    with raises(problems.NO_JOB, address="http://h:8265", got="dmeo-1a"):
         submission._follow(Client(), "dmeo-1a", "http://h:8265", lambda text: None)
-    assert str(caught.value) == (
-        "job: http://h:8265 has no job 'dmeo-1a'; ray job list --address http://h:8265 lists them"
-    )
 
 
 def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +261,20 @@ def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.
                 raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
             return SimpleNamespace(status="RUNNING", driver_exit_code=None, message="", entrypoint="")
 
-    with pytest.raises(ClusterError) as caught:
+    with raises(problems.JOB_GONE, job="demo-1a") as caught:
         submission._follow(Client(), "demo-1a", "http://h:8265", lambda text: None)
-    assert str(caught.value) == (
-        "job: http://h:8265 knows no job 'demo-1a' any more, as a cluster that was started anew; "
-        f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
-    )
+    assert caught.value.remedy == f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("Request failed with status code 401: Unauthenticated", problems.OTHER_TOKEN),
+        ("Authentication required: token missing", problems.OTHER_TOKEN),
+        (f"Request failed with status code 500: {submission.NO_AGENT} here", problems.NO_AGENT),
+        ("Request failed with status code 502: Bad Gateway", problems.NO_JOB_API),
+    ],
+)
+def test_what_the_job_api_answers_is_a_problem(answer: str, problem: Problem[Any]) -> None:
+    with raises(problem, address="http://h:8265"):
+        raise submission.job_api_error(RuntimeError(answer), "http://h:8265")

@@ -16,11 +16,12 @@ import pytest
 
 from lockstep import resume, train
 from lockstep.checkpoint.errors import StaleAttemptError
-from lockstep.driver import notification
+from lockstep.driver import notification, problems
 from lockstep.driver.notification import Notifications
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 from lockstep.record.events.union import Alerted
+from tests.raised import raises
 
 RUN = "f" * 32
 
@@ -291,5 +292,5 @@ def test_a_webhook_gets_what_the_command_gets(
 
 
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="webhook: got 'file:///etc/passwd', wanted an address"):
+    with raises(problems.WEBHOOK, got="file:///etc/passwd"):
         Notifications(None, tmp_path, print, webhook="file:///etc/passwd")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lockstep import train
+from lockstep.calls import problems as calls_problems
 from lockstep.calls.attestation import attest
 from lockstep.calls.exporting import Exported, export, predict
-from lockstep.errors import ExportError, LockstepError, SpecError
+from lockstep.errors import LockstepError, Problem
 from lockstep.export import arrays, exporting, formats
+from lockstep.export import problems as export_problems
 from lockstep.job.loading import load_job
 from lockstep.record.ledger.tables import read_history
 from lockstep.record.mirror.final_model_files import GRAPH
@@ -31,6 +34,7 @@ from lockstep.training.integrity.state_digest import weights_digest
 from tests.empty_store import put_empty_store
 from tests.forked import script
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.export.exported_jobs import EVALUATED, PLANTED, Pair, points
 
 
@@ -246,9 +250,7 @@ def test_more_inputs_are_compared_where_they_are_given(run: Path, tmp_path: Path
 def test_a_fixed_batch_takes_any_number_of_rows_all_the_same(run: Path, tmp_path: Path) -> None:
     PLANTED.add("three rows")
     before = contents(run)
-    with pytest.raises(
-        ExportError, match=r"does not take any number of rows: .* or export it with --fixed-batch$"
-    ):
+    with raises(export_problems.FIXED_ROWS):
         exported(run)
     assert contents(run) == before
     found = exported(run, fixed_batch=True).artifact
@@ -258,7 +260,7 @@ def test_a_fixed_batch_takes_any_number_of_rows_all_the_same(run: Path, tmp_path
     whole = predicted(run, tmp_path / "x.npy")[""]
     np.save(tmp_path / "x.npy", x[:6].numpy())
     assert torch.equal(predicted(run, tmp_path / "x.npy")[""], whole[:6]) and len(whole) == 7
-    with pytest.raises(SpecError, match=r"^batch: got 7, and the artifact takes 3 rows at a time"):
+    with raises(export_problems.FIXED_BATCH, got=7, wanted=3):
         predicted(run, tmp_path / "x.npy", batch=7)
 
 
@@ -271,9 +273,7 @@ def test_outputs_that_calls_cannot_be_joined_to_are_refused(run: Path, tmp_path:
     PLANTED.add("pairs")
     for fixed in (True, False):
         exported(run, fixed_batch=fixed)
-        with pytest.raises(
-            SpecError, match=r"^batch: output 'output' .*, so one call has to take all 10;"
-        ) as caught:
+        with raises(export_problems.WITHOUT_ROWS, rows=10) as caught:
             predicted(run, tmp_path / "x.npy", batch=None if fixed else 4)
         assert caught.value.exit_code == 2
     assert predicted(run, tmp_path / "x.npy", batch=10)[""].shape == (10, 10)
@@ -286,10 +286,7 @@ def test_rows_that_follow_from_the_data_are_refused(run: Path, tmp_path: Path) -
     told["outputs"][0]["shape"] = ["batch", 3]  # what a chance of the example could say
     path.with_suffix(".json").write_text(json.dumps(told))
     np.save(tmp_path / "x.npy", points(10, 7)[0].numpy())
-    with pytest.raises(
-        ExportError,
-        match=r"^predict: torchscript: rows 0 to 3 have an output 'output' of .*, wanted \(4, 3\)",
-    ):
+    with raises(export_problems.PREDICTION_SHAPE, format="torchscript", rows="rows 0 to 3", wanted="(4, 3)"):
         predicted(run, tmp_path / "x.npy", form="torchscript", batch=4)
 
 
@@ -297,23 +294,23 @@ def test_rows_that_follow_from_the_data_are_refused(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("form", "planted", "message"),
+    ("form", "planted", "problem", "facts"),
     [
-        ("torchscript", "branch", "is not that of eager mode: .* take them out of forward"),
-        ("torchscript", "traced", "is not that of eager mode"),
-        ("pt2", "one bit", "elements have other bits, by up to .*, where no difference is allowed; nothing was kept"),
-        ("pt2", "branch", r"the model cannot be traced, tests/unit/export/exported_jobs.py:\d+ in forward: "),
-        ("pt2", "sizes", "does not take any number of rows: .* or export it with --fixed-batch"),
-        ("torchscript", "sizes", "the artifact fails on 1 rows: .* or export it with --fixed-batch"),
-        ("pt2", "nested", "output 'a' of the model is list, wanted a tensor"),
+        ("torchscript", "branch", export_problems.DIFFERENT, {"advice": re.compile("take them out of forward")}),
+        ("torchscript", "traced", export_problems.DIFFERENT, {"format": "torchscript"}),
+        ("pt2", "one bit", export_problems.DIFFERENT, {"got": re.compile("elements have other bits, by up to "), "wanted": "no difference"}),
+        ("pt2", "branch", export_problems.NOT_TRACED, {"where": re.compile(r"^, tests/unit/export/exported_jobs.py:\d+ in forward$")}),
+        ("pt2", "sizes", export_problems.FIXED_ROWS, {}),
+        ("torchscript", "sizes", export_problems.ROWS_FAIL, {"rows": 1, "advice": export_problems.SIZES}),
+        ("pt2", "nested", export_problems.OUTPUT_KIND, {"name": "a", "got": "list"}),
     ],
 )  # fmt: skip
 def test_an_artifact_that_computes_something_else_is_an_error(
-    run: Path, form: str, planted: str, message: str
+    run: Path, form: str, planted: str, problem: Problem[Any], facts: dict[str, Any]
 ) -> None:
     PLANTED.add(planted)
     before = contents(run)
-    with pytest.raises(ExportError, match=message) as caught:
+    with raises(problem, **facts) as caught:
         exported(run, form=form)
     assert caught.value.exit_code == 1
     assert len(str(caught.value).splitlines()) == 1
@@ -336,7 +333,7 @@ def test_weights_that_change_on_their_way_into_the_artifact_are_found(
         return formats.write(form, model, *more, **options)
 
     monkeypatch.setattr(exporting, "write", altered)
-    with pytest.raises(ExportError, match="is not that of eager mode"):
+    with raises(export_problems.DIFFERENT):
         exported(run, form=form)
     assert contents(run) == before
 
@@ -408,7 +405,7 @@ def test_what_is_beside_the_weights_is_stated(moving: Path, tmp_path: Path) -> N
     assert f"{moving.name}/weights/final.beside.safetensors" in [one["name"] for one in stated["subject"]]
     weights = moving / "weights" / "final.safetensors"
     save_beside(weights, {**load_beside(weights), "extra": {"_extra_state": {"scale": 7.0}}})
-    with pytest.raises(SpecError, match=r"contradicts itself: weights/final.beside.safetensors is "):
+    with raises(calls_problems.RECORD_CONTRADICTS, what="weights/final.beside.safetensors"):
         attest(moving.name, **where)
 
 
@@ -417,9 +414,7 @@ def test_what_is_beside_the_weights_is_that_of_the_record(moving: Path) -> None:
     path = moving / "weights" / "final.beside.safetensors"
     held = load_file(path)
     save_file({name: value + 1 for name, value in held.items()}, path, safe_open(path, "pt").metadata())
-    with pytest.raises(
-        ExportError, match=r"^weights: .*final\.beside\.safetensors' has the digest .*; restore"
-    ):
+    with raises(export_problems.WEIGHTS_CHANGED):
         exported(moving)
     path.write_bytes(b"")
     with pytest.raises(LockstepError, match=r"^weights: cannot read .*final\.beside\.safetensors"):
@@ -435,7 +430,7 @@ def test_weights_that_are_not_those_of_the_record_are_not_exported(run: Path) ->
     weights = load_file(path)
     weights["out.bias"][0] += 1
     save_file(weights, path)
-    with pytest.raises(ExportError, match=r"^weights: .* has the digest .*, and the run's record "):
+    with raises(export_problems.WEIGHTS_CHANGED):
         exported(run)
 
 
@@ -444,16 +439,13 @@ def test_an_artifact_that_was_changed_or_outlived_is_not_run(run: Path, tmp_path
     path = Path(exported(run, form="torchscript").path)
     told = summary(run)
     (run / "summary.json").write_text(json.dumps({**told, "weights_digest": "0" * 64}))
-    with pytest.raises(
-        SpecError,
-        match="is of step 4, and the run has other weights since; make it again with `lockstep export",
-    ):
+    with raises(calls_problems.EXPORTED_BEFORE, step=4):
         predicted(run, tmp_path / "x.npy", form="torchscript")
     (run / "summary.json").write_text(json.dumps(told))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ExportError, match=r"has the sha256 .*, and final.json says .*; export it again"):
+    with raises(export_problems.CHANGED, description="final.json"):
         predicted(run, tmp_path / "x.npy", form="torchscript")
 
 
@@ -475,8 +467,8 @@ MISTAKES: dict[str, tuple[list[str], Any, str]] = {
     "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),
     "no tolerance": (["export", "RUN", "--rtol", "1.5"], None, "rtol: got 1.5, wanted a relative difference from 0 to below 1"),
     "not exported": (["predict", "RUN", "x.npy", "--best"], None, "has no export/pt2/best.pt2; make it with `lockstep export RUN --format pt2 --best`"),
-    "weights alone": (["predict", "RUN", "x.npy", "--format", "safetensors"], None, "format: safetensors has weights alone"),
-    "no such kind of file": (["predict", "RUN", "x.csv"], None, "inputs: got 'x.csv', wanted .npy, .npz or .safetensors"),
+    "weights alone": (["predict", "RUN", "x.npy", "--format", "safetensors"], None, "format: got safetensors, which has weights alone; predict from pt2, "),
+    "no such kind of file": (["predict", "RUN", "x.csv"], None, "inputs: got 'x.csv', wanted a .npy, .npz or .safetensors"),
 }  # fmt: skip
 
 
@@ -500,48 +492,54 @@ def test_a_mistake_is_one_line(
     assert contents(tmp_path) == before
 
 
+def test_what_a_run_lacks_for_an_export_is_a_problem(run: Path, tmp_path: Path) -> None:
+    with raises(calls_problems.NOT_EXPORTED, run=run.name, got="export/pt2/final.pt2"):
+        predicted(run, tmp_path / "x.npy")
+    PLANTED.add("no example")
+    with raises(calls_problems.NO_EXAMPLE, format="pt2"):
+        exported(run)
+
+
 def test_inputs_that_do_not_fit_are_one_line_each(run: Path, tmp_path: Path) -> None:
     exported(run, form="torchscript")
     x = points(5, 7)[0].numpy()
-    wrong: dict[str, tuple[Any, str]] = {
-        "a.npz": ({"y": x}, "inputs: the model has no input 'y'; known here: x"),
+    wrong: dict[str, tuple[Any, Problem[Any], dict[str, Any]]] = {
+        "a.npz": ({"y": x}, export_problems.INPUT_UNKNOWN, {"got": "y", "hint": "; known here: x"}),
         "b.npy": (
             x.astype(np.float64),
-            "inputs: 'x' is float64, wanted float32; convert it when you write the file",
+            export_problems.INPUT_DTYPE,
+            {"name": "x", "got": "float64", "wanted": "float32"},
         ),
-        "c.npy": (x[:, :5], "inputs: 'x' is (5, 5), wanted (batch, 8)"),
-        "d.npy": (x[:0], "inputs: wanted the same number of rows in each, and at least one; got x 0"),
-        "e.npy": (np.array(["a"]), "cannot be read: "),
-        "f.npz": ({}, "inputs: 'x' is missing; wanted x"),
-        "g.npy": (None, "inputs: "),
+        "c.npy": (x[:, :5], export_problems.INPUT_SHAPE, {"got": (5, 5), "wanted": "(batch, 8)"}),
+        "d.npy": (x[:0], export_problems.INPUT_ROWS, {"got": "0 rows of 'x'"}),
+        "e.npy": (np.array(["a"]), export_problems.INPUTS_UNREADABLE, {}),
+        "f.npz": ({}, export_problems.INPUT_MISSING, {"name": "x", "wanted": "x"}),
+        "g.npy": (None, export_problems.INPUTS_UNREADABLE, {"got": re.compile("No such file")}),
     }
-    for name, (content, message) in wrong.items():
+    for name, (content, problem, facts) in wrong.items():
         path = tmp_path / name
         if isinstance(content, dict):
             np.savez(path, **content)
         elif content is not None:
             np.save(path, content)
-        with pytest.raises(SpecError) as caught:
+        with raises(problem, **facts):
             predicted(run, path, form="torchscript")
-        assert message in str(caught.value), str(caught.value)
     np.save(tmp_path / "x.npy", x)
-    with pytest.raises(SpecError, match=r"^output: got .*, wanted .npy, .npz or .safetensors"):
+    with raises(export_problems.FILE_KIND, option="output", got=tmp_path / "x.csv"):
         predicted(run, tmp_path / "x.npy", form="torchscript", out=tmp_path / "x.csv")
     (tmp_path / "link.npy").symlink_to("x.npy")
     before = contents(tmp_path)
     for name in ("x.npy", "link.npy", f"../{tmp_path.name}/x.npy"):
-        with pytest.raises(SpecError, match=r"^output: got .*, the file of the inputs"):
+        with raises(calls_problems.REPLACES_INPUTS):
             predicted(run, tmp_path / "x.npy", form="torchscript", out=tmp_path / name)
     assert contents(tmp_path) == before
 
 
 def test_a_format_whose_packages_are_missing_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    message = (
-        r"^format: onnx needs onnxruntime; pip install 'lockstep-train\[onnx\]', or choose another format$"
-    )
-    with pytest.raises(LockstepError, match=message):
+    with raises(export_problems.PACKAGES, format="onnx", got="onnxruntime") as caught:
         exported(run, form="onnx")
+    assert caught.value.remedy == "pip install 'lockstep-train[onnx]', or choose another format"
 
 
 # --- through the command, and in a store ------------------------------------------------------------------------
@@ -614,8 +612,8 @@ def test_a_model_is_kept_in_the_form_of_its_library(tmp_path: Path) -> None:
     assert exported(run, form="pretrained").artifact == made.artifact
     before = contents(run)
     PLANTED.add("one bit")
-    with pytest.raises(
-        ExportError, match=r"^export: pretrained: read again, 1 weights are other ones, such as 'bias'"
+    with raises(
+        export_problems.OTHER_WEIGHTS, format="pretrained", got=re.compile("^1 weights .*, such as 'bias'$")
     ):
         exported(run, form="pretrained")
     assert contents(run) == before
@@ -623,10 +621,8 @@ def test_a_model_is_kept_in_the_form_of_its_library(tmp_path: Path) -> None:
 
 def test_a_model_without_a_form_of_its_own_is_refused(run: Path) -> None:
     before = contents(run)
-    with pytest.raises(
-        SpecError, match=r"^format: pretrained .* Net has no save_pretrained\(folder\); export safetensors"
-    ):
+    with raises(export_problems.NOT_PRETRAINED, got=re.compile(r"Net has no save_pretrained\(folder\)$")):
         exported(run, form="pretrained")
-    with pytest.raises(SpecError, match=r"^format: pretrained is run by the library"):
+    with raises(export_problems.NO_PREDICTION, format="pretrained"):
         predict(run.name, run / "x.npy", form="pretrained", uri="off", storage=run.parent)
     assert contents(run) == before

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from lockstep import train
+from lockstep.calls import problems
 from lockstep.calls.diff import diff
-from lockstep.errors import SpecError
 from lockstep.proof.difference import Difference, Parted
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.proof.test_verify import drop
 from tests.unit.proof.verified_jobs import PLANTED
 
@@ -300,7 +301,5 @@ def test_the_command_answers_with_an_object_and_an_exit_code(
 
 
 def test_mistakes_are_told_in_one_line(place: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"^diff: there is no file 'other\.yaml'; give the id of a run or a spec file$"
-    ):
+    with raises(problems.DIFF_NO_FILE, got="other.yaml"):
         compared(place, "other.yaml", "spec.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lockstep.calls import problems as calls_problems
 from lockstep.calls.guarding import guard
 from lockstep.checks.processes import Process
 from lockstep.cli.proofs import guarded_as_text
-from lockstep.errors import SpecError
 from lockstep.proof import guard_worker
+from lockstep.proof import problems as proof_problems
 from lockstep.proof.guard import Guarded
 from lockstep.proof.repository import Repository
 from tests.forked import Forked
 from tests.in_process import here
+from tests.raised import raises
 
 JOB = """
 import torch
@@ -200,18 +203,18 @@ def test_the_command_finds_the_commit_with_new_interpreters(
 
 
 def test_what_cannot_be_compared_is_told_in_one_line(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"^guard: there is no commit 'nowhere' in this repository$"):
+    with raises(proof_problems.NO_COMMIT, got="nowhere"):
         guarded("nowhere")
-    with pytest.raises(SpecError, match=r"^guard: there is no file 'other.yaml'; give a spec file$"):
+    with raises(calls_problems.GUARD_NO_FILE, got="other.yaml"):
         guard("other.yaml", "HEAD", start=forked)
     outside = git(repository, "commit-tree", "HEAD^{tree}", "-m", "alone")
-    with pytest.raises(SpecError, match=r"is not before the working tree; give one of its history$"):
+    with raises(proof_problems.NOT_BEFORE, got=outside[:12]):
         guarded(bisect=outside)
     (repository / "other.yaml").write_text(yaml.safe_dump(SPEC))
-    with pytest.raises(SpecError, match=r"^guard: commit [0-9a-f]{12} has no file 'other.yaml'$"):
+    with raises(proof_problems.UNFIT_FILE, what=re.compile("^commit [0-9a-f]{12}$"), file="other.yaml"):
         guard("other.yaml", "HEAD", steps=1, start=forked)
     (repository / "small" / "job.py").write_text("(")
-    with pytest.raises(SpecError, match=r"^guard: the working tree cannot be trained: .*small.job") as told:
+    with raises(proof_problems.UNFIT, what="the working tree", got=re.compile("small.job")) as told:
         guarded()
     assert told.value.exit_code == 2
     assert len(left(repository)[0].splitlines()) == 1
@@ -221,7 +224,7 @@ def test_outside_of_a_repository_nothing_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError, match=r"is in no git repository that can be read \(not a git repository "):
+    with raises(proof_problems.NO_REPOSITORY, got=re.compile(r"^not a git repository ")):
         guard("spec.yaml", "HEAD")
 
 
@@ -233,5 +236,7 @@ def test_a_repository_that_git_refuses_is_told_in_the_words_of_git(
     monkeypatch.delenv("SUDO_UID", raising=False)
     os.chown(repository, 12345, 12345)
     os.chown(repository / ".git", 12345, 12345)
-    with pytest.raises(SpecError, match=r"that can be read \(detected dubious ownership in repository at "):
+    with raises(
+        proof_problems.NO_REPOSITORY, got=re.compile(r"^detected dubious ownership in repository at ")
+    ):
         guarded()

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.calls import problems
 from lockstep.calls.promotion import Promoted, promote
 from lockstep.checkpoint.runs.pins import pinned
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import LockstepError, RecordError, SpecError
+from lockstep.errors import Problem, RecordError
 from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.mlflow.models import Models
 from lockstep.record.mirror.stores import find_copies
 from tests.forked import Forked
+from tests.raised import raises
 from tests.unit.proof.test_attest import Keys
 from tests.unit.proof.test_verify import change_ledger, document
 from tests.unit.record.conftest import THIRD_PARTY
@@ -126,7 +128,7 @@ def test_a_run_that_does_not_verify_is_refused(
     change = (lambda value: value * (1 + 2**-52)) if column == "loss" else (lambda value: value ^ 1)
     change_ledger(run, 7 if column == "loss" else 8, column, change)
     try:
-        with pytest.raises(LockstepError, match="does not verify") as refused:
+        with raises(problems.PROMOTION_REFUSED) as refused:
             promoted(run, uri, "refused@champion", step=8)
     finally:
         (run / "ledger.parquet").write_bytes(ledger)
@@ -232,22 +234,28 @@ def test_the_same_command_mends_what_a_kill_left(
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "message"),
+    ("target", "options", "problem", "facts"),
     [
-        ("digits", {}, "as: got 'digits', wanted NAME@ALIAS"),
-        ("digits@", {}, "as: got"),
-        ("digits@v3", {}, "as: got"),
-        ("di gits@champion", {}, "as: got"),
-        ("digits@champion", {"step": 5}, "step: run .* has no checkpoint of step 5; it has 4, 8, 12"),
-        ("digits@champion", {"step": 4, "best": True}, "promote: got --best and --step"),
-        ("digits@champion", {"uri": "off"}, "uri: got off"),
+        ("digits", {}, problems.PROMOTION_NAME, {"got": "digits"}),
+        ("digits@", {}, problems.PROMOTION_NAME, {"got": "digits@"}),
+        ("digits@v3", {}, problems.PROMOTION_NAME, {"got": "digits@v3"}),
+        ("di gits@champion", {}, problems.PROMOTION_NAME, {"got": "di gits@champion"}),
+        ("digits@champion", {"step": 5}, problems.PROMOTION_STEP, {"got": 5, "wanted": "4, 8, 12"}),
+        ("digits@champion", {"step": 4, "best": True}, problems.PROMOTION_CHOICES, {}),
+        ("digits@champion", {"uri": "off"}, problems.PROMOTION_STORE, {}),
     ],
 )
 def test_a_wrong_choice_is_refused(
-    run: Path, uri: str, client: Any, target: str, options: dict[str, Any], message: str
+    run: Path,
+    uri: str,
+    client: Any,
+    target: str,
+    options: dict[str, Any],
+    problem: Problem[Any],
+    facts: dict[str, Any],
 ) -> None:
     before = registered(client), models(client, run)
-    with pytest.raises(SpecError, match=message) as refused:
+    with raises(problem, **facts) as refused:
         promoted(run, options.pop("uri", uri), target, **options)
     assert refused.value.exit_code == 2
     assert (registered(client), models(client, run)) == before

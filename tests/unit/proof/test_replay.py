@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep import train
+from lockstep.calls.problems import MICRO_BATCH
 from lockstep.calls.replay_call import Inspected, replay
-from lockstep.errors import LockstepError, SpecError
+from lockstep.errors import LockstepError, Problem
+from lockstep.proof.problems import NO_SUCH_STEP
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.proof.test_verify import contents, document
 from tests.unit.proof.verified_jobs import PLANTED, Points
 
@@ -131,14 +134,14 @@ def test_the_command_prints_what_was_seen(
 
 
 @pytest.mark.parametrize(
-    ("step", "options", "message"),
+    ("step", "options", "problem", "facts"),
     [
-        (13, {}, r"^step: got 13, wanted a step of the run, which has 12$"),
-        (3, {"micro_batch": 4}, r"^micro-batch: got 4, wanted one of the 4 of step 3, counted from 0$"),
+        (13, {}, NO_SUCH_STEP, {"option": "step", "got": 13, "wanted": 12}),
+        (3, {"micro_batch": 4}, MICRO_BATCH, {"got": 4, "wanted": 4, "step": 3}),
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    recorded: Path, step: int, options: dict[str, Any], message: str
+    recorded: Path, step: int, options: dict[str, Any], problem: Problem[Any], facts: dict[str, Any]
 ) -> None:
-    with pytest.raises(SpecError, match=message):
+    with raises(problem, **facts):
         replayed(recorded, step, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import SpecError
-from lockstep.proof import sandbox
+from lockstep.proof import problems, sandbox
 from lockstep.proof.sandbox import Sandbox
+from tests.raised import raises
 
 BACKENDS = [sandbox.namespaces, *([sandbox.bubblewrap] if shutil.which("bwrap") else [])]
 
@@ -103,9 +104,7 @@ def test_where_the_system_has_nothing_one_line_says_how_to_go_on(
 ) -> None:
     sandbox._backend.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        SpecError, match=r"^sandbox: this system has nothing to confine .*bubblewrap: .* --no-sandbox$"
-    ):
+    with raises(problems.NO_SANDBOX, got=re.compile("bubblewrap: ")):
         Sandbox().command([sys.executable], tmp_path)
 
 

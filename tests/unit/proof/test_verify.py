@@ -19,20 +19,23 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lockstep import train
+from lockstep.calls import problems as calls_problems
 from lockstep.calls.attestation import attest
 from lockstep.calls.diff import diff
 from lockstep.calls.replay_call import replay
 from lockstep.calls.verify import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import SpecError
+from lockstep.errors import Problem
 from lockstep.plan import Plan
+from lockstep.proof import problems
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified
 from lockstep.spec.fields import Fork
 from lockstep.training import run_facts
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.proof import verified_jobs
 from tests.unit.proof.verified_jobs import PLANTED
 
@@ -81,7 +84,7 @@ def nothing_planted() -> Iterator[None]:
 
 
 def verified(run: Path, **options: Any) -> Verified:
-    return verify(run.name, uri="off", storage=run.parent, local=True, **options)
+    return verify(run.name, uri="off", storage=run.parent, **{"local": True, **options})
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
@@ -257,9 +260,7 @@ def test_rows_that_the_run_cannot_have_and_rows_that_are_there_twice_are_found(r
             if there is not None:
                 assert first(verified(run, all_steps=True)) == there
                 continue
-            with pytest.raises(
-                SpecError, match=rf"^run {run.name}: its .* has more than one {kind} of step 12, "
-            ):
+            with raises(problems.ROW_TWICE, run=run.name, kind=kind, step=12):
                 verified(run)
         pq.write_table(table, run / name)
     assert verified(run, all_steps=True).same
@@ -521,22 +522,25 @@ def test_the_command_answers_with_an_object_and_an_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "problem", "facts"),
     [
-        ({"from_step": 13}, r"^from: got 13, wanted a step of the run, which has 12$"),
-        ({"from_step": 3, "all_steps": True}, r"^verify: got more than one of"),
-        ({"share": 1.5}, r"^sample: got 1\.5, wanted a share"),
-        ({"workers": 2}, r"^workers: got 2 with --local"),
+        ({"from_step": 13}, problems.NO_SUCH_STEP, {"option": "from", "got": 13, "wanted": 12}),
+        ({"from_step": 3, "all_steps": True}, calls_problems.SEVERAL_CHOICES, {}),
+        ({"share": 1.5}, calls_problems.SHARE, {"got": 1.5}),
+        ({"workers": 2}, calls_problems.WORKERS_LOCAL, {"got": 2}),
+        ({"workers": 9, "local": False}, calls_problems.WORKERS_MOST, {"got": 9, "wanted": 4}),
     ],
 )
-def test_mistakes_are_told_in_one_line(recorded: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message) as told:
+def test_mistakes_are_told_in_one_line(
+    recorded: Path, options: dict[str, Any], problem: Problem[Any], facts: dict[str, Any]
+) -> None:
+    with raises(problem, **facts) as told:
         verified(recorded, **options)
     assert told.value.exit_code == 2
 
 
 def test_a_run_that_is_not_there_is_told_in_one_line(recorded: Path) -> None:
-    with pytest.raises(SpecError, match=r"^run nowhere: no record of it in ") as told:
+    with raises(problems.NO_RECORD, run="nowhere") as told:
         verified(recorded.parent / "nowhere")
     assert "\n" not in str(told.value)
 
@@ -616,10 +620,7 @@ def test_a_run_that_mlflow_recorded_is_told_apart_from_one_that_is_not_there(run
     (run / "spec.yaml").write_text(
         yaml.safe_dump({**spec, "record": {**spec["record"], "uri": "sqlite:///m.db"}})
     )
-    with pytest.raises(
-        SpecError,
-        match=rf"^run {run.name}: its folder is in '.*', but its record is in MLflow; give that store with --uri$",
-    ):
+    with raises(problems.RECORD_IN_STORE, run=run.name):
         verified(run)
 
 
@@ -632,14 +633,10 @@ def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     assert [(one.start + 1, one.until) for one in found.spans] == [(5, 12)]
     assert verified(run, share=1.0).steps == 8
     assert verified(run, from_step=6, steps=1).steps == 2
-    with pytest.raises(
-        SpecError, match=r"^from: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
-    ):
+    with raises(problems.NO_SUCH_STEP, option="from", got=4, wanted="5 to 12: it is a fork"):
         verified(run, from_step=4)
     where: Any = {"uri": "off", "storage": run.parent}
-    with pytest.raises(
-        SpecError, match=r"^step: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
-    ):
+    with raises(problems.NO_SUCH_STEP, option="step", got=4, wanted="5 to 12: it is a fork"):
         replay(run.name, 4, **where)
     assert replay(run.name, 6, **where).difference == ""
     found_diff = diff(run.name, recorded.name, **where)

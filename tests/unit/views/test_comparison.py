@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import SpecError
+from lockstep.views import problems
 from lockstep.views.comparison import Comparison, as_page, as_text, compared
 from lockstep.views.curves import Curves, curves_of
 from lockstep.views.terminal import Screen, Series
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.views.recorded import RUN, record
 
@@ -63,7 +64,7 @@ def test_a_key_that_one_of_them_has_is_drawn_and_one_that_none_has_is_refused(tm
     runs = two(tmp_path)
     assert list(compared(runs, ["eval/loss"]).curves) == ["eval/loss"]
     assert list(compared(runs, ["eval/*", "train/lo*"]).curves) == ["eval/loss", "train/loss"]
-    with pytest.raises(SpecError, match=r"has no 'train/los'; did you mean 'train/loss'\?"):
+    with raises(problems.PLOT_KEY, got="train/los", hint="; did you mean 'train/loss'?"):
         compared(runs, ["train/los"])
 
 

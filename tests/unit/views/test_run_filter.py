@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import SpecError
 from lockstep.record.mirror.run_store import RunInfo
+from lockstep.views import problems
 from lockstep.views.run_filter import conditions, matching
 from tests.in_process import here
+from tests.raised import raises
 
 
 def run(name: str, accuracy: float, **more: Any) -> RunInfo:
@@ -53,12 +54,12 @@ def test_runs_that_meet_all_conditions_are_listed_in_their_order(text: str, name
 
 @pytest.mark.parametrize("text", ["", "eval/accuracy", "eval/accuracy >", "> 3", "a = 1 or b = 2 and", "and"])
 def test_a_text_that_is_no_condition_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match=r"where: got .*, wanted name, comparison and value"):
+    with raises(problems.WHERE_FORM):
         conditions(text)
 
 
 def test_a_name_that_no_run_has_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"where: no run has 'eval/accurcy'; did you mean 'eval/accuracy'\?"):
+    with raises(problems.WHERE_NAME, got="eval/accurcy", hint="; did you mean 'eval/accuracy'?"):
         matching(RUNS, conditions("eval/accurcy > 0.9"), lambda run: run.metrics)
     assert matching([], conditions("eval/accurcy > 0.9"), lambda run: run.metrics) == []
 

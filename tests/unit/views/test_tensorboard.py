@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from lockstep import resume, train
-from lockstep.errors import SpecError
 from lockstep.record.events.metrics import evaluation_points, step_points
 from lockstep.record.events.union import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.tables import OBSERVATIONS, read_history, read_observations
-from lockstep.views import tensorboard
+from lockstep.views import problems, tensorboard
 from lockstep.views.curves import Curves, curves_of
 from lockstep.views.tensorboard import Written, write_events
 from tests.in_process import here
+from tests.raised import raises
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
 from tests.unit.views.recorded import RUN, curves, record
 
@@ -258,5 +258,5 @@ def test_the_command_writes_several_runs_and_refuses_what_is_not_there(
 
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     record(tmp_path, [])
-    with pytest.raises(SpecError, match="no step of it is recorded yet"):
+    with raises(problems.NO_STEP):
         curves(tmp_path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import ray
 
-from lockstep.errors import ClusterError
+from lockstep.clusters import problems
 
 
 def draining_nodes() -> dict[str, int]:
@@ -32,7 +32,7 @@ def drain(node: str, why: str, deadline_ms: int) -> None:
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     accepted, problem = client.drain_node(node, reason, why, deadline_ms)
     if not accepted:
-        raise ClusterError(f"leave: the cluster does not drain node {node[:12]}: {problem}")
+        raise problems.NOT_DRAINED(node=node[:12], got=problem)
 
 
 def free_resources() -> dict[str, Mapping[str, float]]:

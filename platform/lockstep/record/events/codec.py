@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never, get_type_hints
 
 from lockstep.errors import StorageError
 from lockstep.parsing import OtherVersionError, check_version, conforms, json_mapping
@@ -20,6 +20,7 @@ from lockstep.paths import component, relative
 from lockstep.record import problems
 from lockstep.record.events.union import (
     SOURCE,
+    VERSION,
     Alerted,
     AttemptsSummarised,
     CheckpointRow,
@@ -49,9 +50,6 @@ from lockstep.record.events.union import (
     Warned,
     Witness,
 )
-
-VERSION = 1
-"""Of the format, in each `opened` line."""
 
 
 def to_line(event: Recorded, folder: Path) -> bytes:
@@ -223,6 +221,13 @@ def _check(event: Recorded, folder: Path) -> None:
                 raise ValueError("it casts doubt on too many steps")
 
 
+_COUNTED = {
+    row: [name for name, kind in get_type_hints(row).items() if kind is int]
+    for row in (StepRow, EvaluationRow, Observation)
+}
+"""The columns of whole numbers of each kind of row."""
+
+
 def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
     """ValueError for a row that the ledger cannot hold."""
     named = (
@@ -235,9 +240,7 @@ def _check_numbers(row: StepRow | EvaluationRow | Observation) -> None:
     "".join(named).encode()  # a UnicodeEncodeError is a ValueError
     if not abs(row.wall_clock) <= _LATEST_OF_ROW:
         raise ValueError("a time is out of bounds")
-    counted = [row.step] if isinstance(row, Observation) else [row.step, row.epoch]
-    if isinstance(row, StepRow):
-        counted += [row.samples, row.attempt]
+    counted: list[int] = [getattr(row, name) for name in _COUNTED[type(row)]]
     if not all(0 <= number < _MOST_COUNTED for number in counted):
         raise ValueError("a number is out of bounds")
     if isinstance(row, StepRow) and row.digests is not None and min(_whole(row.digests)) < 0:

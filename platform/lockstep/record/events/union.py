@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple
 from lockstep.errors import LockstepError
 from lockstep.record import problems
 
+VERSION = 1
+"""Of what is recorded, in journals, tables of rows and statements: raised with any change of an event or a row. Nothing else is read."""
+
 EndStatus = Literal["FAILED", "KILLED"]
 
 _SEGMENT_FILE = re.compile(r"(\d{9,})-(\d{9,})\.([0-9a-f]{32})\.[0-9a-f]{16}\.rows")
@@ -93,11 +96,11 @@ class StepRow(NamedTuple):
     clipped_norm: float
     scale: float
     skipped: bool
-    data_wait_s: float
-    step_s: float
-    wall_clock: float
+    data_wait_s: float = 0.0
+    step_s: float = 0.0
+    wall_clock: float = 0.0
     """Unix time in seconds at which the step was done; its metrics carry this time, however late they are written."""
-    attempt: int
+    attempt: int = 0
     digests: Digests | None = None
     """Set in the steps that have digests by the plan (`record.digest_every`)."""
 

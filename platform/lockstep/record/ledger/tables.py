@@ -20,7 +20,7 @@ from lockstep.files import replacing
 from lockstep.parsing import check_version, one_line
 from lockstep.paths import OutsideError, open_beneath
 from lockstep.record import problems
-from lockstep.record.events.union import Digests, EvaluationRow, Observation, StepRow
+from lockstep.record.events.union import VERSION, Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +52,6 @@ _DIGEST_TYPES = {
 _EVALUATION_TYPES = _types(EvaluationRow)
 _OBSERVATION_TYPES = _types(Observation)
 _PART = "part/"
-VERSION = 1
-"""Of the format, in the metadata of each file."""
 _METADATA: dict[bytes | str, bytes | str] = {b"lockstep-ledger": b"%d" % VERSION}
 _ROWS_AT_ONCE = 10_000
 

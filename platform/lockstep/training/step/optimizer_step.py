@@ -30,6 +30,7 @@ from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, step_key, update_key, whole_batch_key
+from lockstep.record.events.union import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.integrity.agreement import Agreement
@@ -268,7 +269,10 @@ class Stepper:
             self.modules.check(f"after step {position.number}")
             self.buffers.take_over()
             self.modes.note()
-        return StepResult(
+        row = StepRow(
+            step=position.number,
+            epoch=position.epoch,
+            samples=state.counters.samples,
             loss=first.loss,
             weight=first.weight,
             parts=first.parts if "" in taken else by_phase(taken, scaled=self.spec.precision == "fp16"),
@@ -277,15 +281,11 @@ class Stepper:
             clipped_norm=first.clipped_norm,
             scale=first.scale,
             skipped=not updated,
-            stop=first.agreed.stop,
-            save=first.agreed.save,
-            regroup=first.agreed.regroup,
-            pace=[
-                sum(seconds)
-                for seconds in zip(*(result.agreed.pace for result in taken.values()), strict=True)
-            ],
             digests=self.digests.taken(position),
         )
+        asked = first.agreed
+        by_rank = zip(*(result.agreed.pace for result in taken.values()), strict=True)
+        return StepResult(row, asked.stop, asked.save, asked.regroup, [sum(seconds) for seconds in by_rank])
 
     def scale_down(self, position: Position) -> float:
         """The power of two that a step's losses are multiplied by, which rounds nothing: about one over the weight of the step before.

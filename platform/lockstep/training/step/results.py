@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.record.events.union import Digests
+from lockstep.record.events.union import StepRow
 from lockstep.training.step.exchange import Agreed
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of one step in Python numbers, equal on every rank.
+class StepResult(NamedTuple):
+    """What a step came to, equal on every rank."""
+
+    row: StepRow
+    """The ledger's row of it, without its times, which the loop's clock knows.
 
     With phases, loss, weight, rate and norms are those of the first phase that took part; `parts` has those of each phase by its name.
     """
-
-    loss: float
-    weight: float
-    parts: dict[str, float]
-    lr: float
-    grad_norm: float
-    clipped_norm: float
-    scale: float
-    skipped: bool
     stop: bool
     """Whether a rank asked to end the run after this step."""
     save: bool
@@ -33,7 +25,6 @@ class StepResult:
     """Whether a rank asked to form another group after this step."""
     pace: list[float]
     """Each rank's time for a micro-batch of its own, in seconds."""
-    digests: Digests | None = None
 
 
 class PhaseResult(NamedTuple):

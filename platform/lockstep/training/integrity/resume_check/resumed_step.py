@@ -23,7 +23,6 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
-from lockstep.training.clock import Clock
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check.evidence import Evidence, held_values
@@ -85,7 +84,7 @@ def _taken(request: Request, at_step: Callable[[str], None]) -> tuple[Evidence, 
         run.step.digests.note_all_in(request.step + 1)
         with closing(run.loader()) as batches:
             position = next(run.ahead(over=False))
-            row = Clock().row(run, position, run.step(position, batches), batches)
+            row = run.step(position, batches).row
         return Evidence.of(run, row), values
 
 
