@@ -34,8 +34,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lockstep.exit_codes import ExitCode
 
-ErrorT = TypeVar("ErrorT", bound="LockstepError")
-
 
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
@@ -83,6 +81,9 @@ class LockstepError(Exception):
         """One of a class that a job has derived arrives as the class here that it is: its own may want other arguments, or not be known there."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "lockstep")
         return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
+
+
+ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep import train
-from lockstep.calls import problems
+from lockstep.calls.problems import FIELD_CHANGED, NOT_USED
 from lockstep.calls.resume import resume
 from lockstep.calls.sample_removal import resume_without
 from lockstep.calls.verify import verify
@@ -27,7 +27,7 @@ from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.plan import Plan
 from lockstep.record.ledger.tables import DETERMINISTIC, read_history
-from lockstep.training.step.problems import LOSS_NOT_FINITE, NO_WEIGHT
+from lockstep.training.step import problems as step_problems
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, bits, train_attempt
 from tests.forked import Forked
@@ -197,7 +197,7 @@ def by_command(run_id: str, ids: str, storage: str) -> None:
 @pytest.mark.exact
 def test_a_run_that_a_spoilt_sample_ended_is_trained_without_it(tmp_path: Path) -> None:
     nine = {"length": {"steps": 9}}  # in step 10 its BatchNorm would be left with one sample
-    with raises(LOSS_NOT_FINITE, step=4, micro_batch=1, got="nan") as told:
+    with raises(step_problems.LOSS_NOT_FINITE, step=4, micro_batch=1, got="nan") as told:
         train(spec(tmp_path, Spoilt, **nine), local=True)
     run_id = next(path.name for path in tmp_path.iterdir() if path.name in str(told.value))
     here = [f"checkpoint.storage={tmp_path}"]
@@ -243,13 +243,13 @@ def test_ids_that_are_none_are_told_in_one_line(
 
 def test_ids_that_the_run_never_uses_and_other_changes_are_refused(tmp_path: Path) -> None:
     short = train(spec(tmp_path, length={"steps": 2}), local=True)
-    with raises(problems.NOT_USED, run=short.run_id):
+    with raises(NOT_USED, run=short.run_id):
         without(short, ids_in(tmp_path, WHOLE))
-    with raises(problems.FIELD_CHANGED, field="optimizer.lr", run=short.run_id):
+    with raises(FIELD_CHANGED, field="optimizer.lr", run=short.run_id):
         without(short, ids_in(tmp_path, WHOLE), "optimizer.lr=1.0")
 
 
 def test_a_step_that_is_left_without_a_sample_is_refused_by_name(tmp_path: Path) -> None:
     all_of_it = [i for key in order() if key.step == 2 for i in key.ids]
-    with raises(NO_WEIGHT, step=3, got="0.0", hint=" (data.without leaves samples out)"):
+    with raises(step_problems.NO_WEIGHT, step=3, got="0.0", hint=" (data.without leaves samples out)"):
         train(left_out(tmp_path, all_of_it), local=True)

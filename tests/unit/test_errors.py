@@ -122,38 +122,6 @@ def test_an_error_is_of_a_problem() -> None:
     assert lines_in_place() == PASSED_ON
 
 
-def made(file: Path) -> Iterator[tuple[int, str, set[str]]]:
-    """Where a file makes errors of problems: the line, the problem, and the names of the facts. Calls that pass a mapping on are left out."""
-    nodes, tables, entries = [*ast.walk(ast.parse(file.read_text()))], {}, {}
-    for node in nodes:
-        for entry in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            path = node.module.removeprefix("lockstep.").replace(".", "/")
-            tables[entry.asname or entry.name] = f"{path}/{entry.name}.py"
-            entries[entry.asname or entry.name] = f"{path}.py:{entry.name}"
-    for call in nodes:
-        if not isinstance(call, ast.Call) or not all(keyword.arg for keyword in call.keywords):
-            continue
-        name = ""
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            name = f"{tables.get(call.func.value.id)}:{call.func.attr}"
-        elif isinstance(call.func, ast.Name):
-            name = entries.get(call.func.id, "")
-        if name in PROBLEMS:
-            yield call.lineno, name, {keyword.arg or "" for keyword in call.keywords}
-
-
-def test_an_error_is_made_with_the_facts_that_its_line_has() -> None:
-    """One too few is a KeyError in the place of the error, and one too many is told to programs alone."""
-    files = [*PACKAGE.rglob("*.py")]
-    calls = [(file, *call) for file in files for call in made(file)]
-    assert len(calls) > len(PROBLEMS)
-    assert [
-        f"{file}:{line}: {name} got {sorted(facts)}, wanted {sorted(facts_of(PROBLEMS[name]))}"
-        for file, line, name, facts in calls
-        if facts != facts_of(PROBLEMS[name]).keys()
-    ] == []
-
-
 UNTESTED_ROOMS = {"checks", "cli", "communication", "data", "hf", "record", "spec", "training"}
 """Rooms whose tests still go by the words of some problems."""
 
@@ -207,11 +175,42 @@ def test_every_problem_is_raised_in_a_test() -> None:
     } == UNTESTED
 
 
+def made(file: Path) -> Iterator[tuple[int, str, set[str]]]:
+    """Where a file makes errors of problems: the line, the problem, and the names of the facts. Calls that pass a mapping on are left out."""
+    nodes, tables, entries = [*ast.walk(ast.parse(file.read_text()))], {}, {}
+    for node in nodes:
+        for entry in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
+            path = node.module.removeprefix("lockstep.").replace(".", "/")
+            tables[entry.asname or entry.name] = f"{path}/{entry.name}.py"
+            entries[entry.asname or entry.name] = f"{path}.py:{entry.name}"
+    for call in nodes:
+        if not isinstance(call, ast.Call) or not all(keyword.arg for keyword in call.keywords):
+            continue
+        name = ""
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            name = f"{tables.get(call.func.value.id)}:{call.func.attr}"
+        elif isinstance(call.func, ast.Name):
+            name = entries.get(call.func.id, "")
+        if name in PROBLEMS:
+            yield call.lineno, name, {keyword.arg or "" for keyword in call.keywords}
+
+
+def test_an_error_is_made_with_the_facts_that_its_line_has() -> None:
+    """One too few is a KeyError in the place of the error, and one too many is told to programs alone."""
+    files = [*PACKAGE.rglob("*.py")]
+    calls = [(file, *call) for file in files for call in made(file)]
+    assert len(calls) > len(PROBLEMS)
+    assert [
+        f"{file}:{line}: {name} got {sorted(facts)}, wanted {sorted(facts_of(PROBLEMS[name]))}"
+        for file, line, name, facts in calls
+        if facts != facts_of(PROBLEMS[name]).keys()
+    ] == []
+
+
 def test_the_page_has_a_table_for_every_kind_of_a_rooms_problems() -> None:
     page = (PACKAGE.parents[1] / "docs" / "failures.md").read_text()
     for name, problem in PROBLEMS.items():
-        kind = problem.section
-        assert f"platform/lockstep/{name.partition(':')[0]} ({kind})" in page, name
+        assert f"platform/lockstep/{name.partition(':')[0]} ({problem.section})" in page, name
         assert problem.row in page, name
 
 

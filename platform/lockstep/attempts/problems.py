@@ -26,9 +26,9 @@ TOO_SMALL = Problem(
 WAITED = Problem(
     "placement.waited",
     ClusterError,
-    "{got}, and it was waited for {seconds} s (faults.wait_for_workers_s)",
+    "{got}, and no more room came in {seconds} s (faults.wait_for_workers_s)",
     "{remedy}",
-    shown="workers.min: got … workers of … each, but the cluster has …, and it was waited for … s (faults.wait_for_workers_s); …",
+    shown="workers.min: got … workers of … each, but the cluster has …, and no more room came in … s (faults.wait_for_workers_s); …",
     cause="fewer workers than `workers.min` for too long",
     advice="add nodes, or lower `workers.min`; then `lockstep resume RUN_ID`",
 )

@@ -493,7 +493,7 @@ STARTER_UNWRITABLE = Problem(
     "init.unwritable",
     StorageError,
     "init: cannot write {folder!r}: {got}",
-    "give a name in a folder that you can write",
+    "give a name in a folder that you can write and that has room",
     cause="the folder above is not writable, or its disk is full",
     advice="another folder",
 )

@@ -191,7 +191,7 @@ FORMAT = Problem(
 PACKAGES = Problem(
     "export.packages",
     SpecError,
-    "format: {format} needs {got}, which is not installed",
+    "format: {format} needs what is not installed ({got})",
     "pip install 'lockstep-train[{format}]', or choose another format",
     cause="the extra is missing",
     advice="install it, or another format",

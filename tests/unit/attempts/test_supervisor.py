@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import ray
 
-from lockstep.attempts import first_placement, problems, storage_retries, supervisor
+from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
-from lockstep.checkpoint.problems import NOTHING_LEFT
+from lockstep.attempts.problems import NO_FIRST_STEP, NO_PROGRESS, TOO_SMALL, WAIT_SIGNALLED
+from lockstep.checkpoint import problems as checkpoint_problems
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
@@ -319,7 +320,7 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
     if not lost:
         assert run.run().attempts == 2
         return
-    with raises(NOTHING_LEFT, run="a" * 32):
+    with raises(checkpoint_problems.NOTHING_LEFT, run="a" * 32):
         run.run()
     failed = run.recording.told[-1]
     assert isinstance(failed, Failed)
@@ -372,7 +373,7 @@ def test_a_signal_ends_a_run_that_would_go_on(
 
     def no_room(*_: Any) -> Any:
         run.stop.ask()
-        raise problems.TOO_SMALL(got=2, need="1 CPU", have="1 CPU", fit=1)
+        raise TOO_SMALL(got=2, need="1 CPU", have="1 CPU", fit=1)
 
     def no_answer(*_: Any, **__: Any) -> Any:
         run.stop.ask()
@@ -407,7 +408,7 @@ def test_a_signal_ends_a_run_that_would_go_on(
         "at the wait for storage": "checkpoint: Stale file handle",
     }[where]
     assert told in failed.message
-    assert (raised.value.code == problems.WAIT_SIGNALLED.code) == (where == "at the wait for workers")
+    assert (raised.value.code == WAIT_SIGNALLED.code) == (where == "at the wait for workers")
 
 
 class NoRequest:
@@ -686,7 +687,7 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     assert run.recording.refused == ["it made no progress"]
     assert Document("stacks-attempt-1.txt", "stacks of 1") in run.recording.told
     why = run.recording.summaries[0]["why"]
-    hung = problems.NO_PROGRESS if begun else problems.NO_FIRST_STEP
+    hung = NO_PROGRESS if begun else NO_FIRST_STEP
     assert (run.workers[0].error.code, "stacks-attempt-1.txt" in why) == (hung.code, True)
     assert "what each was doing is in stacks-attempt-1.txt" in why
 

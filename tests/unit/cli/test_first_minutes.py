@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.calls.problems import STARTER_UNWRITABLE
 from lockstep.calls.starter import KINDS, SCHEMA_FILE, init
 from lockstep.spec.loading import load_spec
 from lockstep.spec.schema import spec_schema
@@ -149,7 +150,8 @@ def test_a_disk_that_is_full_halfway_leaves_nothing(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == "lockstep: init: cannot write 'first': File too large\n"
+    error = STARTER_UNWRITABLE(folder="first", got="File too large")
+    assert done.stderr == f"lockstep: {error}\n"
     assert names(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep import train
 from lockstep.calls import problems
 from lockstep.calls.named_runs import train_named
-from lockstep.checkpoint.problems import NAME_FILE, NAME_TAKEN
+from lockstep.checkpoint import problems as checkpoint_problems
 from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import give_name, run_of_name
 from lockstep.checkpoint.storage.opening import open_storage
@@ -105,9 +105,9 @@ def test_a_name_is_given_twice_to_one_run_and_once_to_another(tmp_path: Path) ->
     storage = open_storage(str(tmp_path))
     give_name(storage, "night", "run-a")
     give_name(storage, "night", "run-a")
-    with raises(NAME_TAKEN, name="night", owner="run-a"):
+    with raises(checkpoint_problems.NAME_TAKEN, name="night", owner="run-a"):
         give_name(storage, "night", "run-b")
     assert run_of_name(storage, "night") == "run-a"
     storage.put("named-night/run_id", b"")
-    with raises(NAME_FILE, name="night", file=tmp_path / "named-night" / "run_id"):
+    with raises(checkpoint_problems.NAME_FILE, name="night", file=tmp_path / "named-night" / "run_id"):
         run_of_name(storage, "night")
