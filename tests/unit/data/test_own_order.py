@@ -18,9 +18,11 @@ from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.loading import load_spec
+from lockstep.training import problems
 from lockstep.training.failure import job_at
 from lockstep.training.job_data import dataset_size, open_data
 from lockstep.training.setup import make_plan
+from tests.raised import raises
 
 SIZE = 64
 
@@ -303,7 +305,5 @@ def test_a_dataset_without_a_length_is_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    with pytest.raises(
-        JobError, match=r"^train_data: Stream has no __len__; Lockstep reads map-style datasets"
-    ):
+    with raises(problems.NO_LENGTH, name="train_data", got="Stream"):
         dataset_size(Stream(), "train_data")
