@@ -39,8 +39,10 @@ from tests.distributed.gradient_kinds import (
     RecommenderBySgd,
     both,
 )
-from tests.distributed.kinds import RUN, Kind, document, taken_up
+from tests.distributed.kinds import CLASSES, RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
+from tests.distributed.test_full_sharding import held as claimed
+from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.test_verify import checked
 from tests.distributed.training import (
     Document,
@@ -368,6 +370,17 @@ def test_the_state_of_what_is_dense_is_shared_out(pool: Pool, sharding: str) -> 
     shares = pool.run(2, bytes_of_state, {**spec, "sharding": sharding})
     assert [share[0] for share in shares] == [tables] * 2
     assert sum(share[1] for share in shares) == dense
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_an_estimate_counts_tables_whole(pool: Pool, sharding: str) -> None:
+    """To the byte but for the rows of the dense parameters, which are not divided."""
+    spec = {**document(Recommender, rehearsal="off"), "sharding": sharding}
+    estimated, shares = estimate_of(spec, 2), pool.run(2, claimed, spec)
+    for name in ("parameters_bytes", "optimizer_bytes"):
+        most, dense = max(share[name] for share in shares), 4 * CLASSES * (2 * WIDTH + 1)
+        assert abs(estimated[name] - most) <= dense
+        assert estimated[name] >= 2 * ROWS * WIDTH * 4 * (2 if name == "optimizer_bytes" else 1)
 
 
 def train_with_rows_of_one_rank(spec: Document) -> Trained:
