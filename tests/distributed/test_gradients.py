@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lockstep.training.step.optimizer_step as optimizer_step
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
@@ -21,7 +23,11 @@ from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import LATENCY_BYTES
+from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.tables import TableSums
 from tests.distributed.gradient_kinds import (
+    ROWS,
+    WIDTH,
     Bags,
     FewRows,
     FourierOperator,
@@ -33,8 +39,10 @@ from tests.distributed.gradient_kinds import (
     RecommenderBySgd,
     both,
 )
-from tests.distributed.kinds import RUN, Kind, document, taken_up
+from tests.distributed.kinds import CLASSES, RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
+from tests.distributed.test_full_sharding import held as claimed
+from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.test_verify import checked
 from tests.distributed.training import (
     Document,
@@ -271,20 +279,170 @@ def test_updates_of_tables_are_torchs_own(name: str) -> None:
     assert list(train(spec).digests) == digests
 
 
+# --- tables beside what is sharded --------------------------------------------------------------------------------
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("kind", "sharding", "workers"),
+    [
+        (Recommender, "full", 2),
+        (Recommender, "optimizer", 2),
+        (RecommenderBySgd, "full", 4),
+        (RecommenderBySgd, "optimizer", 3),
+        (OnlyTables, "optimizer", 2),
+        (RareTable, "full", 3),
+    ],
+)
+def test_tables_are_whole_where_the_rest_is_sharded(
+    pool: Pool, alone: Alone, kind: type[Kind], sharding: str, workers: int
+) -> None:
+    """G1, identity and all: under two optimizers and one, with a clipped norm, a table that a function uses, and one that a micro-batch may leave out."""
+    spec = document(kind, rehearsal="off", sharding=sharding)
+    assert pool.run(workers, train, spec) == [alone[kind]] * workers
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("kind", "sharding", "workers", "settings"),
+    list(product(TABLES, ("optimizer", "full"), (1, 2, 3, 4), SETTINGS)),
+    ids=str,
+)
+def test_tables_are_whole_where_the_rest_is_sharded_in_full(
+    pool: Pool, kind: type[Kind], sharding: str, workers: int, settings: str
+) -> None:
+    """And with a rehearsal, samples left out, and each micro-batch computed again."""
+    for more in (
+        {"rehearsal": "off"},
+        {"data": {"drop_last": False, "without": "1,5-12"}},
+        {"determinism": {"recheck": 1}},
+    ):
+        spec = document(kind, **{**SETTINGS[settings], **more})
+        assert pool.run(workers, train, {**spec, "sharding": sharding}) == [train(spec)] * workers
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("full", 3), ("none", 1)), (("none", 1), ("optimizer", 2)), (("optimizer", 2), ("full", 4))],
+)
+def test_a_run_with_tables_is_taken_up_under_another_sharding(
+    pool: Pool, alone: Alone, before: tuple[str, int], after: tuple[str, int], tmp_path: Path
+) -> None:
+    """G1: the state of both optimizers is in a checkpoint as one process saves it."""
+    run = document(Recommender, rehearsal="off", checkpoint={"storage": str(tmp_path), "every": None})
+    pool.run(before[1], train_attempt, {**run, "sharding": before[0]}, RUN, AttemptOrigin(), 2)
+    found = pool.run(after[1], train_attempt, {**run, "sharding": after[0]}, RUN, taken_up(run))
+    for one in found:
+        assert (one.weights_digest, one.digests) == (
+            alone[Recommender].weights_digest,
+            alone[Recommender].digests[2:],
+        )
+
+
+def bytes_of_state(spec: Document) -> tuple[int, int]:
+    """The bytes of the optimizer's state on this rank after a run: of the tables, and of all else."""
+    steppers: list[Any] = []
+    init = optimizer_step.Stepper.__init__
+
+    def noted(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        steppers.append(self)
+
+    with mock.patch.object(optimizer_step.Stepper, "__init__", noted):
+        train(spec)
+    optimizer = steppers[-1].state.optimizer
+    own = optimizer.own_state() if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+    sizes = [0, 0]
+    for parameter, state in own.items():
+        moments = sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+        sizes[parameter.shape != (ROWS, WIDTH)] += moments
+    return sizes[0], sizes[1]
+
+
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sharding", ["optimizer", "full"])
-def test_sharded_tables_are_refused(pool: Pool, sharding: str) -> None:
+def test_the_state_of_what_is_dense_is_shared_out(pool: Pool, sharding: str) -> None:
+    """Each worker of two has the moments of both tables, and each moment of the head is on one of them."""
+    spec = document(Recommender, rehearsal="off")
+    tables, dense = bytes_of_state(spec)
+    assert tables == 2 * 2 * ROWS * WIDTH * 4
+    shares = pool.run(2, bytes_of_state, {**spec, "sharding": sharding})
+    assert [share[0] for share in shares] == [tables] * 2
+    assert sum(share[1] for share in shares) == dense
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_an_estimate_counts_tables_whole(pool: Pool, sharding: str) -> None:
+    """To the byte but for the rows of the dense parameters, which are not divided."""
+    spec = {**document(Recommender, rehearsal="off"), "sharding": sharding}
+    estimated, shares = estimate_of(spec, 2), pool.run(2, claimed, spec)
+    for name in ("parameters_bytes", "optimizer_bytes"):
+        most, dense = max(share[name] for share in shares), 4 * CLASSES * (2 * WIDTH + 1)
+        assert abs(estimated[name] - most) <= dense
+        assert estimated[name] >= 2 * ROWS * WIDTH * 4 * (2 if name == "optimizer_bytes" else 1)
+
+
+def train_with_rows_of_one_rank(spec: Document) -> Trained:
+    """Each worker updates its tables by the rows of its own micro-batches."""
+
+    def own(self: TableSums, together: range, gradients: Any) -> None:
+        for m in together:
+            self._tree.add(range(m, m + 1), gradients)
+
+    with mock.patch.object(TableSums, "add_pass", own):
+        return train(spec)
+
+
+def test_rows_of_one_rank_alone_are_other_bits(pool: Pool, alone: Alone) -> None:
+    """The control."""
+    spec = document(RecommenderBySgd, rehearsal="off", sharding="full")
+    assert pool.run(2, train_with_rows_of_one_rank, spec)[0].digests != alone[RecommenderBySgd].digests
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (RecommenderBySgd, "parameter 'items.weight' has a sparse gradient"),
+        (Recommender, "the job has several"),
+    ],
+)
+def test_tables_are_not_mirrored(pool: Pool, kind: type[Kind], said: str) -> None:
     """On one worker as on two."""
     for workers in (1, 2):
+        spec = document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
         with pytest.raises(
-            LockstepError,
-            match=r"^sharding: got '.*'(users|items).weight' has a sparse gradient.*; set sharding=none",
-        ):
-            pool.run(workers, train, document(RecommenderBySgd, sharding=sharding, rehearsal="off"))
+            LockstepError, match=rf"^faults.mirror: {said}.*; set faults.mirror=false"
+        ) as refusal:
+            pool.run(workers, train, spec)
+        assert refusal.value.code == "job.model.sparse_mirrored"
 
 
-def test_several_optimizers_are_not_sharded() -> None:
-    with raises(problems.NOT_ELEMENT_WISE, got="SparseAdam and AdamW"):
-        train(document(Recommender, sharding="optimizer", rehearsal="off"))
+def test_an_optimizer_that_moves_every_row_is_refused_where_its_state_is_sharded(pool: Pool) -> None:
+    for workers in (1, 2):
+        spec = document(RecommenderBySgd, optimizer={"name": "adamw"}, rehearsal="off", sharding="full")
+        with pytest.raises(LockstepError, match=r"^AdamW takes no sparse gradient, and parameter '"):
+            pool.run(workers, train, spec)
+
+
+class AnotherPair(Recommender):
+    def optimizer(self, model: nn.Module) -> Any:
+        tables, rest = both(model)
+        return [torch.optim.Adagrad(tables.param_groups[0]["params"]), rest]
+
+
+def test_several_optimizers_are_sharded_where_each_may_be() -> None:
+    with raises(problems.NOT_ELEMENT_WISE, got="Adagrad and AdamW"):
+        train(document(AnotherPair, sharding="optimizer", rehearsal="off"))
+
+
+def test_a_model_with_tables_begins_whole(pool: Pool) -> None:
+    """Told in one line: the start by shards knows no gradient that is not dense."""
+    spec = document(RecommenderBySgd, rehearsal="off", sharding="full", length={"steps": 1})
+    wanted = (
+        "sharding: every worker begins with the whole model: parameter 'items.weight' has sparse gradients"
+    )
+    assert wanted in pool.run(2, train, spec)[0].warnings
 
 
 class DenseNow(RecommenderBySgd):

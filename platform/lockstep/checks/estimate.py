@@ -64,6 +64,8 @@ class ParameterState(NamedTuple):
     """Bytes of state that every span of the parameter has."""
     others: int
     """Bytes of state that has an element for each of the parameter's."""
+    on_all: int = 0
+    """Bytes of state that every worker keeps, as of a table with sparse gradients."""
 
     def bytes(self, span: Span) -> int:
         """Bytes of the state of a span."""
@@ -97,6 +99,10 @@ class Measured:
     """Parameters that are gathered at once where they are sharded."""
     units: int = 0
     """Modules that are gathered one at a time."""
+    tables: int = 0
+    """Parameters with sparse gradients, which every worker has whole."""
+    table_rows: int = 0
+    """Gradients of theirs."""
     apart: int = 0
     """Bytes of the gradients that are not of the phase with most of them: sums wait for one phase at a time."""
 
@@ -212,11 +218,11 @@ def estimated(fixture: Fixture) -> Estimate:
         if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
             largest_micro = micro
     return Estimate(
-        parameters_bytes=held(spec, full.parameters, workers),
+        parameters_bytes=held(spec, full.parameters, workers, full.tables),
         buffers_bytes=full.buffers,
-        gradients_bytes=held(spec, full.gradients, workers),
+        gradients_bytes=held(spec, full.gradients, workers, full.table_rows),
         optimizer_bytes=optimizer_bytes(spec, full, workers),
-        average_bytes=held(spec, full.average, workers),
+        average_bytes=held(spec, full.average, workers, min(full.average, full.tables)),
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
@@ -282,13 +288,20 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         updating = max(updating, peak.bytes)
         batch = fixture.fetch(key) if len(modules) > 1 else batch
     units = units_of(model, calls, fixture.spec.sharding.units)
+    tables = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.is_sparse
+    }
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
         optimizer=tuple(
-            parameter_state for optimizer in optimizers for parameter_state in states_of(optimizer)
+            parameter_state
+            for optimizer in optimizers
+            for parameter_state in states_of(optimizer, tables.values())
         ),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
@@ -298,16 +311,23 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         computing=computing,
         updating=updating,
         phases=len(modules),
-        largest_unit=largest(model, units),
+        largest_unit=largest(model, units, frozenset(tables)),
         units=len(units),
+        tables=nbytes(tables.values()),
+        table_rows=sum(part.nbytes for table in tables.values() for part in tensors_in(table.grad)),
         apart=gradient_bytes(model) - summed_bytes(state),
     )
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
-    """What an optimizer that has taken a step keeps, parameter by parameter."""
+def states_of(optimizer: torch.optim.Optimizer, tables: Iterable[torch.Tensor]) -> Iterator[ParameterState]:
+    """What an optimizer that has taken a step keeps, parameter by parameter. That of `tables` is whole on every worker."""
+    ids = set(map(id, tables))
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(parameter, {})
+        if id(parameter) in ids:
+            on_all = sum(tensor.nbytes for tensor in tensors_in(state))
+            yield ParameterState(0, parameter.element_size(), False, 0, 0, on_all)
+            continue
         scalars = sum(t.nbytes for name, value in state.items() if name in SCALARS for t in tensors_in(value))
         yield ParameterState(
             parameter.numel() if parameter.requires_grad else 0,
@@ -339,14 +359,14 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     """The optimizer's state, where it is sharded that of the worker that holds most of it; with its mirror, and both as before an update."""
     if not is_sharded(spec, workers):
-        whole = sum(parameter_state.scalars + parameter_state.others for parameter_state in found.optimizer)
+        whole = sum(state.scalars + state.others + state.on_all for state in found.optimizer)
         return 2 * whole if is_mirrored(spec) else whole
     bytes_by_worker = [0] * workers
     for span in _spans(found, workers):
         bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
     if is_mirrored(spec):
         return 2 * max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
-    return max(bytes_by_worker)
+    return max(bytes_by_worker) + sum(state.on_all for state in found.optimizer)
 
 
 def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
@@ -383,7 +403,8 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
     """
     optimizer = optimizer_bytes(spec, found, workers)
-    parameters, average = held(spec, found.parameters, workers), held(spec, found.average, workers)
+    parameters = held(spec, found.parameters, workers, found.tables)
+    average = held(spec, found.average, workers, min(found.average, found.tables))
     standing = parameters + 2 * found.buffers + optimizer + average + found.workspace
     if is_mirrored(spec):  # the start of the step
         standing += parameters + found.buffers + average
@@ -392,11 +413,12 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     updating = updating_bytes(spec, found, workers)
     batches = found.batch * batches_held(found.phases, micro_batches, workers)
     kept = 0 if found.phases == 1 else batches - found.batch  # through the updates of all phases but the last
-    gradients = held(spec, found.gradients, workers)
+    gradients = held(spec, found.gradients, workers, found.table_rows)
     computing = found.computing - found.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    begins_whole = is_fully_sharded(spec, workers) and not asks_for_shards(spec, found.parameters)
+    by_shards = asks_for_shards(spec, found.parameters) and not found.tables
+    begins_whole = is_fully_sharded(spec, workers) and not by_shards
     return max(step, start if begins_whole else 0)
 
 
@@ -405,22 +427,22 @@ def is_fully_sharded(spec: Spec, workers: int) -> bool:
     return spec.sharding.mode == "full" and workers > 1
 
 
-def held(spec: Spec, size: int, workers: int) -> int:
-    """What a worker holds of so many bytes of parameters, or of what there is of each parameter."""
-    return -(-size // workers) if is_fully_sharded(spec, workers) else size
+def held(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
+    """What a worker holds of so many bytes of parameters, or of what there is of each parameter; of `on_all` of them every worker has all."""
+    return on_all - (on_all - size) // workers if is_fully_sharded(spec, workers) else size
 
 
 def sums_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of the tree's sums on the worker that holds the most."""
     if is_fully_sharded(spec, workers):
-        return held(spec, found.summed, workers) * sums_in_passes(micro_batches, workers)
+        return held(spec, found.summed, workers, found.table_rows) * sums_in_passes(micro_batches, workers)
     return reduction_bytes(spec, found.summed, micro_batches, workers)
 
 
 def moving_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of what is gathered, sent and received at once."""
     if is_fully_sharded(spec, workers):
-        return moving_units(spec, found.largest_unit, found.parameters)
+        return moving_units(spec, found.largest_unit, found.parameters - found.tables)
     return communication_bytes(spec, found.gradients, micro_batches, workers)
 
 
@@ -429,7 +451,7 @@ def sent_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) ->
     if is_fully_sharded(spec, workers):
         passes = -(-micro_batches // workers)
         gathers = 2 if spec.sharding.reshard_after_forward else 1
-        sets = passes * (gathers * found.parameters + found.gradients)
+        sets = passes * (gathers * (found.parameters - found.tables) + found.gradients)
     else:
         sets = 2 * found.gradients + (found.gradients if is_sharded(spec, workers) else 0)
     return sets * (workers - 1) // workers

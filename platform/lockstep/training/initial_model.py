@@ -19,6 +19,7 @@ from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
 from lockstep.training.modes import enter_training
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.parameters import check_scaled
+from lockstep.training.step.tables import declared_tables
 from lockstep.training.stored_weights import completed, load_weights, stored_weights, why_not_by_rows
 
 
@@ -73,6 +74,8 @@ def make_deferred(spec: Spec, job: Job, group: Group) -> DeferredModel | str:
         try:
             with imports_of_job(job):
                 deferred = DeferredModel(job.model)
+            if table := min(declared_tables(deferred.model), default=None):
+                raise NotDeferredError(f"parameter {table!r} has sparse gradients")
             if not asks_for_shards(spec, sum(parameter.nbytes for parameter in deferred.model.parameters())):
                 why = "it is small, and the rehearsal has it whole in other processes"
             _check(spec, deferred.model)

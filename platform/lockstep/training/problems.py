@@ -265,14 +265,14 @@ SPARSE_LATER = Problem(
     advice="`sparse=False`",
 )
 
-SPARSE_SHARDED = Problem(
-    "job.model.sparse_sharded",
+SPARSE_MIRRORED = Problem(
+    "job.model.sparse_mirrored",
     SpecError,
-    "sharding: got {got!r}, and parameter {name!r} has a sparse gradient, whose rows no worker has a fixed part of",
-    "set sharding=none, or sparse=False",
-    shown="sharding: got '…', and parameter '…' has a sparse gradient, …",
-    cause="an embedding with `sparse=True`, and a sharded optimizer or model",
-    advice="`sharding=none`, or a dense embedding",
+    "faults.mirror: {got}, whose state no other worker mirrors",
+    "set faults.mirror=false, or sharding=none",
+    shown="faults.mirror: parameter '…' has a sparse gradient, …",
+    cause="an embedding with `sparse=True`, or several optimizers of one loss, and mirrors of a sharded optimizer's state",
+    advice="no mirrors: after the loss of a worker the run resumes from its last checkpoint",
 )
 
 NO_UNIT = Problem(

@@ -68,6 +68,7 @@ from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.learning_rate import RateSchedule, make_schedule
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
@@ -78,11 +79,11 @@ from lockstep.training.step.phases import (
     PhaseSchedules,
     check_combination,
     optimizers_of,
+    sharded_of,
 )
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.sharding_units import Calls
-from lockstep.training.step.tables import declared_tables
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
 
@@ -246,7 +247,8 @@ def prepare(
             else group.together(partial(rehearse, steps, evaluation))
         )
     check_kept(spec.determinism, spec.threads)
-    refuse_sharded_tables(spec, [name for result in rehearsal.values() for name in result.tables])
+    tables = sorted({name for result in rehearsal.values() for name in result.tables})
+    keep_tables_whole(state, tables)
     settings.put_back()
     facts = make_facts(
         spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings, pins.fields()
@@ -257,7 +259,7 @@ def prepare(
         facts["leaked_rows"] = leaked_rows(data, spec.seed, warn)
     check_ranks_agree(spec, group, state, facts["fields"])
     if is_sharded and state.sharding is None:
-        shard(spec, job, state, group, calls)
+        shard(spec, job, state, group, calls, whole=tables)
     if state.sharding is not None:
         for text in state.sharding.told:
             warn(text)
@@ -307,7 +309,6 @@ def rehearse_sharded(
     rehearsal: StepRehearsal, deferred: DeferredModel, group: Group, evaluation: MakesEvaluation
 ) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
-    refuse_sharded_tables(rehearsal.spec, declared_tables(deferred.model))
     state = rehearsal.state
     # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
     found = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
@@ -381,10 +382,13 @@ def make_facts(
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
-def refuse_sharded_tables(spec: Spec, tables: Iterable[str]) -> None:
-    """SpecError where something is sharded, and a parameter has sparse gradients. On one worker as well."""
-    if spec.sharding.mode != "none" and (first := min(tables, default=None)) is not None:
-        raise problems.SPARSE_SHARDED(got=spec.sharding.mode, name=first)
+def keep_tables_whole(state: TrainState, tables: Sequence[str]) -> None:
+    """Have every worker keep the optimizer's state of tables whole where it is shared out. SpecError where it is mirrored, on one worker as well."""
+    parameters = dict(state.model.named_parameters())
+    for optimizer in sharded_of(state.optimizer).values() if tables else ():
+        if isinstance(optimizer, MirroredOptimizer):
+            raise problems.SPARSE_MIRRORED(got=f"parameter {tables[0]!r} has a sparse gradient")
+        optimizer.keep_whole(parameters[name] for name in tables)
 
 
 def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
@@ -400,12 +404,14 @@ def shard(
     group: Group,
     calls: Calls,
     fill: Callable[[Sequence[str]], None] = lambda names: None,
+    *,
+    whole: Sequence[str] = (),
 ) -> None:
-    """Leave this worker its rows of the parameters. All ranks call it, with the same state; `fill` gives parameters memory that have none."""
+    """Leave this worker its rows of the parameters. All ranks call it, with the same state; `fill` gives parameters memory that have none, and those of `whole` stay so."""
     originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
-    conditional = frozenset(job.conditional_parameters(state.model))
-    state.shard(FullSharding(state.model, group, calls, conditional, fused, fill, spec.sharding))
+    uncut = frozenset((*job.conditional_parameters(state.model), *whole))
+    state.shard(FullSharding(state.model, group, calls, uncut, fused, fill, spec.sharding))
     assert state.sharding is not None
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]

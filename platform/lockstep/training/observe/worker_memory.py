@@ -41,7 +41,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
         communication = communication_bytes(spec, gradients, count, workers)
     else:
         parameters = sharding.local.values()
-        gradients = sum(p.grad.nbytes for p in sharding.local.values() if p.grad is not None)
+        gradients = _bytes_of_gradients(sharding.local.values())
         reduction = gradients * sums_in_passes(count, workers)
         communication = moving_units(spec, sharding.largest_unit_bytes, sharding.cut_bytes)
     return json.dumps(

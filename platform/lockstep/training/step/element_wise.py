@@ -26,10 +26,17 @@ _OF_TORCH = ("param_groups", "state", "defaults")
 
 
 def check_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
+    """SpecError for an optimizer whose updates may depend on more than an element's own numbers. `SparseAdam` may be one of several: every worker updates tables whole."""
     name = " and ".join(type(member).__name__ for member in members_of(optimizer))
+    for member in members_of(optimizer):
+        _check_member(member, name)
+
+
+def _check_member(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """As `check_shardable`, of one of the optimizers of that `name`."""
     kind = type(optimizer)
-    if kind not in ELEMENT_BY_ELEMENT and not getattr(optimizer, "elementwise", False):
+    element_wise = kind in ELEMENT_BY_ELEMENT or getattr(optimizer, "elementwise", False)
+    if not element_wise and kind is not torch.optim.SparseAdam:
         supported = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENT_BY_ELEMENT))
         why = (
             "it searches along a line, by dot products over all parameters, which the workers would add up in another order"
@@ -47,7 +54,7 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         raise problems.NO_PARTS(
             name=name, got="comes with state, wanted one that has taken no step", remedy=""
         )
-    if kind not in ELEMENT_BY_ELEMENT:
+    if kind not in (*ELEMENT_BY_ELEMENT, torch.optim.SparseAdam):
         if has_modes(optimizer):
             raise problems.NO_PARTS(
                 name=name,

@@ -31,8 +31,11 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that one stands for; itself where it stands for no others."""
-    return optimizer.members if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
+    """The optimizers that one stands for, as that of sharded state does; itself where it stands for no others."""
+    if isinstance(optimizer, JoinedOptimizer):
+        return optimizer.members
+    members: tuple[torch.optim.Optimizer, ...] = getattr(optimizer, "joined_members", (optimizer,))
+    return members
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import StepStart
-from lockstep.training.step.tables import numbers_of
+from lockstep.training.step.tables import no_rows, numbers_of
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer, MirroredOptimizer)
@@ -469,6 +469,7 @@ class Stepper:
     ) -> None:
         """`_accumulate` where the parameters are sharded: leaves in `phase.parameters` this worker's rows of the sums."""
         passes = self.plan.passes(position, self.assigned(position))
+        phase.tables.begin(position.micro_batches)
         for together, (m, counts, empty) in zip(passes, self._turns(position), strict=True):
             if counts:
                 self.digests.next_micro_batch(m, phase.digested_as)
@@ -479,8 +480,22 @@ class Stepper:
                     phase, position, m, batches, scale_down, last=False, counts=counts, empty=empty
                 )
             sharding.end_pass(self._where(phase, position, m))
+            self._add_tables_of_pass(phase, position, m, together, counts=counts, empty=empty)
+        phase.tables.leave_sum()
         phase.exchange.close(self.watch.take(), sharding.order)
         phase.exchange.send()
+
+    def _add_tables_of_pass(
+        self, phase: PhaseStep, position: Position, m: int, together: range, *, counts: bool, empty: bool
+    ) -> None:
+        """Add the gradients that the ranks' micro-batches of a pass have left in the tables, which every rank has whole."""
+        if phase.tables.names:
+            gradients = phase.table_gradients(self._where(phase, position, m))
+            if empty:
+                gradients = [no_rows(table) for table in phase.tables.parameters]
+            if counts:
+                self._note(phase, gradients, first=len(phase.names))
+            phase.tables.add_pass(together, gradients)
 
     def _compute(
         self,
@@ -620,6 +635,8 @@ class Stepper:
             loss = self._forward(phase, phase.wrapped, position, m, batch, precision)
             with self._of_job(phase, position, m):
                 phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
+        tables = phase.table_gradients(where)
+        note(tables, range(len(phase.names), len(phase.names) + len(tables)))
         sharding.end_pass(where)
         sharding.forget_gradients()
         self.watched.check(where)

@@ -32,7 +32,7 @@ from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
-from lockstep.training.step.joined_optimizer import JoinedOptimizer
+from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.learning_rate import Rates
 from lockstep.training.step.norm import GradientNorm
 from lockstep.training.step.parameters import missing_gradient
@@ -236,10 +236,14 @@ class PhaseStep:
             self.tables = TableSums(tables, self._group, self._plan)
             self.names = names = [name for name in learning if name not in tables]
             self.parameters = [every[name] for name in names]
-            if names and self.sharding is not None:
-                self.module.parameters_that_learn = self.sharding.as_computed(names)
+            if learning and self.sharding is not None:
+                self.module.parameters_that_learn = self.sharding.as_computed(learning)
                 self.parameters = [self.sharding.local[name] for name in names]
-                self.norm = ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
+                self.norm = (
+                    ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
+                    if names
+                    else GradientNorm([], device=self._group.device)
+                )
                 self.wrapped = ShardedLoss(self.module, self.sharding)
             elif learning:
                 self.norm = GradientNorm(self.parameters, device=self._group.device)
@@ -373,7 +377,7 @@ def copied(batch: Any) -> Any:
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
     if isinstance(optimizer, ShardedOptimizer):  # it accepts none with hooks
-        return not optimizer.kind.__module__.startswith("torch.optim.")
+        return any(not type(member).__module__.startswith("torch.optim.") for member in members_of(optimizer))
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
     if isinstance(optimizer, JoinedOptimizer):

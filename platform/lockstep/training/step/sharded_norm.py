@@ -128,6 +128,7 @@ class ShardedNorm(GradientNorm):
             [key for key, rank in counted.items() if rank == owner] for owner in range(group.size)
         ]
         workspace = torch.empty(workspace_bytes(group.device) // 8, dtype=torch.float64, device=group.device)
+        self._workspace = workspace
         self._rounds = [_Round.of(keys, blocks, owners, group, workspace) for keys in _in_rounds(blocks)]
         self.observe = None
 

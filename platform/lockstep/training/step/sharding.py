@@ -23,6 +23,7 @@ from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.training.step import problems
+from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.shards import element_ranges
@@ -122,6 +123,14 @@ def over(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.op
     return optimizer
 
 
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and with the same groups, and without state."""
+    stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    stand_in.state = defaultdict(dict)
+    return stand_in
+
+
 def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None) -> None:
     if closure is None:
         optimizer.step()
@@ -135,18 +144,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(whole.param_groups, whole.defaults)
         self.kind = type(whole)
-        self._made_as = over(whole, [])
+        self.joined_members = tuple(_stand_in(member) for member in members_of(whole))
+        """What says of which kinds it is: an optimizer for each that it stands for, with the groups that these have here, and without state."""
         self.group = group
         self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
         self._built = False
+        self._on_all: frozenset[int] = frozenset()
+        """The numbers of the parameters that every rank updates, whole."""
+
+    def keep_whole(self, parameters: Iterable[Tensor]) -> None:
+        """Have every rank update some of the parameters whole, and keep their state. All ranks call it alike, before the first update."""
+        assert not self._built
+        ids = set(map(id, parameters))
+        self._on_all = frozenset(i for i, parameter in enumerate(self.parameters) if id(parameter) in ids)
 
     def _build(self) -> None:
         """Split the parameters, once they have their shapes: those of a lazy module get them in its first forward."""
         if self._built:
             return
         self._built = True
-        views = [flat(parameter.detach()) for parameter in self.parameters]
-        asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
+        views = [
+            None if i in self._on_all else flat(parameter.detach())
+            for i, parameter in enumerate(self.parameters)
+        ]
+        asking = [
+            p.numel() if p.requires_grad and i not in self._on_all else 0
+            for i, p in enumerate(self.parameters)
+        ]
         widths = [parameter.element_size() for parameter in self.parameters]
         cut, ranks = [view is not None for view in views], self.group.size
         self._cutting = asking, widths, cut
@@ -157,13 +181,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, view in zip(self.parameters, views, strict=True)
         ]
         self._uncut = [view is None for view in views]
-        self._parts = {s.parameter: Part(s, self._of(s)) for s in self.spans if s.owner == self.group.rank}
+        self._parts = {
+            s.parameter: Part(s, self._of(s))
+            for s in self.spans
+            if s.owner == self.group.rank or s.parameter in self._on_all
+        }
         self._own = self._made(self._parts)
         self._gathering = _Gathering(self._bytes(), self.group)
 
     def _spans(self, ranks: int) -> list[Span]:
-        """The spans of so many ranks."""
-        return spans(*self._cutting, ranks)
+        """The spans of so many ranks. What every rank updates counts as rank 0's: it gives the state to the rank that writes it."""
+        return [
+            Span(span.parameter, 0, self.parameters[span.parameter].numel(), 0)
+            if span.parameter in self._on_all
+            else span
+            for span in spans(*self._cutting, ranks)
+        ]
 
     def _made(self, parts: Mapping[int, Part]) -> torch.optim.Optimizer:
         """The optimizer over a rank's parts, group by group; a group may have none there."""
@@ -173,7 +206,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params = [parts[i].value for i in numbers if i in parts and self.parameters[i].requires_grad]
             groups.append({**every, "params": params})
             index = numbers.stop
-        return over(self._made_as, groups)
+        made, begin = [], 0
+        for member in self.joined_members:
+            end = begin + len(member.param_groups)
+            made.append(over(member, groups[begin:end]))
+            begin = end
+        return made[0] if len(made) == 1 else JoinedOptimizer(made)
 
     def _of(self, span: Span) -> Tensor:
         """A view of a span in its parameter's memory; a parameter with gaps as it is."""
@@ -184,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The updated tensors that each rank sends, by rank."""
         tensors_by_rank: list[list[Tensor]] = [[] for _ in range(self.group.size)]
         for span in self.spans:
-            if span.stop > span.start:
+            if span.stop > span.start and span.parameter not in self._on_all:
                 tensors_by_rank[span.owner].append(self._of(span))
         return tensors_by_rank
 

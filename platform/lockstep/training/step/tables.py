@@ -111,6 +111,16 @@ class TableSums:
         """Add what was taken of micro-batch `m`, the next one to the right."""
         self._tree.add(range(m, m + 1), gradients)
 
+    def add_pass(self, together: range, gradients: Gradients) -> None:
+        """Add what the ranks took of the micro-batches `together`, one after another each one's. All ranks call it; the `gradients` of one beyond them do not count."""
+        if not self.names:
+            return
+        rank, others = self._group.rank, self._group.size - len(together)
+        owned = [*([range(m, m + 1)] for m in together), *([[]] * others)]
+        by_rank = self._of_every_rank([gradients] if rank < len(together) else [], owned)
+        for m, (of_rank,) in zip(together, by_rank[: len(together)], strict=True):
+            self._tree.add(range(m, m + 1), of_rank)
+
     def finish(self) -> None:
         """Leave the sum over all ranks' micro-batches in the tables. All ranks call it."""
         leaves = self._tree.leaves
@@ -123,6 +133,12 @@ class TableSums:
             for rank_nodes, sums in zip(owned, by_rank, strict=True):
                 for node, gradients in zip(rank_nodes, sums, strict=True):
                     self._tree.add(node, gradients)
+        self.leave_sum()
+
+    def leave_sum(self) -> None:
+        """Leave the sum in the tables, once all micro-batches are added here."""
+        if not self.names:
+            return
         ((_, total),) = self._tree.sums
         self._tree = TreeSum(0, _add)
         for table, gradient in zip(self.parameters, total, strict=True):
