@@ -55,6 +55,19 @@ class Growing(Job):
         self._kept.append(torch.ones(self.params.kept_mb << 18 if step >= self.params.after else 0))
 
 
+class WideEvaluation(Growing):
+    """The same, whose evaluation asks for more memory than there is."""
+
+    def eval_data(self) -> Dataset[Any]:
+        return self.train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if not model.training and len(self._kept) >= self.params.after:
+            x = x.repeat(1 << 22, 1)
+        return Loss((model(x)[: len(y)] - y).square().sum(), len(y))
+
+
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
     """A control group below this process's own, with a limit in bytes. Skips where the machine allows none."""

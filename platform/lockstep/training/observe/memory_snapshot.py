@@ -18,18 +18,24 @@ from typing import Any
 
 import torch
 
+from lockstep.data.loader import Loader
 from lockstep.errors import first_line
 from lockstep.failure_kinds import is_out_of_memory
 from lockstep.periodic import periodically
 from lockstep.printing import size_text as shown
 from lockstep.record.events.union import MEMORY_SNAPSHOT, Document, Tell, Warned
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.loop import train
 from lockstep.training.observe import worker_memory
 from lockstep.training.observe.memory_growth import held_bytes
 from lockstep.training.observe.memory_limits import address_space, killing_limits
 from lockstep.training.observe.memory_owners import holdings
-from lockstep.training.setup import Run
+from lockstep.training.setup import Run, prepare
 from lockstep.training.state import TrainState
+from lockstep.training.step.optimizer_step import Stepper
+from lockstep.training.step.phase_step import LossModule
 
 HIGH = 0.9
 """The share of a limit at which a snapshot is taken."""
@@ -58,15 +64,15 @@ ESTIMATED = {
 """The line of `lockstep estimate` for an owner."""
 
 PHASES = {
-    ("lockstep.training.setup", "prepare"): "before the first step",
-    ("lockstep.training.step.phase_step", "LossModule.forward"): "in forward",
-    ("lockstep.training.step.phase_step", "LossModule.backward"): "in backward",
-    ("lockstep.training.step.optimizer_step", "Stepper._update"): "in the update",
-    ("lockstep.training.loop", "evaluate"): "in an evaluation",
-    ("lockstep.training.checkpoints", "Checkpoints.save"): "in a save",
-    ("lockstep.data.loader", "Loader.__next__"): "while data were fetched",
+    prepare.__code__: "before the first step",
+    LossModule.forward.__code__: "in forward",
+    LossModule.backward.__code__: "in backward",
+    Stepper._update.__code__: "in the update",
+    Evaluation.__call__.__code__: "in an evaluation",
+    Checkpoints.save.__code__: "in a save",
+    Loader.__next__.__code__: "while data were fetched",
 }
-"""What a worker does, by the innermost of these functions on its stack."""
+"""What a worker does, by the code of the innermost of these functions on its stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,12 +348,8 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
     return frames[::-1]
 
 
-def _function(frame: FrameType) -> tuple[str, str]:
-    return frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-
-
 def _phase(frames: Iterable[FrameType]) -> str:
-    phases = [PHASES[function] for frame in frames if (function := _function(frame)) in PHASES]
+    phases = [PHASES[frame.f_code] for frame in frames if frame.f_code in PHASES]
     return phases[-1] if phases else "between steps"
 
 
@@ -358,15 +360,13 @@ def _run_in(frames: Iterable[FrameType]) -> tuple[Run | None, TrainState | None]
     """
     run, state = None, None
     for frame in frames:
-        function = _function(frame)
-        if function == ("lockstep.training.loop", "train"):
+        if frame.f_code is train.__code__:
             run = frame.f_locals.get("run", run)
-        elif function == ("lockstep.training.setup", "prepare"):
+        elif frame.f_code is prepare.__code__:
             state = frame.f_locals.get("state", state)
     return run, state if run is None else run.state
 
 
 def _batches_in(frames: Iterable[FrameType]) -> list[Any]:
     """The micro-batches that are computed."""
-    own = ("lockstep.training.step.optimizer_step", "Stepper._backward")
-    return [frame.f_locals.get("batch") for frame in frames if _function(frame) == own]
+    return [frame.f_locals.get("batch") for frame in frames if frame.f_code is Stepper._backward.__code__]

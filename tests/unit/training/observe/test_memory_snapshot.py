@@ -112,6 +112,18 @@ def test_an_allocation_that_fails_names_the_owners(monkeypatch: pytest.MonkeyPat
     assert "activations" in text and "above its estimate" in text
 
 
+def test_what_a_worker_was_doing_is_told() -> None:
+    """As for its forward above: here the evaluation after step 4 has no memory."""
+    events = list[Event]()
+    more = {"use": "tests.memory_jobs:WideEvaluation", "params": {"after": 3}}
+    spec = load_spec({**document(), "job": more, "evaluate": {"every": {"steps": 4}}})
+    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
+    with pytest.raises(ClusterError), memory_watched(events.append, 0, 1):
+        fit(spec, job, group, events.append, NoRequests())
+    (snapshot,) = snapshots(events)
+    assert snapshot["phase"] == "in an evaluation"
+
+
 def test_activations_are_what_the_graph_keeps() -> None:
     """Of a perceptron, by hand: the output of the first layer after ReLU. With checkpointing nothing but the input is kept, and nothing is recomputed."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
