@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lockstep.checkpoint.stored_tensor import in_memory
 from lockstep.communication.group import Group
@@ -30,6 +28,7 @@ from lockstep.spec.sharding import Sharding
 from lockstep.training.step import problems
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import largest, uncut
@@ -73,73 +72,6 @@ class _Root(nn.Module):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
-
-
-class _Aside(TorchFunctionMode):
-    """A mode that a module's kernels must not depend on."""
-
-    @contextmanager
-    def aside_in_fast_paths(self) -> Iterator[None]:
-        """In the block: have this mode off while a module of `_FAST_PATHS` computes, which would see it and take another kernel, with other bits."""
-        left: list[bool] = []
-
-        def enter(module: nn.Module, _arguments: Any) -> None:
-            if isinstance(module, _FAST_PATHS):
-                left.append(_get_current_function_mode() is self)  # type: ignore[no-untyped-call]
-                if left[-1]:
-                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-        def leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
-            if isinstance(module, _FAST_PATHS) and left.pop():
-                self.__enter__()  # type: ignore[no-untyped-call]
-
-        hooks = (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-class _NoShards(_Aside):
-    """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _READS:
-            for value in args:
-                parts = value if isinstance(value, list | tuple) else (value,)
-                if any(hasattr(part, "to_local") for part in parts):
-                    raise problems.NOT_GATHERED(got=func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class _WholeGradients(_Aside):
-    """Gives a gathered parameter its whole gradient where it is asked for it; all ranks ask for the same ones, in the same order."""
-
-    def __init__(self, sharding: FullSharding) -> None:
-        super().__init__()
-        self._sharding = sharding
-        named = sharding.model.named_parameters()
-        self._names = {id(parameter): name for name, parameter in named if name in sharding.shards}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GRADIENT_OF and id(args[0]) in self._names:
-            return self._sharding.whole_gradient(self._names[id(args[0])])
-        return func(*args, **(kwargs or {}))
-
-
-_TENSOR: Any = Tensor
-_GRADIENT_OF = _TENSOR.grad.__get__
-
-
-_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""The modules of torch that ask whether a mode is on: without gradients and without one they compute by one kernel of their own."""
-
-_READS = frozenset({"__get__", "__set__"})
-"""What FSDP itself does with shards in a forward: it looks at their attributes."""
 
 
 class FullSharding:
@@ -286,7 +218,7 @@ class FullSharding:
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
-        with _NoShards() as guard, guard.aside_in_fast_paths():
+        with NoShards().on():
             result: T = self._root(compute)
         if self._forward is not None:
             self._orders[tuple(self._index)], self._forward = tuple(self._forward), None
@@ -401,8 +333,12 @@ class FullSharding:
         for module in self._modules:
             module.unshard()
         try:
-            whole = _WholeGradients(self)
-            with _whole_in_state_dicts(self.model), whole, whole.aside_in_fast_paths():
+            names = {
+                id(parameter): name
+                for name, parameter in self.model.named_parameters()
+                if name in self.shards
+            }
+            with _whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient).on():
                 yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
