@@ -123,8 +123,10 @@ newest-ray:  ## a small run with the newest Ray that installs, through its priva
 	    record.uri=off checkpoint.storage=$(NEWEST)/runs || exit 1; \
 	done
 
+# What a failed start leaves is taken away again: the next one would think that it is there. Debian has venv in a package of its own, python3-venv.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer, got %d.%d: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # torch goes first and by its pinned version: a range would fetch the newest build with its CUDA packages. It is the one package without a
 # hash: which build of it is right depends on the machine, and each has its own. All else is held against the hashes of PyPI.

@@ -398,7 +398,6 @@ class Plan:
         return tuple(range(first, min(first + workers, count)) for first in range(0, count, workers))
 
 
-@lru_cache(maxsize=256)
 def _ranges(full: tuple[int, ...], workers: int, count: int, in_passes: bool) -> tuple[range, ...]:
     """`Plan.ranges` for steps of `full` micro-batches, in rising order. Where a step has fewer than there are workers, the last ones have none."""
     if in_passes:

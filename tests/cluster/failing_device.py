@@ -24,14 +24,12 @@ from tests.cluster.test_supervisor import spec
 @contextmanager
 def two_nodes() -> Iterator[None]:
     """A cluster of two nodes of one CPU each, to which this process is connected."""
-    os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
-    import ray
-    from ray.cluster_utils import Cluster
-
-    Path("/tmp/ray").mkdir(
-        exist_ok=True
-    )  # Ray writes the cluster's address there, whatever its own folder is
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
+        # Ray writes a cluster's address into this folder, whatever the folder of the cluster is.
+        os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": own}
+        import ray
+        from ray.cluster_utils import Cluster
+
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 1, "temp_dir": own, "include_dashboard": False},

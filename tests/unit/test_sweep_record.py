@@ -24,11 +24,11 @@ from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.mirror import folder as folder_store
+from lockstep.record.problems import CANNOT_WRITE
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.driver import SweepResult
-from lockstep.sweeps.problems import RECORD_UNWRITABLE
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
 from lockstep.sweeps.trial_standings import Standing, best_of, tally
@@ -261,8 +261,8 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     trial = {**ended(0), "curve": [(10, 0.5)]}
     failure = record.update([trial])
     assert isinstance(failure, UnavailableError)
-    assert failure.code == RECORD_UNWRITABLE.code
-    assert failure.facts == {"folder": str(record.folder), "got": os.strerror(errno.ENOSPC)}
+    assert failure.code == CANNOT_WRITE.code
+    assert failure.facts == {"path": str(record.folder), "got": os.strerror(errno.ENOSPC)}
     refusals[:] = [2, 2]
     assert record.end([trial], "FINISHED", "1 trial") is None
     assert refusals == [0, 0]

@@ -16,6 +16,7 @@ from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, RecordError, first_line
 from lockstep.record.events.union import EndStatus, Failed, Finished, TakenOver
+from lockstep.training.problems import GPU_MEMORY
 
 
 class RunEnd:
@@ -46,7 +47,7 @@ class RunEnd:
     def give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""
         # What was held as the memory of a GPU ran out is in the record, also before the first step.
-        keeps = isinstance(error, ClusterError) or error.code == "job.gpu_memory"
+        keeps = isinstance(error, ClusterError) or error.code == GPU_MEMORY.code
         if self._recording.run_id is not None or keeps:
             self._tell_failed(error, details)
         elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it

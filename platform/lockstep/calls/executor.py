@@ -85,12 +85,16 @@ def _told(execution: Executed) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except LockstepError as error:
-        kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "lockstep.errors")
-        parts = {"evidence": error.evidence, "remedy": error.remedy, "facts": dict(error.facts)}
-        execution.tell("error", error=kind, text=str(error), code=error.code, **parts)
+        _tell_error(execution, error)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
-        execution.tell("error", error="LockstepError", text=f"the run's code broke: {first_line(error)}")
+        _tell_error(execution, problems.EXECUTION_BROKE(got=first_line(error)))
+
+
+def _tell_error(execution: Executed, error: LockstepError) -> None:
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "lockstep.errors")
+    parts = {"evidence": error.evidence, "remedy": error.remedy, "facts": dict(error.facts)}
+    execution.tell("error", error=kind, text=str(error), code=error.code, **parts)
 
 
 @dataclass(slots=True)

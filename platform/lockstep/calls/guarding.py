@@ -11,6 +11,7 @@ from lockstep.calls import problems
 from lockstep.checks.processes import interruptible
 from lockstep.driver.options import RunOptions
 from lockstep.proof.bisection import first_changed
+from lockstep.proof.errors import UnfitError
 from lockstep.proof.guard import (
     Guarded,
     Start,
@@ -20,7 +21,6 @@ from lockstep.proof.guard import (
     look_into,
     start_python,
 )
-from lockstep.proof.problems import UnfitError
 from lockstep.proof.repository import Repository
 from lockstep.proof.spans import STEPS
 

@@ -536,6 +536,14 @@ PROCESS_LOST = Problem(
     advice="free memory, then resume it",
 )
 
+EXECUTION_BROKE = Problem(
+    "run.code_broke",
+    LockstepError,
+    "the run's code broke: {got}",
+    cause="steps of a recorded run were taken again, and its code, or a package that it uses, failed in a way that no rule knows",
+    advice="the traceback above it",
+)
+
 RUN_BROKE = Problem(
     "run.broke",
     LockstepError,

@@ -365,7 +365,7 @@ def _curves(run: str, uri: str | None, storage: Path) -> Curves:
     try:
         return curves_of(run, tracking_uri(uri), _folder(run, uri, storage))
     except NoSuchRunError as error:
-        raise SpecError(str(error)) from error
+        raise error.as_kind(SpecError) from error
 
 
 def _folder(run: str, uri: str | None, storage: Path) -> Path:

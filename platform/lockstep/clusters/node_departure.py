@@ -13,6 +13,7 @@ import psutil  # type: ignore[import-untyped]
 from lockstep.clusters import problems
 from lockstep.clusters.connection import connected
 from lockstep.clusters.ray_internals import nodes, unavailable
+from lockstep.errors import first_line
 
 WAIT_S = 3600.0
 """How long to wait for the nodes to be empty if nobody said how long the machine remains."""
@@ -35,21 +36,19 @@ def leave(
 
     `seconds` is how long the machine remains at most. With `wait` this returns when the nodes have nothing left to do, or the
     time is over. With `stop_runs` the drivers on this machine get SIGTERM: their runs save and end, which `wait` waits for too.
-    SpecError if this machine is in no cluster; ClusterError if there is no such node, or it cannot be drained.
+    SpecError if this machine is in no cluster, and for `stop_runs` with the `node` of another one; ClusterError if there is no such node, or it cannot be
+    drained.
     """
+    if stop_runs and node is not None:
+        raise problems.DRIVERS_ELSEWHERE(got=node)
     problem = unavailable("nodes")
     if problem is not None:
         raise problems.CANNOT_DRAIN(got=problem)
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         node_ids = _nodes_here(node)
-        drivers = _drivers_here() if stop_runs else []
-        for (
-            driver
-        ) in drivers:  # first: a run that hears of the drained node alone would look for room elsewhere
-            say(f"driver {driver.pid} is told to end: {why}")
-            with suppress(psutil.NoSuchProcess):
-                driver.send_signal(signal.SIGTERM)
+        # First: a run that hears of the drained node alone would look for room elsewhere.
+        drivers = _told_to_end(_drivers_here(say), why, say) if stop_runs else []
         for each in node_ids:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
             say(f"node {each[:12]} is drained: {why}")
@@ -58,20 +57,42 @@ def leave(
     return node_ids
 
 
-def _drivers_here() -> list[psutil.Process]:
-    """The drivers of the cluster's jobs that run on this machine, without this process."""
+def _drivers_here(say: Callable[[str], None]) -> list[psutil.Process]:
+    """The drivers of the cluster's jobs that run on this machine, without this process; none, said so, where Ray does not list its jobs."""
     import ray
     from ray.util.state import list_jobs
+    from ray.util.state.exception import RayStateApiException
 
     address = ray.util.get_node_ip_address()
+    try:
+        jobs = list_jobs(filters=[("status", "=", "RUNNING")], limit=10_000)
+    except (RayStateApiException, OSError) as error:
+        say(f"no driver is told to end: Ray's dashboard does not list the jobs ({first_line(error)})")
+        return []
     drivers = []
-    for job in list_jobs(filters=[("status", "=", "RUNNING")], limit=10_000):
+    for job in jobs:
         driver = job.driver_info
         if driver is None or driver.node_ip_address != address or int(driver.pid) == os.getpid():
             continue
         with suppress(psutil.NoSuchProcess):
             drivers.append(psutil.Process(int(driver.pid)))
     return drivers
+
+
+def _told_to_end(drivers: list[psutil.Process], why: str, say: Callable[[str], None]) -> list[psutil.Process]:
+    """Send SIGTERM to the drivers. Those that got it."""
+    told = []
+    for driver in drivers:
+        try:
+            driver.send_signal(signal.SIGTERM)
+        except psutil.NoSuchProcess:
+            continue
+        except psutil.AccessDenied:
+            say(f"driver {driver.pid} belongs to another user, and is not told to end")
+            continue
+        say(f"driver {driver.pid} is told to end: {why}")
+        told.append(driver)
+    return told
 
 
 def _lives(process: psutil.Process) -> bool:

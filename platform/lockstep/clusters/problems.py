@@ -177,6 +177,15 @@ CANNOT_DRAIN = Problem(
     advice="a version that Lockstep is tested with",
 )
 
+DRIVERS_ELSEWHERE = Problem(
+    "leave.drivers_elsewhere",
+    SpecError,
+    "leave: got --stop-runs with --node {got}, and only the drivers on this machine can be told to end",
+    "give it on the machine that leaves, without --node",
+    cause="`leave --stop-runs` for another machine's node",
+    advice="the command on that machine, without `--node`",
+)
+
 NO_LIVE_NODE = Problem(
     "leave.no_node",
     ClusterError,

@@ -23,7 +23,7 @@ from lockstep.data.dataset import (
     is_hub_dataset,
     is_mosaic_dataset,
 )
-from lockstep.errors import DataError, JobError, LockstepError, first_line
+from lockstep.errors import DataError, LockstepError, first_line
 from lockstep.job.frames import place_in_job
 from lockstep.randomness import sample_key, seed_all
 
@@ -117,12 +117,15 @@ def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
             if pause_s is None:
-                kind = DataError if isinstance(error, OSError) else JobError
-                raise kind(
-                    f"data: sample {index} failed, tried {len(PAUSES_S) + 1} times{place_in_job(error)}: {first_line(error)}; "
-                    f"the data are known by {SAMPLES} samples, of which this is one: mend it, leave it out of train_data by "
-                    f"data.without={index}, or give {type(dataset).__name__} a fingerprint()"
-                ) from error
+                failed = problems.FINGERPRINT_SAMPLE(
+                    sample=index,
+                    tries=len(PAUSES_S) + 1,
+                    where=place_in_job(error),
+                    got=first_line(error),
+                    samples=SAMPLES,
+                    name=type(dataset).__name__,
+                )
+                raise (failed.as_kind(DataError) if isinstance(error, OSError) else failed) from error
             time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 

@@ -275,8 +275,20 @@ FETCH_FAILED = Problem(
     "data.fetch_failed",
     JobError,
     "data: {what} failed ({where}{location}): {kind}: {got}{forked}",
-    cause="`__getitem__` raised an error for that id",
-    advice="fix the dataset at that id",
+    shown="data: sample … failed (…): …`, `data: samples … failed (…): …`, `data: the collation of samples … failed (…): …`, `…; a loader process cannot read what was open before it was forked (…): …`, `… WaitsForeverError: it waits for a thread of the process that this loader process was forked from; …",
+    cause="`__getitem__`, `__getitems__` or `collate` raised an error for these ids; or what they use is [the worker's own](data.md#what-a-loader-process-inherits): a connection, a file that "
+    "cannot be opened again, or a thread that the dataset started before",
+    advice="fix the dataset at these ids; open and start what it uses where it is used, once for each process, or `data.loader_processes=0`",
+)
+
+FINGERPRINT_SAMPLE = Problem(
+    "data.fingerprint_sample",
+    JobError,
+    "data: sample {sample} failed, tried {tries} times{where}: {got}; the data are known by {samples} samples, of which this is one",
+    "mend it, leave it out of train_data by data.without={sample}, or give {name} a fingerprint()",
+    shown="data: sample … failed, tried 4 times, …: …; the data are known by 16 samples, of which this is one; …",
+    cause="`__getitem__` raised an error each time, before training; a DataError where a file could not be read",
+    advice="mend the storage or the sample, leave it out by `data.without`, or give the dataset a `fingerprint()`",
 )
 
 # --- mixtures ------------------------------------------------------------------------------------------------

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.errors import JobError, Problem, SpecError, StorageError
-
-
-class UnfitError(SpecError):
-    """A state of the code that cannot be trained. Example: the job's module has a syntax error in this commit."""
-
-
-class ProtocolError(JobError):
-    """A process that executes a job said what Lockstep does not say. Example: a job that writes into the pipe of its process."""
-
+from lockstep.proof.errors import ProtocolError, UnfitError
 
 # --- the recorded run -------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, get_type_hints
 from lockstep import errors
 from lockstep.errors import LockstepError
 from lockstep.proof import problems
-from lockstep.proof.problems import ProtocolError
+from lockstep.proof.errors import ProtocolError
 from lockstep.record.events.union import Digests, EvaluationRow, StepRow
 
 MOST_BYTES = 1 << 24

@@ -327,7 +327,7 @@ class Writer:
             self._folder_failure = None
         except (OSError, StorageError, RecordError) as error:
             self._folder_failure = (
-                problems.CANNOT_WRITE(path=self._record.folder, got=error)
+                problems.CANNOT_WRITE(path=self._record.folder, got=error.strerror or error)
                 if isinstance(error, OSError)
                 else problems.as_record_error(error)
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lockstep.errors import ClusterError, Problem, RecordError, SilentError, SpecError, StorageError
-from lockstep.record.errors import UnavailableError
 
 # --- resuming a sweep -------------------------------------------------------------------------------------------
 
@@ -136,15 +135,6 @@ UNWRITTEN = Problem(
     "`lockstep record sync RUN`, with the run id of each trial, sends what its folder has",
     cause="their store is slow or does not answer, at the end of a sweep",
     advice="`lockstep record sync`, with the run ids of the trials",
-)
-
-RECORD_UNWRITABLE = Problem(
-    "sweep.record_unwritable",
-    UnavailableError,
-    "record.folder: cannot write {folder!r}: {got}",
-    "name a folder that can be written",
-    cause="the disk of a sweep's folder is full or fails, or it is not writable",
-    advice="free space, or another `record.folder`",
 )
 
 RECORDERS_LOST = Problem(

@@ -24,10 +24,11 @@ from lockstep.record.events.union import Failed
 from lockstep.record.mirror import documents
 from lockstep.record.mirror.run_store import SWEEP_FILE, Status
 from lockstep.record.mirror.stores import find_run, reader, store_for
+from lockstep.record.problems import CANNOT_WRITE
 from lockstep.record.redaction import redacted_document
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps import problems, sweep_figures
+from lockstep.sweeps import sweep_figures
 from lockstep.sweeps.trial_standings import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
@@ -142,7 +143,7 @@ class SweepRecord:
         return None
 
     def _unwritten(self, error: OSError) -> UnavailableError:
-        return problems.RECORD_UNWRITABLE(folder=self.folder, got=error.strerror or error)
+        return CANNOT_WRITE(path=self.folder, got=error.strerror or error).as_kind(UnavailableError)
 
     def _say(self) -> None:
         self._store.set_tags(_LIVES | process_tags(time.time()))

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from lockstep.clusters import preemption, problems
+from lockstep.clusters import node_departure, preemption, problems
 from lockstep.clusters.preemption import Agent, Notice, sources
 from tests.raised import raises
 
@@ -208,6 +208,11 @@ def test_the_address_is_configured_and_nothing_else() -> None:
         sources("azure", "http://127.0.0.1:1")
     with raises(problems.METADATA, got="169.254.169.254"):
         sources("aws", "169.254.169.254")
+
+
+def test_drivers_of_another_machine_are_not_told_to_end() -> None:
+    with raises(problems.DRIVERS_ELSEWHERE, got="0123"):
+        node_departure.leave(None, "0123", "its pod ends", None, print, wait=False, stop_runs=True)
 
 
 def test_a_machine_that_is_in_no_cluster_leaves_none(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def _check(event: Recorded, folder: Path) -> None:
             _check_numbers(event)
         case Document():
             relative(event.name)
+            _ = event.content
         case Started():
             for name in event.facts:
                 component(name)

@@ -198,8 +198,8 @@ class Document:
 
     @property
     def content(self) -> str | bytes:
-        """The content of the file."""
-        return base64.b64decode(self.text) if self.name.endswith(PICKLE) else self.text
+        """The content of the file. ValueError where its text is none."""
+        return base64.b64decode(self.text, validate=True) if self.name.endswith(PICKLE) else self.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.data.table_pins import pins_of
 from lockstep.record.events.union import Tell, Warned
+from lockstep.running_time import running_s
 from lockstep.training.evaluation.messages import Asked, AtWork, Beginning, Failed, Measured
 from lockstep.training.integrity.resume_check.memory_room import lacking_memory
 from lockstep.training.setup import Run
@@ -97,7 +98,7 @@ class Evaluator:
             return
         assert self._trainer_end is not None
         assert self._weights is not None
-        self._heard_at = time.monotonic()
+        self._heard_at = running_s()
         weights: Mapping[str, Any] = self._pending.weights or {}
         os.ftruncate(self._weights.fileno(), 0)
         os.lseek(self._weights.fileno(), 0, os.SEEK_SET)
@@ -143,7 +144,7 @@ class Evaluator:
             while self._measured is None and self._trainer_end.poll(seconds):
                 seconds = 0.0
                 told = self._trainer_end.recv()
-                self._heard_at = time.monotonic()
+                self._heard_at = running_s()
                 match told:
                     case AtWork():
                         self._built = True
@@ -155,7 +156,7 @@ class Evaluator:
         except (EOFError, ConnectionResetError):
             self._lose(self._process.how_it_ended(), again=True)
             return False
-        if self._measured is None and time.monotonic() > self._heard_at + longest_s:
+        if self._measured is None and running_s() > self._heard_at + longest_s:
             self._lose(f"gave no sign of life for {longest_s:.0f} s", again=True)
             return False
         return True

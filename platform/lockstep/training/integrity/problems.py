@@ -313,7 +313,7 @@ UNITS_UNKNOWN = Problem(
     SpecError,
     "sharding: the units of the model could not be found out: {got}",
     "set rehearsal=quick, with which every worker begins with the whole model",
-    cause="with `sharding: full` and `rehearsal: off` the first micro-batch is computed in a process of its own, which ended without a result or used what a fork cannot use",
+    cause="where a run [begins by shards](models-that-do-not-fit.md#the-start) the first micro-batch is computed in a process of its own, which ended without a result or used what a fork cannot use",
     advice="`rehearsal: quick`, with which every worker begins with the whole model",
 )
 
