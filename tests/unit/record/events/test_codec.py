@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from lockstep.record.events.codec import from_line, step_time, to_line
-from lockstep.record.events.union import Alive, Digests, Recorded
+from lockstep.record.events.union import Alive, Digests, Document, Recorded
 from tests.unit.record.rows import step_row
 
 FOLDER = Path("/runs/abc")
@@ -72,3 +72,13 @@ def test_the_time_of_a_step_is_read_without_the_rest_of_its_line(
     line = to_line(row, tmp_path).rstrip(b"\n")
     assert step_time(line) == (7, 4, 1 / 3, 1_700_000_000.1)
     assert step_time(b'{"step":[7,"x",null]} ' + b"0" * 8) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_read"), [("gASVAAAA", True), ("not base64", False), ("gASV!AAA", False)]
+)
+def test_a_document_whose_text_is_no_content_is_a_damaged_line(text: str, is_read: bool) -> None:
+    """Bytes travel as base64: a line that somebody changed is not found out later, by who writes the file."""
+    document = Document("memory-attempt-1-rank-0.pickle", text)
+    back = from_line(to_line(document, FOLDER).removesuffix(b"\n"), FOLDER)
+    assert back == (document if is_read else None)
