@@ -65,7 +65,7 @@ class LockstepError(Exception):
     """Whether its line does not say what is wrong, so that the traceback is needed."""
 
     def with_message(self, message: str) -> LockstepError:
-        """The same error with another message. Its place and other attributes are kept; its traceback and causes are not."""
+        """The same error with another message, as one with more context. Its place, facts, evidence and remedy are kept; its traceback and causes are not."""
         kind, _, state = self.__reduce__()
         changed = kind(message)
         changed.__dict__.update(state)

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
@@ -69,15 +69,22 @@ def end(number: int) -> NoReturn:
 
 def fail(error: LockstepError) -> NoReturn:
     """End the process with this error, from any thread: the main one waits for what will not come."""
-    _end("FAILED", str(error), error.exit_code, **({"code": error.code} if error.code else {}))
+    _end("FAILED", str(error), error.exit_code, error.code)
 
 
-def _end(status: str, message: str, exit_code: int, **named: str) -> NoReturn:
+def failure(status: str, message: str, exit_code: int, code: str = "") -> dict[str, Any]:
+    """What a command that has failed answers as an object; `code` names the problem, where it is one."""
+    return {
+        "status": status, "error": message, "exit_code": exit_code, **({"code": code} if code else {})
+    }  # fmt: skip
+
+
+def _end(status: str, message: str, exit_code: int, code: str = "") -> NoReturn:
     with suppress(OSError):  # there is nobody to tell
         os.write(2, f"lockstep: {message}\n".encode())
         if _reader.json_to is not None:
-            answer = {"status": status, "error": message, "exit_code": exit_code, **named}
-            os.write(_reader.json_to, f"{json.dumps(answer)}\n".encode())
+            answer = json.dumps(failure(status, message, exit_code, code))
+            os.write(_reader.json_to, f"{answer}\n".encode())
     os._exit(exit_code)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from lockstep import printing
-from lockstep.cli.interruption import answering, end
+from lockstep.cli.interruption import answering, end, failure
 from lockstep.driver.options import RunOptions, declared
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
@@ -127,14 +127,13 @@ def answered(as_json: bool, verbose: bool, unanswered: int = ExitCode.FAILED) ->
             except KeyboardInterrupt as error:
                 end(error.number if isinstance(error, Interrupted) else signal.SIGINT)
     except (LockstepError, OSError) as error:
-        message, code = f"{error}; --verbose shows where", int(ExitCode.FAILED)
+        message, code, problem = f"{error}; --verbose shows where", int(ExitCode.FAILED), ""
         if isinstance(error, LockstepError):
-            message, code = str(error), error.exit_code
+            message, code, problem = str(error), error.exit_code, error.code
         code = max(code, unanswered)
-        named = {"code": error.code} if isinstance(error, LockstepError) and error.code else {}
         say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
         if as_json:
-            _written(json_text({"status": "FAILED", "error": message, "exit_code": code, **named}), out)
+            _written(json_text(failure("FAILED", message, code, problem)), out)
         raise typer.Exit(code) from None
     finally:
         os.dup2(out, 1)

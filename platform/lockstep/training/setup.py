@@ -311,8 +311,8 @@ def rehearse_sharded(
     """Shard a model whose parameters have no memory yet, which they get unit by unit, and compute the first micro-batch with the shards. All ranks call it."""
     state = rehearsal.state
     # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
-    found = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
-    units = group.given(found, 0)
+    on_rank_0 = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
+    units = group.given(on_rank_0, 0)
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
     fill = deferred.fill if deferred.weights is None else deferred.fill_blank
     shard(rehearsal.spec, rehearsal.job, state, group, calls, fill)
