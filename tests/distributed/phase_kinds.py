@@ -359,7 +359,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     FreezesTheOther: ("parameter 'judge.0.weight' no longer asks for a gradient", "job.frozen_parameters"),
     NothingToEvaluate: ("eval_data: the job has phases", "nothing to evaluate", "return None"),
     RestingNobody: ("job.frozen_parameters (step 1)", "named '4'"),
-    RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted names",),
+    RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted a list of names",),
     AllRest: ("job.frozen_parameters: all parameters rest in step 2", "leave one out"),
     CountedRests: ("job.frozen_parameters: returned", "called again", "function of the number of the step"),
 }
