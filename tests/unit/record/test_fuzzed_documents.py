@@ -180,7 +180,7 @@ def read_run(folder: Path, content: bytes) -> None:
     from lockstep.cli.records import _page, _table
 
     _table(found)
-    _page(reader.run(RUN), [])
+    _page(reader.run(RUN), [], {})
 
 
 def read_journal(folder: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -224,3 +225,21 @@ def test_the_count_finds_what_is_quadratic() -> None:
         (IbmCloudIamDetector, "ibm_key", " "),
     ):
         assert growth(detector.denylist[0], begun, repeated, size=15) > 10
+
+
+def test_no_group_is_repeated_possessively() -> None:
+    """Python before 3.11.5 finds nothing by such an expression where the group looks ahead: each secret would be recorded. An atomic group says the same."""
+    package = Path(redaction.__file__).parents[1]
+    repeated = re.compile(r"\)(?:[*+?]|\{\d*,?\d*\})\+")
+    assert repeated.search("(?:(?!a)b)*+") and repeated.search("(?:ab){1,2}+")
+    assert [
+        file.name
+        for file in package.rglob("*.py")
+        if any(repeated.search(part) for part in _patterns(file.read_text()))
+    ] == []
+
+
+def _patterns(text: str) -> list[str]:
+    """The texts of a source file."""
+    nodes = ast.walk(ast.parse(text))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

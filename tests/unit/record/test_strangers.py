@@ -151,7 +151,7 @@ def test_one_bad_run_hides_no_other(tmp_path: Path, name: str) -> None:
     assert len(runs) + len(reader.passed_over) == 2
     assert not any("\n" in line or len(line) > 600 for line in reader.passed_over)
     try:
-        _page(reader.run(RUN), [])
+        _page(reader.run(RUN), [], {})
     except LockstepError as error:
         assert "\n" not in str(error)
 
