@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
+from lockstep.errors import JobError
 from lockstep.job.interface import Job, PerEpoch, Plateau, Updates
 from lockstep.spec.schedules import Schedule
 from lockstep.training.failure import job_at
@@ -299,13 +300,7 @@ class Rates:
         if self._left and isinstance(self.schedule, FunctionOfUpdates):
             for i, (current, previous) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
                 if current != previous:
-                    raise problems.RATE_CHANGED(
-                        group=i,
-                        previous=f"{previous:g}",
-                        got=f"{current:g}",
-                        when="after an update, as by job.after_step",
-                        remedy="",
-                    )
+                    raise _changed(i, previous, current, "after an update, as by job.after_step")
         self.schedule.set(update)
         self._set = self._used = rates_of(self.optimizer)
 
@@ -316,13 +311,8 @@ class Rates:
             zip(rates_of(self.optimizer), self._set, self._used, strict=True)
         ):
             if current not in (was_set, used):
-                raise problems.RATE_CHANGED(
-                    group=i,
-                    previous=f"{used:g}",
-                    got=f"{current:g}",
-                    when="by an update",
-                    remedy=", or set the rate in a hook before the update (register_step_pre_hook)",
-                )
+                hint = ", or set the rate in a hook before the update (register_step_pre_hook)"
+                raise _changed(i, used, current, "by an update", hint)
         self._left = rates_of(self.optimizer)
         return self._used[0]
 
@@ -336,3 +326,9 @@ def set_rates(optimizer: torch.optim.Optimizer, base: list[float], factor: float
     for group, full in zip(optimizer.param_groups, base, strict=True):
         group["lr"] = full * factor
     return base[0] * factor
+
+
+def _changed(group: int, previous: float, current: float, when: str, hint: str = "") -> JobError:
+    return problems.RATE_CHANGED(
+        group=group, previous=f"{previous:g}", got=f"{current:g}", when=when, remedy=hint
+    )
