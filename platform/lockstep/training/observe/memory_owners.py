@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from lockstep.training.observe.memory_growth import kinds_of_tensors, name_of_holder
+from lockstep.training.observe.memory_growth import has_memory, kinds_of_tensors, name_of_holder
 from lockstep.training.observe.worker_memory import tensors_in
 from lockstep.training.state import TrainState
 from lockstep.training.step.phases import optimizers_of
@@ -53,7 +53,10 @@ class Holdings:
     _known: set[int] = field(default_factory=set)
 
     def add(self, owner: str, name: str, tensor: Tensor) -> int:
-        """Add a tensor, unless its memory is known. Returns the bytes that are new."""
+        """Add a tensor, or those that it stands for, unless its memory is known. Returns the bytes that are new."""
+        if not has_memory(type(tensor)):
+            names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+            return sum(self.add(owner, name, getattr(tensor, part)) for part in names)
         try:
             storage = tensor.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import lockstep.training.observe.memory_snapshot as memory_snapshot
@@ -26,7 +29,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.observe.memory_limits import Limit, group_limits, killing_limits
-from lockstep.training.observe.memory_owners import activation_bytes, saved_by
+from lockstep.training.observe.memory_owners import Holdings, activation_bytes, holdings, saved_by
 from lockstep.training.observe.memory_snapshot import asked_bytes, memory_watched
 from tests.memory_jobs import DEPTH, WIDTH, control_group, enter
 
@@ -159,6 +162,26 @@ def test_a_tensor_that_the_job_keeps_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 _KEPT: list[torch.Tensor] = []
+
+
+def test_tensors_without_memory_are_left_out() -> None:
+    """What torch.compile has traced lives on as fake tensors. To ask one of symbolic sizes for its bytes fails, or adds a guard to the program."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    kept = mode.from_tensor(
+        torch.ones(40, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    )
+    assert isinstance(kept.shape[0], torch.SymInt)
+    assert not any("FakeTensor" in str(piece) for piece in holdings(None).pieces)
+    assert mode.shape_env is not None and not mode.shape_env.guards
+    found = Holdings()
+    assert found.add("other tensors", "", kept) == 0
+
+
+def test_a_tensor_that_stands_for_others_has_their_memory() -> None:
+    inner = torch.ones(24, dtype=torch.int8)
+    found = Holdings()
+    assert found.add("parameters", "weight", TwoTensor(inner, inner.clone())) == 48
+    assert found.add("other tensors", "", inner) == 0
 
 
 @pytest.mark.parametrize(
