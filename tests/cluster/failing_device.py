@@ -25,7 +25,8 @@ from tests.cluster.test_supervisor import spec
 def two_nodes() -> Iterator[None]:
     """A cluster of two nodes of one CPU each, to which this process is connected."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
-        # Ray writes a cluster's address into this folder, whatever the folder of the cluster is.
+        # Ray writes a cluster's address below this folder, whatever the folder of the cluster is, and does not make it.
+        (Path(own) / "ray").mkdir()
         os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": own}
         import ray
         from ray.cluster_utils import Cluster

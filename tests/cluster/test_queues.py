@@ -211,9 +211,11 @@ def test_a_suspended_rayjob_has_its_run_save_and_a_new_cluster_goes_on(
     tmp_path: Path, undisturbed: Result
 ) -> None:
     """What KubeRay does: the hook of the head's pod, all pods go, and another cluster runs the same entrypoint."""
-    nodes = Nodes(tmp_path / "state")
+    nodes, gate = Nodes(tmp_path / "state"), tmp_path / "gate"
+    gate.touch()  # the first cluster's steps take seconds: the hook is a process that has to start before the last one
     words = [
-        "submit", SPEC, "--run", "digits-1", *SLOW, f"checkpoint.storage={tmp_path}/runs", f"record.uri=sqlite:///{tmp_path}/mlflow.db",
+        "submit", SPEC, "--run", "digits-1", *SLOW, f"job.params={{width: 4, pause_s: 5, gate: {gate}}}",
+        "checkpoint.every.steps=1", "faults.longest_silence_s=60", f"checkpoint.storage={tmp_path}/runs", f"record.uri=sqlite:///{tmp_path}/mlflow.db",
     ]  # fmt: skip
     (document,) = documents(CLUSTER / "kueue" / "rayjob.yaml")
     head = document["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -240,6 +242,7 @@ def test_a_suspended_rayjob_has_its_run_save_and_a_new_cluster_goes_on(
             ended.append(done.returncode)
             if suspended:
                 assert status(tmp_path) == "KILLED", done.stderr
+                gate.unlink()
             nodes.call("cluster", "down")
     finally:
         nodes.call("cluster", "down")
