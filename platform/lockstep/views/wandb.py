@@ -64,8 +64,8 @@ def _folder(directory: Path, curves: Curves) -> Path:
     began = time.strftime(
         "%Y%m%d_%H%M%S", time.gmtime(min(max(next(curves.moments()).wall_clock, 0.0), LATEST))
     )
-    there = directory.glob(f"offline-run-*-{curves.run_id}")
-    return next(there, directory / f"offline-run-{began}-{curves.run_id}")
+    existing = directory.glob(f"offline-run-*-{curves.run_id}")
+    return next(existing, directory / f"offline-run-{began}-{curves.run_id}")
 
 
 def _write(path: Path, curves: Curves) -> int:
