@@ -59,8 +59,8 @@ class WaitsForeverError(RuntimeError):
 
 def opened() -> list[Opened]:
     """What this process has open at the moment, but for its standard streams; nothing where the system does not list it."""
-    streams = [_seen(fd) for fd in range(3)]
-    every = [_seen(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
+    streams = [_descriptor(fd) for fd in range(3)]
+    every = [_descriptor(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
     stream_files = {descriptor[1:] for descriptor in streams if descriptor is not None}
     return [
         descriptor
@@ -78,7 +78,7 @@ def set_apart() -> None:
 def make_own(inherited: Iterable[Opened]) -> None:
     """In a forked process: part from its parent in what was open there."""
     for descriptor in sorted(inherited, key=lambda descriptor: (descriptor in _APART, descriptor.fd)):
-        if _seen(descriptor.fd) == descriptor:  # else its number has become another's before the fork
+        if _descriptor(descriptor.fd) == descriptor:  # else its number has become another's before the fork
             _part(descriptor.fd)
     for pool in _pools():
         _start_anew(pool)
@@ -145,7 +145,8 @@ def _is_users(thread: threading.Thread) -> bool:
     return thread.name != "QueueFeederThread"
 
 
-def _seen(fd: int) -> Opened | None:
+def _descriptor(fd: int) -> Opened | None:
+    """A descriptor with the file that it leads to; None for one that is closed."""
     try:
         status = os.fstat(fd)
     except OSError:  # closed since it was listed
@@ -212,20 +213,20 @@ def _no_timeout() -> Iterator[None]:
         socket.setdefaulttimeout(timeout_s)
 
 
-def _replace(fd: int, own: int) -> None:
-    """Have `fd` mean what `own` means."""
-    os.dup2(own, fd, inheritable=os.get_inheritable(fd))
-    os.close(own)
+def _replace(fd: int, replacement: int) -> None:
+    """Have `fd` lead to the file of `replacement`, which is closed."""
+    os.dup2(replacement, fd, inheritable=os.get_inheritable(fd))
+    os.close(replacement)
 
 
 def _pools() -> Iterator[thread_pools.ThreadPoolExecutor]:
-    """Those that had threads in the parent. Python has no public way to find them."""
-    seen = set[int]()
+    """The thread pools that had threads in the parent. Python has no public way to find them."""
+    visited = set[int]()
     for thread in list(thread_pools._threads_queues):
         reference, *_ = getattr(thread, "_args", None) or [lambda: None]  # a thread that has ended has none
         pool = reference()
-        if isinstance(pool, thread_pools.ThreadPoolExecutor) and id(pool) not in seen:
-            seen.add(id(pool))
+        if isinstance(pool, thread_pools.ThreadPoolExecutor) and id(pool) not in visited:
+            visited.add(id(pool))
             yield pool
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.data.materialized import materialized
-from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, wanted_columns
+from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, selected_columns
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Iceberg(Snapshot):
         direct = all(task.file.file_format == "PARQUET" for task in tasks) and _one_meaning(table, schema)
         if direct and stored and not any(deletes):
             return SnapshotFiles(version, stored, contents)
-        wanted = wanted_columns(columns, [column.name for column in schema.fields])
+        selected = selected_columns(columns, [column.name for column in schema.fields])
 
         def parts() -> Iterator[pa.Table]:
             from pyiceberg.expressions import AlwaysTrue
             from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
 
-            projected = schema.select(*wanted)
+            projected = schema.select(*selected)
             with self.reading(version):
                 yield schema_to_pyarrow(projected, include_field_ids=False).empty_table()
                 for task in tasks:  # one at a time: in their order
                     scan = ArrowScan(table.metadata, table.io, projected, AlwaysTrue())
                     yield scan.to_table([task]).select([field.name for field in projected.fields])
 
-        path = materialized(f"iceberg {self.location} {version} {contents} {wanted}", parts)
+        path = materialized(f"iceberg {self.location} {version} {contents} {selected}", parts)
         return SnapshotFiles(version, self.stored_files(version, str(path.parent), [str(path)]), contents)
 
     def _table(self) -> Any:

@@ -92,8 +92,8 @@ class MicroBatches(Dataset[Any]):
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
-            what = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
-            raise _data_error(error, batch, what) from error
+            label = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
+            raise _data_error(error, batch, label) from error
         return samples
 
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
@@ -167,11 +167,11 @@ def _is_gathered(tensor: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _data_error(error: BaseException, batch: MicroBatch, what: str) -> LockstepError:
+def _data_error(error: BaseException, batch: MicroBatch, label: str) -> LockstepError:
     """What the job's code raised, with the samples and the step; its kind is found here, for an error of a loader process arrives without its cause."""
     text, forked = " ".join(str(error).split()) or "no message", forked_state.explanation(error)
     failed = problems.FETCH_FAILED(
-        what=what,
+        what=label,
         where=_where(batch),
         location=place_in_job(error),
         kind=type(error).__name__,

@@ -247,8 +247,8 @@ class Decoder:
         for piece in pieces:
             values = piece.columns[self.name].values
             places = np.arange(rows) if piece.places is None else piece.places
-            for place, begin, end in zip(places.tolist(), *_bounds(piece, self.name), strict=True):
-                entries[place] = values[begin:end].tobytes()
+            for row, begin, end in zip(places.tolist(), *_bounds(piece, self.name), strict=True):
+                entries[row] = values[begin:end].tobytes()
         return [value.decode() for value in entries] if self.is_text else entries
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:

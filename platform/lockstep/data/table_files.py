@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.data import problems
-from lockstep.data.file_locations import Place, StoredFile, find, one_line, retried
+from lockstep.data.file_locations import DataLocation, StoredFile, find, one_line, retried
 from lockstep.data.snapshots import Snapshot
 from lockstep.data.table_columns import nulls
 from lockstep.errors import nearest
@@ -72,7 +72,7 @@ class TableFiles:
         kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
         self.is_arrow = kinds <= set(ARROW)
         if not self.is_arrow and not kinds <= set(PARQUET):
-            raise problems.SEVERAL_KINDS(path=self._stored[0].place.shown, got=", ".join(sorted(kinds)))
+            raise problems.SEVERAL_KINDS(path=self._stored[0].location.shown, got=", ".join(sorted(kinds)))
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             self.files = list(pool.map(self._opened, self._stored, self._keys()))
         every = [(f, b) for f, file in enumerate(self.files) for b in range(len(file.rows))]
@@ -82,13 +82,13 @@ class TableFiles:
     @property
     def is_local(self) -> bool:
         """Whether all files lie on a disk of this machine."""
-        return all(stored.place.is_local for stored in self._stored)
+        return all(stored.location.is_local for stored in self._stored)
 
-    def columns(self, wanted: Iterable[str]) -> dict[str, pa.DataType]:
+    def columns(self, names: Iterable[str]) -> dict[str, pa.DataType]:
         """The types of these columns. DataError where a file lacks one, or has another type than the first file."""
         first = self.files[0]
         types: dict[str, pa.DataType] = {}
-        for name in wanted:
+        for name in names:
             for file in self.files:
                 column_type = self._type(file, name)
                 if column_type != types.setdefault(name, column_type):
@@ -142,7 +142,7 @@ class TableFiles:
         stored = [name for name in columns if name in file.schema.names]
 
         def once() -> pa.Table:
-            with self._stored[f].place.open(file.path) as source:
+            with self._stored[f].location.open(file.path) as source:
                 try:
                     if self.is_arrow:
                         return pa.Table.from_batches([_arrow_reader(source, stored).get_batch(b)])
@@ -208,12 +208,12 @@ class TableFiles:
         )
 
     def _opened(self, stored: StoredFile, keys: Mapping[str, str | None]) -> DataFile:
-        path, place, what = stored.path, stored.place, repr(stored.shown)
+        path, location, label = stored.path, stored.location, repr(stored.shown)
         metadata: pq.FileMetaData | None = None
         if self.is_arrow:
-            schema, rows = retried(lambda: _arrow_layout(place, path), what)
+            schema, rows = retried(lambda: _arrow_layout(location, path), label)
         else:
-            metadata = retried(lambda: _footer(place, path), what)
+            metadata = retried(lambda: _footer(location, path), label)
             schema = metadata.schema.to_arrow_schema()
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
         return DataFile(
@@ -231,8 +231,8 @@ class TableFiles:
 # --- formats ----------------------------------------------------------------------------------------------
 
 
-def _footer(place: Place, path: str) -> pq.FileMetaData:
-    with place.open(path) as source:
+def _footer(location: DataLocation, path: str) -> pq.FileMetaData:
+    with location.open(path) as source:
         return pq.ParquetFile(source).metadata
 
 
@@ -262,9 +262,9 @@ def _any_length(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _arrow_layout(place: Place, path: str) -> tuple[pa.Schema, tuple[int, ...]]:
+def _arrow_layout(location: DataLocation, path: str) -> tuple[pa.Schema, tuple[int, ...]]:
     """Schema and rows of each record batch; only the first column is read for them."""
-    with place.open(path) as source:
+    with location.open(path) as source:
         reader = pa.ipc.open_file(source)
         schema = reader.schema
         source.seek(0)

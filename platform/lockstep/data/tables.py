@@ -83,8 +83,8 @@ class Table(Dataset[dict[str, Any]]):
         """DataError where an entry of the batch has the name of a ragged one's lengths, of which one would take the other's place."""
         names = {decoder.name for decoder in self.decoders}
         for decoder in self.decoders:
-            if decoder.kind == "ragged" and (taken := f"{decoder.name}_lengths") in names:
-                raise problems.NAME_TWICE(column=taken, source=decoder.name)
+            if decoder.kind == "ragged" and (lengths_name := f"{decoder.name}_lengths") in names:
+                raise problems.NAME_TWICE(column=lengths_name, source=decoder.name)
 
     def __len__(self) -> int:
         return self._rows
@@ -271,14 +271,14 @@ class _Blocks(_Kept):
         super().__init__(table)
         self._table = table
         self._folder = NodeFolder(f"{table._key()} {table.bound}", table.bound)
-        self._held: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
+        self._resident: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
         self._bytes = 0
         self._one_at_a_time = threading.Lock()
 
     def blocks(self, numbers: list[int]) -> list[Decoded]:
         """Blocks that no other process makes just now come first: workers that need the same ones share the work."""
         with self._one_at_a_time:
-            available = {number: self._used(number) for number in numbers if number in self._held}
+            available = {number: self._used(number) for number in numbers if number in self._resident}
             for wait in (False, True):
                 for number in numbers:
                     if number not in available and (decoded := self._shared(number, wait=wait)) is not None:
@@ -290,12 +290,12 @@ class _Blocks(_Kept):
         """What another process of the node reads just now is left to it."""
         with self._one_at_a_time, suppress(DataError):  # told when the block is wanted
             for number in numbers:
-                if number not in self._held and (decoded := self._shared(number, wait=False)) is not None:
+                if number not in self._resident and (decoded := self._shared(number, wait=False)) is not None:
                     self._hold(number, decoded)
 
     def _used(self, number: int) -> Decoded:
-        self._held.move_to_end(number)
-        return self._held[number][0]
+        self._resident.move_to_end(number)
+        return self._resident[number][0]
 
     def _shared(self, number: int, *, wait: bool) -> Decoded | None:
         decoders, name = self._table.decoders, f"block-{number}"
@@ -312,11 +312,11 @@ class _Blocks(_Kept):
 
     def _hold(self, number: int, decoded: Decoded) -> None:
         size = parts_bytes(decoded)
-        while self._held and self._bytes + size > self._table.bound:
-            oldest, (_, freed) = self._held.popitem(last=False)
+        while self._resident and self._bytes + size > self._table.bound:
+            oldest, (_, freed) = self._resident.popitem(last=False)
             self._bytes -= freed
             self._folder.delete(f"block-{oldest}")
-        self._held[number] = (decoded, size)
+        self._resident[number] = (decoded, size)
         self._bytes += size
 
 
