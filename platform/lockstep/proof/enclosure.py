@@ -47,10 +47,10 @@ def main(layout: str, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _checked(result: int, what: str) -> None:
+def _checked(result: int, call: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def _mount(

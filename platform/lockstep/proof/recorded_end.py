@@ -173,7 +173,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise problems.WEIGHTS_UNREADABLE(file=path, got=first_line(error)) from error
 
 
-def same_in_json(one: Any, other: Any) -> bool:
+def same_in_json(first: Any, second: Any) -> bool:
     """Whether two values of a summary are the same: numbers to the last bit, as JSON has them."""
-    one, other = (float(value) if isinstance(value, int) else value for value in (one, other))
-    return json.dumps(one, default=str) == json.dumps(other, default=str)
+    first, second = (float(value) if isinstance(value, int) else value for value in (first, second))
+    return json.dumps(first, default=str) == json.dumps(second, default=str)

@@ -113,9 +113,9 @@ def parsed(payload: bytes) -> dict[str, Any]:
     return dict(value)
 
 
-def disagreements(stated: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Disagreement]:
+def disagreements(stated: Mapping[str, Any], recomputed: Mapping[str, Any]) -> Iterator[Disagreement]:
     """In what a statement differs from the one that the record gives now."""
-    yield from _differing("", json.loads(plain(stated)), json.loads(plain(found)))
+    yield from _differing("", json.loads(plain(stated)), json.loads(plain(recomputed)))
 
 
 def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
@@ -144,11 +144,11 @@ def _rows(run: RecordedRun) -> Iterator[Disagreement]:
     lacking = next((step for step in every if step not in run.steps), None)
     if lacking is not None:
         yield Disagreement("ledger", f"{every.stop - 1} steps", f"one without step {lacking}")
-    for what, steps in {"ledger": run.steps, "evaluations": run.evaluations}.items():
+    for table, steps in {"ledger": run.steps, "evaluations": run.evaluations}.items():
         outside = next((step for step in sorted(steps) if step not in every), None)
         if outside is not None:
             yield Disagreement(
-                what, f"of steps {every.start} to {every.stop - 1}", f"one with step {outside}"
+                table, f"of steps {every.start} to {every.stop - 1}", f"one with step {outside}"
             )
     plan, attempt = plan_of(run.spec, run.fields), run.placed_alike
     if plan is None:
@@ -162,15 +162,17 @@ def _rows(run: RecordedRun) -> Iterator[Disagreement]:
             return
 
 
-def _differing(where: str, stated: Any, found: Any) -> Iterator[Disagreement]:
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for name in sorted({*stated, *found}):
-            yield from _differing(f"{where}.{name}" if where else name, stated.get(name), found.get(name))
-    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        for i, pair in enumerate(zip(stated, found, strict=True)):
+def _differing(where: str, stated: Any, recomputed: Any) -> Iterator[Disagreement]:
+    if isinstance(stated, dict) and isinstance(recomputed, dict):
+        for name in sorted({*stated, *recomputed}):
+            yield from _differing(
+                f"{where}.{name}" if where else name, stated.get(name), recomputed.get(name)
+            )
+    elif isinstance(stated, list) and isinstance(recomputed, list) and len(stated) == len(recomputed):
+        for i, pair in enumerate(zip(stated, recomputed, strict=True)):
             yield from _differing(f"{where}[{i}]", *pair)
-    elif not same_in_json(stated, found):
-        yield Disagreement(where, stated, found)
+    elif not same_in_json(stated, recomputed):
+        yield Disagreement(where, stated, recomputed)
 
 
 def _chain(steps: Mapping[int, StepRow]) -> Iterator[dict[str, Any]]:
