@@ -193,7 +193,9 @@ class OpenRecord:
 
     def _log_damage(self) -> None:
         if self.journal.damage:
-            contents = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
+            contents = "; ".join(
+                f"byte {damage.start}: {damage.content}" for damage in self.journal.damage[:20]
+            )
             self.files.log(f"damaged lines of the journal are passed over: {contents}")
 
 

@@ -465,11 +465,13 @@ def _error(window: Window) -> float:
     return window.noise / math.sqrt(WINDOW)
 
 
-def _same(some: Sequence[Window], others: Sequence[Window]) -> bool:
+def _same(first: Sequence[Window], second: Sequence[Window]) -> bool:
     """Whether the mean losses of two groups of windows differ by next to nothing, and by no more than their noise."""
-    mean, other_mean = (statistics.fmean(window.loss for window in windows) for windows in (some, others))
+    mean, other_mean = (statistics.fmean(window.loss for window in windows) for windows in (first, second))
     difference = abs(mean - other_mean)
-    return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(_error_of(some), _error_of(others))
+    return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(
+        _error_of(first), _error_of(second)
+    )
 
 
 def _near(windows: Sequence[Window], start: float) -> bool:

@@ -51,10 +51,10 @@ class Entry(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A damaged line that begins at byte `start`; `held` is what it seems to have been."""
+    """A damaged line that begins at byte `start`; `content` is what it seems to have been."""
 
     start: int
-    held: str
+    content: str
 
 
 class Journal:

@@ -178,7 +178,7 @@ def _away(events: Sequence[Recorded]) -> list[_Away]:
 
     Who only reports an end again opens the journal as well.
     """
-    found: list[_Away] = []
+    absences: list[_Away] = []
     end: Finished | Failed | None = None
     opened: float | None = None
     for event in events:
@@ -186,9 +186,9 @@ def _away(events: Sequence[Recorded]) -> list[_Away]:
             opened = event.at
         elif isinstance(event, Started | Finished | Failed):
             if end is not None and end.at is not None and opened is not None and opened > end.at:
-                found.append(_Away(end.at, opened, _is_planned(end)))
+                absences.append(_Away(end.at, opened, _is_planned(end)))
             end, opened = None if isinstance(event, Started) else event, None
-    return found
+    return absences
 
 
 def _is_planned(end: Finished | Failed) -> bool:
