@@ -59,7 +59,7 @@ def leased_run(
             recorded_lease = stack.enter_context(take(recorded_storage))
         run_lease = stack.enter_context(take(storage))
         if recorded_lease is not None:
-            run_lease.go_with(recorded_lease)
+            run_lease.follow(recorded_lease)
         yield run_lease
 
 

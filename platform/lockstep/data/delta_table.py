@@ -94,7 +94,7 @@ def _kept_rows(table: Any, uris: Sequence[str]) -> dict[str, np.ndarray[Any, np.
 
 
 def _plain(uri: str) -> str:
-    """A file's path on a disk, which deltalake tells as a URI here and as a path there."""
+    """A file's path on a disk: deltalake gives it as a URI in one call and as a path in another."""
     return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
 
 

@@ -19,10 +19,10 @@ from lockstep.data import problems
 from lockstep.errors import DataError
 
 PAUSES_S = (0.1, 0.5, 2.0)
-"""Before a read is tried again; what has failed once more after the last of them is told."""
+"""Seconds before each further try of a read; what fails after the last one is raised."""
 
 _STORED_WITHIN_NS = 2_000_000_000
-"""How far the times may be apart that an object store tells of one file in a listing and alone."""
+"""How far apart the times of one file may be that an object store gives in a listing and for the file alone."""
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class StoredFile:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What changes with the file; of one on a disk, though its size and its time were set back."""
+        """Values that change with the file: of one on a disk also where its size and time were set back."""
         status = Path(self.path).stat() if self.location.is_local else None
         return (self.path, self.size, self.changed_ns, status and (status.st_ino, status.st_ctime_ns))
 

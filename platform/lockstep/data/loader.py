@@ -156,7 +156,7 @@ class Noted:
 
 
 def _handed_over(value: Any) -> Any:
-    """What another process would get of it: an object may leave behind what pickle does not take along."""
+    """A micro-batch as another process would receive it: an object may leave behind what pickle does not take along."""
     try:
         return pickle.loads(pickle.dumps(value))
     except (pickle.PicklingError, TypeError, AttributeError):  # torch hands over more than pickle alone does
@@ -310,7 +310,7 @@ def _begin(
     torch.utils.data._utils.worker._worker_info = None
     forked()
     report_reads()
-    forked_state.make_own(opened)
+    forked_state.separate_from_parent(opened)
     forked_state.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 

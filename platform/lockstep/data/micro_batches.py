@@ -57,7 +57,7 @@ class MicroBatches(Dataset[Any]):
             return error
 
     def collated(self, batch: MicroBatch, fetched: Future[Any]) -> Any:
-        """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
+        """The collated micro-batch of samples that were fetched without a seed, for their fetch draws nothing; the collation may draw."""
         if not len(batch.ids):
             return None
         seed_all(fetch_key(self.seed, self.purpose, batch.step, batch.micro_batch))
@@ -97,9 +97,9 @@ class MicroBatches(Dataset[Any]):
         return samples
 
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
-        """The same as torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where that may be something else.
+        """What torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where the result might differ.
 
-        Found out for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
+        Checked for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
         """
         if not self.collates_as_torch or not _is_torchs_own():
             return None

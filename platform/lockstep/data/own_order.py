@@ -1,4 +1,4 @@
-"""The order of a dataset that has one of its own, held to what a run needs: an id for each position, the same ones whenever it is asked."""
+"""The order of a dataset that orders itself, checked: it gives an id for each position, and the same ids whenever it is asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.data.order import Ids, Order, Shuffle
 from lockstep.randomness import epoch_order_key, seed_all
 
 Guard = Callable[[str], AbstractContextManager[None]]
-"""Tells what the job's own code raises in a block, by the place that it is given."""
+"""Makes what the job's own code raises in a block an error that names the given place."""
 
 AGAIN_S = 0.5
 """How long the first order may take for a second epoch to be looked at as well."""
@@ -90,7 +90,7 @@ def check_own_order(
 
 
 def _probed(order: Order, samples: int) -> list[Ids]:
-    """What an order gives: an array all of it; any other the ids at the positions that are probed, at the first ones also in steps of two."""
+    """What is compared of an order: of an array all of it; of any other order the ids at the probed positions, at the first ones also in steps of two."""
     if isinstance(order, np.ndarray):
         return [order]
     most = min(PROBED, samples)
@@ -101,7 +101,7 @@ def _probed(order: Order, samples: int) -> list[Ids]:
 
 
 def _same(first: list[Ids], second: list[Ids]) -> bool:
-    """Whether two orders agree in what they gave, and one that is no array also with itself."""
+    """Whether the probes of two orders are equal, and those of one that is no array agree with each other."""
     agree = len(first) == len(second) and all(map(np.array_equal, first, second))
     return agree and (len(first) == 1 or np.array_equal(first[0][::2], first[3]))
 

@@ -57,7 +57,7 @@ class FirstUse(NamedTuple):
 
 
 class LeftOut:
-    """Ids that are left out, as a spec names them; none of them is held by itself."""
+    """The ids that a spec leaves out, kept as ranges."""
 
     def __init__(self, without: str | None) -> None:
         ranges = [] if without is None else parse(without)
@@ -68,12 +68,12 @@ class LeftOut:
         )
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which of `ids` are among them."""
+        """Which of `ids` are left out, as a mask."""
         mask: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
         return mask
 
     def has_one(self, index: int) -> bool:
-        """Whether this id is among them."""
+        """Whether this id is left out."""
         return bool(self.has(np.array([index], np.int64))[0])
 
     def remaining(self, ids: Ids) -> Ids:
@@ -94,7 +94,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
     replicas `assigned` to it: those that a step of so many has, or by their number in a step. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
-    left with none. `guard` tells what the dataset's own code raises where it is asked for its order.
+    left with none. `guard` makes what the dataset's own code raises, where it is asked for its order, an error that names the place.
     """
 
     def __init__(

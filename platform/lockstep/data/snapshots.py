@@ -97,7 +97,7 @@ class Snapshot(ABC):
             raise self.gone(version, one_line(error)) from error
 
     def gone(self, version: str, reason: str) -> DataError:
-        """What is told of a version that cannot be read."""
+        """The error for a version that cannot be read."""
         return problems.NO_VERSION(version=version, format=self.format, path=self.shown, got=reason)
 
     def _missing(self, error: ImportError) -> SpecError:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from lockstep.data import problems
 from lockstep.data.file_locations import DataLocation, StoredFile, find, one_line, retried
 from lockstep.data.snapshots import Snapshot
-from lockstep.data.table_columns import nulls
+from lockstep.data.table_columns import nulls_error
 from lockstep.errors import nearest
 
 PARQUET = (".parquet", ".pq")
@@ -50,7 +50,7 @@ class DataFile:
     def chunks(self, group: int, columns: Collection[str]) -> Iterator[pq.ColumnChunkMetaData]:
         """What a row group's footer says of these columns: one chunk for a flat one, one for each leaf of a nested one.
 
-        They are told by their place, for a column may be named `x.item` as a leaf of the column `x` is.
+        They are found by their position, for a column may be named `x.item` as a leaf of the column `x` is.
         """
         assert self.metadata is not None
         row_group = self.metadata.row_group(group)
@@ -66,7 +66,7 @@ class TableFiles:
     """All files of a table, whose schemas agree in every column that is asked for."""
 
     def __init__(self, source: Source, columns: Sequence[str] | None = None) -> None:
-        """`columns` are those that are wanted, where that is known before the files are opened."""
+        """`columns` are those that will be read, where that is known before the files are opened."""
         self.snapshot = source.opened(columns) if isinstance(source, Snapshot) else None
         self._stored = find(source, PARQUET + ARROW) if self.snapshot is None else list(self.snapshot.stored)  # type: ignore[arg-type]
         kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
@@ -105,7 +105,7 @@ class TableFiles:
         ]
 
     def known_nulls(self, column: str) -> None:
-        """DataError for nulls that Parquet's statistics tell, before anything is read.
+        """DataError for nulls that Parquet's statistics show, before anything is read.
 
         Of flat columns and of lists of one fixed size: in lists of any length, an empty one counts as a null.
         """
@@ -116,7 +116,7 @@ class TableFiles:
                 for chunk in file.chunks(group, {column}):
                     statistics = chunk.statistics
                     if statistics is not None and statistics.has_null_count and statistics.null_count:
-                        raise nulls(column, statistics.null_count, file.name, group)
+                        raise nulls_error(column, statistics.null_count, file.name, group)
 
     def where(self, block: int) -> str:
         """A block in words."""
@@ -129,14 +129,14 @@ class TableFiles:
         return self.files[f].name, b
 
     def stored_bytes(self, block: int, columns: Sequence[str]) -> int:
-        """Bytes of these columns before compression, as the file tells them."""
+        """Bytes of these columns before compression, as the file states them."""
         f, b = self._blocks[block]
         if self.files[f].metadata is None:
             return self.files[f].size // max(1, len(self.files[f].rows))
         return sum(chunk.total_uncompressed_size for chunk in self.files[f].chunks(b, columns))
 
     def read(self, block: int, columns: Sequence[str]) -> pa.Table:
-        """These columns of a block. A read that fails is tried again, and then told with its file and block."""
+        """These columns of a block. A read that fails is tried again; its error names the file and the block."""
         f, b = self._blocks[block]
         file = self.files[f]
         stored = [name for name in columns if name in file.schema.names]
@@ -176,7 +176,7 @@ class TableFiles:
         return tables
 
     def identity(self, file: int) -> tuple[Any, ...]:
-        """What changes with a file; of one on a disk, though its size and its time were set back."""
+        """Values that change with a file: of one on a disk also where its size and time were set back."""
         return self._stored[file].identity
 
     def pieces(self, file: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
@@ -237,7 +237,7 @@ def _footer(location: DataLocation, path: str) -> pq.FileMetaData:
 
 
 def _row_group(reader: pq.ParquetFile, group: int, columns: Sequence[str], where: str) -> pa.Table:
-    """These columns of a row group. What cannot be read is told by its column."""
+    """These columns of a row group. An error names the column that cannot be read."""
     try:
         return reader.read_row_group(group, columns=columns)
     except pa.ArrowInvalid:

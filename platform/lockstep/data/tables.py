@@ -167,7 +167,7 @@ class Table(Dataset[dict[str, Any]]):
         return {decoder.name: decoder.decode(table, file, number) for decoder in self.decoders}
 
     def _block_bytes(self, block: int) -> int:
-        """Memory of a decoded block; of what has rows of any length, as the file tells it."""
+        """Memory of a decoded block; of rows of any length, as the file states it."""
         rows = self.block_sizes[block]
         dense = sum(rows * (d.row_bytes or 0) for d in self.decoders)
         unsized_sources = [s for d in self.decoders if d.row_bytes is None for s in d.declared.sources]
@@ -288,7 +288,7 @@ class _Blocks(_Kept):
 
     def read_ahead(self, numbers: Sequence[int]) -> None:
         """What another process of the node reads just now is left to it."""
-        with self._one_at_a_time, suppress(DataError):  # told when the block is wanted
+        with self._one_at_a_time, suppress(DataError):  # raised when the block is needed
             for number in numbers:
                 if number not in self._resident and (decoded := self._shared(number, wait=False)) is not None:
                     self._hold(number, decoded)

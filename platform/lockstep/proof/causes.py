@@ -33,7 +33,7 @@ class Cause(NamedTuple):
 
 
 _ORDER = ("version.", "device", "numerics_probe", "threads", "job.", "data.")
-"""Which fields are told first: versions, device, threads, source, data."""
+"""Which fields come first in a list of causes: versions, device, threads, source, data."""
 
 
 def causes(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cause]:

@@ -78,7 +78,7 @@ class Unwatched:
 
 @dataclass(slots=True)
 class Parted:
-    """The first difference of two runs. Where a micro-batch was looked into, what of it parts, and both values' statistics."""
+    """The first difference of two runs. Where a micro-batch was looked into: the first value in it that differs, with the statistics of both."""
 
     step: int
     micro_batch: int | None
@@ -232,11 +232,11 @@ def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
         look = side.replayed(parted.step, parted.step - 1, aside, (parted.step - 1, parted.micro_batch)).look
         assert look is not None  # it was asked for, or an error raised
         looks.append(look)
-    tell_parting(parted, *looks)
+    add_parting(parted, *looks)
 
 
-def tell_parting(parted: Parted, look_a: Look, look_b: Look) -> None:
-    """Have a difference say what parts within its micro-batch."""
+def add_parting(parted: Parted, look_a: Look, look_b: Look) -> None:
+    """Add to a difference the first value of its micro-batch that differs, and where it was made."""
     divergence = parting(look_a, look_b)
     if divergence is None:  # the digests of gradients differ, and nothing that was seen does
         return

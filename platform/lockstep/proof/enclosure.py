@@ -92,7 +92,7 @@ def _bound_aside(paths: list[str]) -> list[int]:
 
 
 def _at(path: str, source: int) -> None:
-    """What was opened, at its own path again."""
+    """Bind what was opened to its own path again."""
     if not os.path.lexists(path):
         opened = f"/proc/self/fd/{source}"
         if os.path.isdir(opened):  # noqa: PTH112

@@ -33,7 +33,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.worker_environment import sent_environment
 
 LOOK_S = 0.5
-"""How often it is looked whether a process that says nothing is still there."""
+"""How often a silent process is checked for being alive, in seconds."""
 
 END_S = 20.0
 """How long a process with a cluster of its own may take to end by itself."""
@@ -48,7 +48,7 @@ IN_SANDBOX = (
     "the run's code was in a sandbox, without network, and with no folder to write to but temporary ones; "
     "where it needs more and you trust it, --no-sandbox runs it as you"
 )
-"""What is said where code fails in a sandbox."""
+"""The note for code that fails in a sandbox."""
 
 
 class Executor(Protocol):
@@ -146,7 +146,7 @@ START: Start = PythonProcess
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with what an exact run needs before Python starts. No key of the record's store: it has nothing to do there."""
+    """The variables of this process, with those that an exact run needs before Python starts, and without keys of the record's store: the other process has nothing to do there."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
     return {**inherited, **sent_environment(), "PYTHONPATH": os.pathsep.join(_paths())}
 

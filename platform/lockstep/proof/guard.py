@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.proof import guard_worker, problems
 from lockstep.proof.causes import Cause, causes
-from lockstep.proof.difference import Parted, first_parting, tell_parting
+from lockstep.proof.difference import Parted, add_parting, first_parting
 from lockstep.proof.microscope import Look
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
@@ -162,4 +162,4 @@ def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None
     at = parted.step, parted.micro_batch
     base_look, found_look = look("base", at), look("found", at)
     if base_look is not None and found_look is not None:
-        tell_parting(parted, base_look, found_look)
+        add_parting(parted, base_look, found_look)

@@ -230,7 +230,7 @@ def parting(look_a: Look, look_b: Look) -> Parting | None:
 def _first(
     values_a: Sequence[ObservedValue], values_b: Sequence[ObservedValue]
 ) -> tuple[ObservedValue | None, ObservedValue | None] | None:
-    """The first pair that is not the same: values of one name are held against each other, in the order of the first."""
+    """The first pair that is not the same: values of one name are compared, in the order of `values_a`."""
     unmatched = _numbered(values_b)
     for key, a in _numbered(values_a).items():
         b = unmatched.pop(key, None)

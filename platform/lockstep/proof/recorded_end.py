@@ -1,4 +1,4 @@
-"""What a run says that it ended with, held against its own rows and files: for this nothing is trained."""
+"""What a run's summary states, checked against its own rows and files without training anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_diges
 
 
 class Disagreement(NamedTuple):
-    """One thing that is said in two places, and not the same in both."""
+    """A value on which two parts of a record disagree: `stated` in one, `found` in the other."""
 
     what: str
     stated: Any

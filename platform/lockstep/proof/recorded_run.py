@@ -231,7 +231,7 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
 
 
 def recorded_fields(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
-    """The fields of a run's identity; none where nothing tells them."""
+    """The fields of a run's identity; empty where they are not recorded."""
     try:
         return json_mapping(_Texts(uri, run_id, folder).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
@@ -239,7 +239,7 @@ def recorded_fields(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
 
 
 def _facts(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
-    """The facts of what a run's job took from outside itself; none where nothing tells them."""
+    """The facts of what a run's job took from outside itself; empty where they are not recorded."""
     try:
         facts = json_mapping(_Texts(uri, run_id, folder).read("environment.json") or b"{}").get(MOVED)
     except (OSError, ValueError) as error:
@@ -248,7 +248,7 @@ def _facts(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
 
 
 def _refuse_twice(run_id: str, table: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
-    """SpecError where a step, or an evaluation, is there twice: nothing tells which one is meant."""
+    """SpecError where a step, or an evaluation, is recorded twice: nothing says which one counts."""
     numbers = [row.step for row in rows]
     if len(set(numbers)) < len(numbers):
         twice = next(step for step, count in Counter(numbers).items() if count > 1)
@@ -288,7 +288,7 @@ class _Texts:
         )
 
     def read(self, name: str) -> bytes:
-        """Its content; nothing where it is not there."""
+        """The content of a file; empty where there is none."""
         if self._reader is not None:
             exists = name in self._reader.artifacts(self._run_id)
             return as_bytes(self._reader.text(self._run_id, name)) if exists else b""

@@ -51,9 +51,9 @@ class Repository:
         return result.stdout.strip()
 
     def since(self, good: str) -> list[str]:
-        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it.
+        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is not an ancestor of it.
 
-        Those that have not `good`, and came beside it by a merge, are left out: they may have the bits of before it.
+        Commits that came by a merge and do not descend from `good` are left out: they may have the bits from before it.
         """
         if _git(self.root, "merge-base", "--is-ancestor", good, "HEAD").returncode:
             raise problems.NOT_BEFORE(got=good[:12])
@@ -62,7 +62,7 @@ class Repository:
         return [commit for commit in line if commit in descendants]
 
     def title(self, commit: str) -> str:
-        """The first line of what a commit says of itself."""
+        """The first line of a commit's message."""
         return self._output("show", "--no-patch", "--format=%s", commit)
 
     @contextmanager

@@ -114,7 +114,7 @@ def parsed(payload: bytes) -> dict[str, Any]:
 
 
 def disagreements(stated: Mapping[str, Any], recomputed: Mapping[str, Any]) -> Iterator[Disagreement]:
-    """In what a statement differs from the one that the record gives now."""
+    """In what a statement differs from the one that the record gives now (`recomputed`)."""
     yield from _differing("", json.loads(plain(stated)), json.loads(plain(recomputed)))
 
 

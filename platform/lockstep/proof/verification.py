@@ -1,7 +1,7 @@
 """A recorded run shown to be what it says: steps taken again from a checkpoint, every deterministic column and digest compared.
 
 What could explain a difference (versions, device, threads, source, data) is compared first. Where the run is taken
-again on another kind of device or by other versions, bits may differ rightly: the difference in bits is still told, and the
+again on another kind of device or by other versions, bits may rightly differ: the difference in bits is still reported, and the
 numbers are then compared within `TOLERANCE`, which the answer states.
 """
 
@@ -108,7 +108,7 @@ class Verified:
 
 
 class Judge:
-    """Tells differences from what may rightly be so: it knows by what rows a run is held against its record."""
+    """Decides which differences count, from the identities of the run and of the process that takes its steps again."""
 
     def __init__(self, run: RecordedRun, fields: Mapping[str, Any]) -> None:
         self._run = run
@@ -196,9 +196,9 @@ def _led_to(run: RecordedRun, span: Span, aside: Path) -> Path | None:
 
 
 def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
-    """What was found, with the digests of the result as they are computed here, from the tensors in the folder `weights`.
+    """The replayed steps, with the digests of the result as they are computed here, from the tensors in the folder `weights`.
 
-    Those that the executing process told of are not used. A file that it has not handed over has no digest.
+    Those that the executing process reports are not used. A file that it has not handed over has no digest.
     """
     row, summary = replayed.steps.get(last), {**replayed.summary}
     beside_digests: dict[str, str | None] = {}

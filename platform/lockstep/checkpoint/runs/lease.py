@@ -77,7 +77,7 @@ class Holder:
         return started(self.pid) != self.started
 
     @property
-    def near(self) -> bool:
+    def lives_here(self) -> bool:
         """Whether its process lives on this machine."""
         return bool(self.place) and self.place == pid_namespace() and not self.gone
 
@@ -106,7 +106,7 @@ class Lease:
         for lease in self._beside:
             lease.reached(step, attempt)
 
-    def go_with(self, lease: Lease) -> None:
+    def follow(self, lease: Lease) -> None:
         """Count as taken over once `lease`, a hold of the same run in another storage, is; and report to it how far the run is."""
 
         def note_taker() -> None:
@@ -285,7 +285,7 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
             return None if holder is not None and holder.gone else (holder, f"heard {_LOOK_S} s ago")
         if holder is not None and holder.gone:
             return None
-    if holder is not None and holder.near:  # it or its disk is stopped: no reason to take its run
+    if holder is not None and holder.lives_here:  # it or its disk is stopped: no reason to take its run
         return holder, f"which lives, but was not heard for {WATCH_S:g} s"
     return None
 

@@ -252,7 +252,7 @@ def _whole(digests: Digests) -> list[int]:
     return [digests.weights, digests.optimizer, *(digests.gradients or ()), digests.average or 0]
 
 
-def held_by(line: bytes) -> str:
+def damaged_content(line: bytes) -> str:
     """What a damaged line seems to have been."""
     match = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
     if not match:

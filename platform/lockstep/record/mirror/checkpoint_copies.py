@@ -91,7 +91,7 @@ class Copies(Part):
         return not missing
 
     def calls(self) -> Iterator[Call]:
-        """The newest checkpoint first; what is not wanted goes once that one is whole."""
+        """The newest checkpoint first; what is no longer desired goes once that one is whole."""
         newest = next(iter(self.desired.items()), None)
         if newest is None:
             return

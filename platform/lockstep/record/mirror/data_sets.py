@@ -41,7 +41,7 @@ _SAMPLES = re.compile(r"data\.(train|(?:eval|test)(?:/[\w-]+)?)_samples")
 
 
 def measured_by(key: str, data: Iterable[DataSet]) -> DataSet | None:
-    """The data set that an evaluation's metric is of, such as `eval/loss`, or of one of several sets `eval/clean/loss`; None if it is not known."""
+    """The data set on which a metric was measured: `eval/loss`, or `eval/clean/loss` where there are several sets; None if it is not known."""
     context, _, name = key.partition("/")
     by_set = {
         data_set.name.partition("_data.")[2]: data_set for data_set in data if data_set.context == context

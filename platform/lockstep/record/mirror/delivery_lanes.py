@@ -205,8 +205,8 @@ class Lane:
 class Part:
     """One part of what a lane pushes, by name: what the store should have, and what it has as far as this process knows.
 
-    A name is due if the two values differ, unless the store has refused that value. `send` pushes some of the wanted content: one name at a time, or
-    all that are due (`together`). With `delete`, the store loses what is not wanted any more. `label` begins the name of the content in reports of failure.
+    A name is due if the two values differ, unless the store has refused that value. `send` pushes some of the desired content: one name at a time, or
+    all that are due (`together`). With `delete`, the store loses what is no longer desired. `label` begins the name of the content in reports of failure.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Part:
         """The names behind each of these reports that the store still lacks."""
 
     def confirm(self) -> None:
-        """Take what is wanted for what the store has."""
+        """Take the desired content for what the store has."""
         self.actual = dict(self.desired)
 
     def calls(self) -> Iterator[Call]:

@@ -53,7 +53,7 @@ class Ending(NamedTuple):
 
 
 class Projection:
-    """What is wanted of one run. One thread changes it; a mapping that a property returns is a new one each time."""
+    """The desired state of one run. One thread changes it; a mapping that a property returns is a new one each time."""
 
     def __init__(self, spec: Spec, folder: Path, journal: Journal) -> None:
         self._spec, self._folder, self._journal = spec, folder, journal

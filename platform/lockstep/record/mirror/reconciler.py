@@ -1,6 +1,6 @@
 """Makes a run's folder, and then its store, have what the run's log says.
 
-The same call while a run goes on, after an outage, at a resume, in `lockstep record sync` and in a repair: what is wanted is compared with
+The same call while a run goes on, after an outage, at a resume, in `lockstep record sync` and in a repair: the desired state is compared with
 what is there, and the differences are pushed. What the store has is known from the log: if its last line says that everything was
 delivered, that; otherwise nothing, and all of it is pushed again, which changes nothing where it is there.
 
@@ -111,7 +111,7 @@ class Reconciler:
             dict(self._projection.documents),
         )
         self._published = dict.fromkeys(self._projection.references, 0)
-        self._want()
+        self._set_desired()
         for part in (
             self._params, self._data, self._tags, self._artifacts, self._references, self._evaluations, self._saves
         ):  # fmt: skip
@@ -167,15 +167,15 @@ class Reconciler:
     def push(self) -> None:
         """Let the lanes push what the store lacks, and report what it does not have."""
         self._report()
-        self._want()
+        self._set_desired()
         if self._shows_end and self.failure() is None and all(lane.idle for lane in self._content):
             self._allow_end()
         for lane in self._lanes:
             if not lane.idle:
                 lane.wake()
 
-    def _want(self) -> None:
-        """Set what the store should have."""
+    def _set_desired(self) -> None:
+        """Set the desired state of the store."""
         projection = self._projection
         tags = projection.tags(
             trouble=self._trouble, figures=self._files.figures.drawn, ended=self._shows_end
@@ -255,7 +255,7 @@ class Reconciler:
         """Wait until the store has a file, unless it does not answer or refuses something. No points are pushed yet: to read them would slow the start."""
         until = time.monotonic() + timeout_s
         uploads = self._uploads
-        self._want()
+        self._set_desired()
         for lane in (self._status, self._facts, uploads):
             lane.wake()
         while name not in self._artifacts.actual and time.monotonic() < until:

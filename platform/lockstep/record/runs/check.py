@@ -132,7 +132,7 @@ def _other_rows(
     path: Path,
     recorded: Sequence[StepRow | EvaluationRow],
 ) -> str:
-    """How the rows of a file differ from the wanted ones, every column bit for bit; empty if they do not."""
+    """How the rows of a file differ from the journal's (`recorded`), every column bit for bit; empty if they do not."""
     try:
         rows = read(path)
     except StorageError as error:
@@ -187,14 +187,14 @@ def check_folder(
 
 
 def _status(where: str, status: str, process: str | None, journal: Journal) -> Iterator[RecordDifference]:
-    """A wrong status. One that is right, of an end that the journal has lost, is told of the journal."""
+    """A wrong status. A right one, of an end that the journal has lost, is reported as a difference of the journal."""
     expected = status_of(journal.events)
     if status != expected and not lost_end(journal.events, status, process):
         yield RecordDifference(where, f"has status {status}, wanted {expected}")
 
 
 def _other_document(folder: Path, name: str, expected: bytes) -> str:
-    """How a file differs from the wanted content; empty if it does not."""
+    """How a file differs from the expected content; empty if it does not."""
     try:
         actual = read_beneath(folder, name, max(MOST_BYTES, len(expected)))
     except FileNotFoundError:

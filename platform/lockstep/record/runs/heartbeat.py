@@ -41,7 +41,7 @@ def process_tags(now: float) -> dict[str, str]:
 
 
 def same_beat(earlier: Mapping[str, str], later: Mapping[str, str]) -> bool:
-    """Whether the process was silent between these two looks at a run's tags."""
+    """Whether a run's recorder was silent between two looks at the run's tags."""
     return all(earlier.get(name) == later.get(name) for name in _SAID)
 
 

@@ -236,7 +236,7 @@ __all__ = ["Holder", "open_storage", "put"]
 def test_a_run_that_is_held_in_two_places_is_taken_over_in_either(tmp_path: Path) -> None:
     places = [open_storage(str(tmp_path / name)) for name in ("old", "new")]
     with leased(places[0], RUN, WHAT) as old, leased(places[1], RUN, WHAT) as new:
-        new.go_with(old)
+        new.follow(old)
         asked = threading.Event()
         new.when_taken(asked.set)
         new.reached(17, 2)
