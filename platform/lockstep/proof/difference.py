@@ -90,6 +90,11 @@ class Parted:
     operator: str | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, step: int, mismatch: Differing) -> Parted:
+        """The first difference, which is a quantity of `step`."""
+        return cls(step, mismatch.micro_batch, mismatch.quantity, mismatch.first, mismatch.second)
+
     def as_dict(self) -> dict[str, Any]:
         return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
 
@@ -139,9 +144,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
             return answer
         first = last, mismatch
     step, mismatch = first
-    answer.first_difference = Parted(
-        step, mismatch.micro_batch, mismatch.quantity, mismatch.first, mismatch.second
-    )
+    answer.first_difference = Parted.of(step, mismatch)
     again = [side.replayed(step, min(agreed, step - 1), aside) for side in (a, b)]
     first, agreed = first_parting(again[0], again[1], step, ends_alike=step < last or alike)
     if first is None:
@@ -151,9 +154,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
         )
         return answer
     step, mismatch = first
-    answer.first_difference = Parted(
-        step, mismatch.micro_batch, mismatch.quantity, mismatch.first, mismatch.second
-    )
+    answer.first_difference = Parted.of(step, mismatch)
     if mismatch.micro_batch is not None:
         _look_into(a, b, answer.first_difference, aside)
     return answer

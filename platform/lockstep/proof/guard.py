@@ -147,8 +147,7 @@ def compare(base: Trained, changed: Trained) -> tuple[list[Cause], Parted | None
     first, _ = first_parting(base, changed, last)
     parted = None
     if first is not None:
-        step, mismatch = first
-        parted = Parted(step, mismatch.micro_batch, mismatch.quantity, mismatch.first, mismatch.second)
+        parted = Parted.of(*first)
     if parted is None and max(base.steps) != max(changed.steps):
         counts = [f"{max(trained.steps)} steps" for trained in (base, changed)]
         parted = Parted(last + 1, None, "row", counts[0], counts[1])

@@ -23,10 +23,10 @@ from lockstep.proof import problems
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
     Disagreement,
-    beside_of,
+    file_disagreements,
+    files_beside,
     lacking_digests,
-    of_files,
-    of_metrics,
+    metric_disagreements,
     plan_of,
     read_weights,
     same_in_json,
@@ -48,7 +48,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
     files = {
         name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if summary.get(DIGEST_OF[name])
     }
-    beside_files = beside_of(summary, folder)
+    beside_files = files_beside(summary, folder)
     for path in [*files.values(), *map(beside_path, beside_files.values())]:
         if not path.is_file():
             raise problems.NO_WEIGHTS(run=run.run_id, file=path)
@@ -134,8 +134,10 @@ def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -
         if actual != digest:
             yield Disagreement(f"source/{path}", digest, actual)
     yield from _rows(run)
-    yield from of_metrics(summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None)
-    yield from of_files(summary, folder, run.steps[max(run.steps)])
+    yield from metric_disagreements(
+        summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None
+    )
+    yield from file_disagreements(summary, folder, run.steps[max(run.steps)])
 
 
 def _rows(run: RecordedRun) -> Iterator[Disagreement]:

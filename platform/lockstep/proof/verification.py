@@ -22,8 +22,8 @@ from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.causes import UNTOLD, Cause, causes
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
+    file_disagreements,
     lacking_digests,
-    of_files,
     plan_of,
     read_weights,
     same_in_json,
@@ -122,7 +122,7 @@ class Judge:
     def of_step(self, step: int, row: StepRow | None) -> Iterator[FirstDifference]:
         """Everything in which the recorded row of a step and `row`, which was computed again, differ, whether or not it may."""
         recorded = self._run.steps.get(step)
-        differ = list(_of_rows(step, recorded, row))
+        differ = list(_row_differences(step, recorded, row))
         yield from differ
         if recorded is None or self._plan is None or recorded.attempt != self._placed_alike:
             return
@@ -218,6 +218,7 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
 
 
 def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answer: Verified) -> None:
+    """Add what a span of replayed steps shows to the answer."""
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
     answer.facts = [Cause(*difference) for difference in changed_facts(run.facts, replayed.facts)]
@@ -225,7 +226,7 @@ def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answ
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
     steps = range(max(span.start, run.forked_at) + 1, span.until + 1)
     differences = list(_differences(run, judge, replayed, steps))
-    differences += _of_saved(run, replayed, steps, aside)
+    differences += _checkpoint_differences(run, replayed, steps, aside)
     differences.sort(key=lambda difference: difference.step)
     answer.steps += sum(step in replayed.steps for step in steps)
     if run.ended and run.last_step in steps:
@@ -249,23 +250,23 @@ def _differences(
         evaluation = run.evaluations.get(step)
         # After its last step a run that has not finished may have been ended before its evaluation.
         if evaluation is not None or step < last or run.ended:
-            yield from _of_rows(step, evaluation, replayed.evaluations.get(step))
+            yield from _row_differences(step, evaluation, replayed.evaluations.get(step))
     if steps.start == run.forked_at + 1:
-        yield from _outside(run, lambda step: step < steps.start)
+        yield from _rows_outside_run(run, lambda step: step < steps.start)
     if last in steps:
-        yield from _outside(run, lambda step: step > last)
+        yield from _rows_outside_run(run, lambda step: step > last)
         if run.ended and last in replayed.steps:
-            yield from _of_result(run, replayed.summary)
+            yield from _result_differences(run, replayed.summary)
 
 
-def _outside(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
+def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
     """Rows and evaluations of steps that the run cannot have taken."""
     for kind, rows in {"row": run.steps, "evaluation": run.evaluations}.items():
         yield from (FirstDifference(step, None, kind, "there", None) for step in rows if where(step))
 
 
-def _of_result(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
-    """In what a finished run's summary is not that of the state after its last step, and its files of weights are not what its record says."""
+def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
+    """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights from its record."""
     last = run.last_step
     recorded = {**run.summary, **(run.summary.get("metrics") or {})}
     replayed = {**replayed, **(replayed.get("metrics") or {})}
@@ -278,29 +279,28 @@ def _of_result(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstD
         if not same_in_json(recorded.get(name), replayed.get(name)):
             yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), replayed.get(name))
     if run.folder is not None:
-        for name, stated, actual in of_files(run.summary, run.folder, run.steps.get(last)):
+        for name, stated, actual in file_disagreements(run.summary, run.folder, run.steps.get(last)):
             yield FirstDifference(last, None, name, stated, actual)
 
 
-def _of_rows(
+def _row_differences(
     step: int, recorded: StepRow | EvaluationRow | None, replayed: StepRow | EvaluationRow | None
 ) -> Iterator[FirstDifference]:
+    """In what the recorded row, or evaluation, of a step and the replayed one differ; one that is missing differs as a whole."""
     if recorded is None and replayed is None:
         return
     if recorded is None or replayed is None:
         kind = "evaluation" if isinstance(recorded or replayed, EvaluationRow) else "row"
         presence = (None if row is None else "there" for row in (recorded, replayed))
         yield FirstDifference(step, None, kind, *presence)
-    elif isinstance(recorded, StepRow) and isinstance(replayed, StepRow):
-        yield from (_at(step, difference) for difference in differing(recorded, replayed))
+        return
+    differences: Iterator[Differing] = iter(())
+    if isinstance(recorded, StepRow) and isinstance(replayed, StepRow):
+        differences = differing(recorded, replayed)
     elif isinstance(recorded, EvaluationRow) and isinstance(replayed, EvaluationRow):
-        yield from (_at(step, difference) for difference in differing_evaluation(recorded, replayed))
-
-
-def _at(step: int, difference: Differing) -> FirstDifference:
-    return FirstDifference(
-        step, difference.micro_batch, difference.quantity, difference.first, difference.second
-    )
+        differences = differing_evaluation(recorded, replayed)
+    for quantity, first, second, micro_batch in differences:
+        yield FirstDifference(step, micro_batch, quantity, first, second)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -315,14 +315,14 @@ def _checkpoint(run: RecordedRun, step: int, aside: Path) -> tuple[str, FirstDif
     row = run.steps.get(step)
     saved: Any = loaded.sections.get("check", {})
     actual = _checkpoint_digests(loaded)
-    for expected in (_of_row(row), {name: int(saved[name], 16) for name in actual if name in saved}):
+    for expected in (_state_digests(row), {name: int(saved[name], 16) for name in actual if name in saved}):
         for name, value in expected.items():
             if value != actual.get(name):
                 return storage, FirstDifference(step, None, name, Digest(value), _digest(actual.get(name)))
     return storage, None
 
 
-def _of_row(row: StepRow | None) -> dict[str, int]:
+def _state_digests(row: StepRow | None) -> dict[str, int]:
     """The digests of the state that a step left, by their names."""
     if row is None or row.digests is None:
         return {}
@@ -348,7 +348,9 @@ def _checkpoint_digests(loaded: Loaded) -> dict[str, int]:
     return digests if average is None else {**digests, "ema_digest": digester.digest(average)}
 
 
-def _of_saved(run: RecordedRun, replayed: Replayed, steps: range, aside: Path) -> list[FirstDifference]:
+def _checkpoint_differences(
+    run: RecordedRun, replayed: Replayed, steps: range, aside: Path
+) -> list[FirstDifference]:
     """In what the checkpoints of the storage within `steps` differ from the replayed state."""
     differ = []
     for step in run.saved:
@@ -360,7 +362,7 @@ def _of_saved(run: RecordedRun, replayed: Replayed, steps: range, aside: Path) -
         except BadCheckpointError as error:
             differ.append(FirstDifference(step, None, "checkpoint", "whole", str(error)))
             continue
-        for name, digest in _of_row(row).items():
+        for name, digest in _state_digests(row).items():
             if saved.get(name) != digest:
                 differ.append(
                     FirstDifference(
