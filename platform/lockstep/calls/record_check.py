@@ -14,7 +14,7 @@ from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.replay import PROCESS, lost_end
+from lockstep.record.ledger.journal_end import PROCESS, lost_end
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow

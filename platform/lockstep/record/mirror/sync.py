@@ -12,8 +12,8 @@ from lockstep.process import pid_namespace
 from lockstep.record import problems
 from lockstep.record.events.union import Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_end import PROCESS, lost_end
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import PROCESS, lost_end
 from lockstep.record.mirror.documents import HIDDEN
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import reader

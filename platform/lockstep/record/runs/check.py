@@ -23,7 +23,7 @@ from lockstep.record.events.union import (
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
-from lockstep.record.ledger.replay import end_of, lost_end, status_of
+from lockstep.record.ledger.journal_end import end_of, lost_end, status_of
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import as_written
 from lockstep.spec.fields import Spec

@@ -17,7 +17,7 @@ from lockstep.record import problems
 from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.stores import reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder

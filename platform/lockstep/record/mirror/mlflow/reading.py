@@ -15,7 +15,7 @@ from lockstep.parsing import MOST_BYTES
 from lockstep.paths import beneath, read_beneath, read_bounded, shown
 from lockstep.record import problems
 from lockstep.record.events.metrics import Point
-from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
 from lockstep.record.mirror.documents import Verdict, note, without_password
 from lockstep.record.mirror.mlflow.client import connecting, identified, page_url, translated
