@@ -161,7 +161,7 @@ class Buffers:
         on_cuda = any(tensor.is_cuda for tensor in sources)
         new_layout = [(tensor.dtype, tensor.shape) for tensor in sources]
         if new_layout != self._layout or (on_cuda and not self._for_cuda):
-            self._make(new_layout, for_cuda=on_cuda)
+            self._allocate(new_layout, for_cuda=on_cuda)
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, sources, non_blocking=on_cuda)
@@ -171,7 +171,7 @@ class Buffers:
         copied.record()
         return self._views, copied
 
-    def _make(self, new_layout: list[tuple[torch.dtype, torch.Size]], *, for_cuda: bool) -> None:
+    def _allocate(self, new_layout: list[tuple[torch.dtype, torch.Size]], *, for_cuda: bool) -> None:
         sizes = [-(-dtype.itemsize * shape.numel() // _ALIGNED) * _ALIGNED for dtype, shape in new_layout]
         starts = [0, *accumulate(sizes)]
         if starts[-1] > len(self._block) or (for_cuda and not self._for_cuda):

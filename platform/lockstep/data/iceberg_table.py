@@ -62,7 +62,9 @@ class Iceberg(Snapshot):
         contents = contents_digest(
             (file.name, file.size, files) for file, files in zip(stored, deletes, strict=True)
         )
-        direct = all(task.file.file_format == "PARQUET" for task in tasks) and _one_meaning(table, schema)
+        direct = all(task.file.file_format == "PARQUET" for task in tasks) and _has_stable_names(
+            table, schema
+        )
         if direct and stored and not any(deletes):
             return SnapshotFiles(version, stored, contents)
         selected = selected_columns(columns, [column.name for column in schema.fields])
@@ -91,7 +93,7 @@ class Iceberg(Snapshot):
         return load_catalog(self.catalog, **self.properties).load_table(self.table)
 
 
-def _one_meaning(table: Any, schema: Any) -> bool:
+def _has_stable_names(table: Any, schema: Any) -> bool:
     """Whether each name has been that of one column of one type in all schemas that the table ever had: then files can be read by the names in them."""
     meanings: dict[str, tuple[int, str]] = {}
     for each in (*table.metadata.schemas, schema):

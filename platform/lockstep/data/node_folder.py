@@ -106,7 +106,7 @@ def map_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[An
 
 def _root(name: str, size: int) -> Path:
     """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
-    roots = [files.own_folder(base) for base in (MEMORY, Path(tempfile.gettempdir())) if _takes(base)]
+    roots = [files.own_folder(base) for base in (MEMORY, Path(tempfile.gettempdir())) if _is_writable(base)]
     for root in roots:
         if (root / f"{name}.lock").exists():
             return root
@@ -117,7 +117,7 @@ def _root(name: str, size: int) -> Path:
     raise problems.NO_ROOM(memory=MEMORY, folder=tempfile.gettempdir(), required=required)
 
 
-def _takes(base: Path) -> bool:
+def _is_writable(base: Path) -> bool:
     """Whether this process may make a folder there."""
     return os.access(base, os.W_OK | os.X_OK)
 

@@ -83,8 +83,8 @@ def check_own_order(
     for epoch, order in enumerate(orders):
         # The first of it as well, before it is asked again: one that follows what was asked last gives another epoch's ids by now.
         if not (
-            _same(probes[epoch], _probed(order, samples))
-            and _same(probes[epoch], _probed(asked(epoch), samples))
+            _agree(probes[epoch], _probed(order, samples))
+            and _agree(probes[epoch], _probed(asked(epoch), samples))
         ):
             raise problems.ORDER_CHANGES(dataset=type(dataset).__name__, epoch=epoch)
 
@@ -100,7 +100,7 @@ def _probed(order: Order, samples: int) -> list[Ids]:
     return [np.array(order[positions]) for positions in slices]
 
 
-def _same(first: list[Ids], second: list[Ids]) -> bool:
+def _agree(first: list[Ids], second: list[Ids]) -> bool:
     """Whether the probes of two orders are equal, and those of one that is no array agree with each other."""
     agree = len(first) == len(second) and all(map(np.array_equal, first, second))
     return agree and (len(first) == 1 or np.array_equal(first[0][::2], first[3]))

@@ -77,7 +77,7 @@ class Table(Dataset[dict[str, Any]]):
         self._first = np.cumsum([0, *self.block_sizes])
         self._rows = int(self._first[-1])
         self.bound = round(memory_mb * MIB) if memory_mb is not None else _share_of_memory()
-        self._cache = self._kept()
+        self._cache = self._row_store()
 
     def _check_names(self) -> None:
         """DataError where an entry of the batch has the name of a ragged one's lengths, of which one would take the other's place."""
@@ -151,7 +151,7 @@ class Table(Dataset[dict[str, Any]]):
 
     # --- where the rows are ---
 
-    def _kept(self) -> _Kept:
+    def _row_store(self) -> _RowStore:
         if self._bytes() <= self.bound:
             return _Whole(self)
         mapped = self.files.mapped(self._sources) if all(d.keeps_memory for d in self.decoders) else None
@@ -198,7 +198,7 @@ def _share_of_memory() -> int:
     return int(psutil.virtual_memory().total * SHARE_OF_MEMORY)
 
 
-class _Kept:
+class _RowStore:
     """Gives rows as pieces of decoded blocks."""
 
     residence: Literal["memory", "mapped", "blocks"]
@@ -230,7 +230,7 @@ class _Kept:
         """Have these blocks at hand soon; nothing where all of them are."""
 
 
-class _Whole(_Kept):
+class _Whole(_RowStore):
     """The whole table in memory, decoded by one process of the node and mapped by all."""
 
     residence = "memory"
@@ -249,7 +249,7 @@ class _Whole(_Kept):
         return [Piece(self._columns, rows, None)]
 
 
-class _Mapped(_Kept):
+class _Mapped(_RowStore):
     """Arrow files where they are: the kernel reads what is asked for and keeps what it has room for."""
 
     residence = "mapped"
@@ -262,7 +262,7 @@ class _Mapped(_Kept):
         return [self._blocks[number] for number in numbers]
 
 
-class _Blocks(_Kept):
+class _Blocks(_RowStore):
     """The blocks that were used last, up to the bound, in memory that the workers of a node share."""
 
     residence = "blocks"

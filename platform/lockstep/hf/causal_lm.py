@@ -125,7 +125,7 @@ class CausalLM(Pretrained):
                 return
             try:
                 leaks = _sees(packed(zeros, zeros), packed(ones, zeros), slice(size, None))
-                with _near(model, self.params.length):
+                with _short_windows(model, self.params.length):
                     plain_logits, masked_logits = (
                         model(input_ids=tokens).logits,
                         self._logits(model, single_document),
@@ -176,7 +176,7 @@ def _config_of_text(model: nn.Module) -> Any:
 
 
 @contextmanager
-def _near(model: nn.Module, length: int) -> Iterator[None]:
+def _short_windows(model: nn.Module, length: int) -> Iterator[None]:
     """Give a model whose layers see a window of tokens, or chunks of them, a short one, where it is shorter than rows of `length`."""
     config = _config_of_text(model)
     windows = {name: getattr(config, name, None) for name in WINDOWS}

@@ -108,7 +108,7 @@ class Documents(Dataset[Tensor]):
         self._text, self._label = text, label
         self._digests = text_files.digests(self.files)
         identity = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
-        self._tokens, self._ends = _kept(
+        self._tokens, self._ends = _cached_tokens(
             repr(identity), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
         )
         self.labels = [] if label is None else [str(row.label) for row in self._rows()]
@@ -163,11 +163,11 @@ def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
-Kept = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+TokenArrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 """All tokens, one text after the other, and where each text ends."""
 
 
-def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
+def _cached_tokens(identity: str, make: Callable[[], Iterable[list[int]]]) -> TokenArrays:
     """Tokens out of the cache, mapped into memory; made and put there where they are not. A cache that cannot be written costs time alone."""
     path = cache_path("tokens", identity)
     files = path.with_suffix(".tokens.npy"), path.with_suffix(".ends.npy")
@@ -182,7 +182,7 @@ def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
     return tokens, ends
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> Kept:
+def _joined(rows: Sequence[Sequence[int]]) -> TokenArrays:
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     tokens = np.fromiter((token for row in rows for token in row), np.int32, int(ends[-1]) if rows else 0)
     return tokens, ends

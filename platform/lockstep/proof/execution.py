@@ -363,7 +363,7 @@ def take_steps(
             case "summary" if not replayed.summary:
                 replayed.summary = wire.mapping(message.get("summary"))
             case "look" if look is not None and replayed.look is None:
-                replayed.look = _look(message.get("look"))
+                replayed.look = _parsed_look(message.get("look"))
             case "source" if files and not replayed.source:
                 replayed.source = wire.texts(message.get("files"))
             case "file" if weights is not None:
@@ -393,7 +393,7 @@ def handed(spec: Spec, replay: Replay, folder: Path | None) -> tuple[Spec, Repla
     return spec, replay
 
 
-def _look(document: Any) -> Look:
+def _parsed_look(document: Any) -> Look:
     try:
         return Look.of(wire.mapping(wire.shown(document)))
     except (TypeError, ValueError, AttributeError) as error:

@@ -58,7 +58,7 @@ def replay_spec(spec: Spec) -> Spec:
     return spec.model_copy(update={"record": spec.record.model_copy(update={"digest_every": 1})})
 
 
-class _Kept(NoRequests):
+class _Collector(NoRequests):
     """Keeps what a run reports from a step on."""
 
     def __init__(self, first: int, watch: Watching) -> None:
@@ -90,7 +90,7 @@ class _Kept(NoRequests):
 
 def replay_here(spec: Spec, replay: Replay, watch: Watching, group: Group | None = None) -> Replayed:
     """Take the steps in this process, on one worker or as one of `group`, up to the one after which `watch` has enough. Raises LockstepError."""
-    collector = _Kept(replay.step + 1, watch)
+    collector = _Collector(replay.step + 1, watch)
     device: torch.device = local_device(spec)
     fit(
         replay_spec(spec),

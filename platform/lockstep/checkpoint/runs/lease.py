@@ -124,7 +124,7 @@ class Lease:
 
     def ensure(self) -> None:
         """StaleAttemptError where another command has taken the run over, StorageError where its folder was deleted."""
-        self._look()
+        self._poll()
         if self.deleted:
             raise problems.FOLDER_DELETED(
                 what=self.label, folder=f"{self.storage.shown.rstrip('/')}/{self.folder}"
@@ -148,12 +148,12 @@ class Lease:
     def _beat_on(self) -> None:
         while not self._over.wait(BEAT_S):
             with suppress(StorageError):  # the next beat makes up for it; the fence protects the run anyway
-                self._look()
+                self._poll()
                 if not self._missing:
                     self.holder = replace(self.holder, beats=self.holder.beats + 1)
                     self._write(self.holder)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         numbers = _numbers(self.storage, self.folder)
         newest = max(numbers, default=0)
         self._note_missing(self.holder.number > newest)
@@ -203,7 +203,7 @@ def leased(
         yield lease
     except StaleAttemptError as error:
         with suppress(StorageError):
-            lease._look()
+            lease._poll()
         if lease.taker is None or error.code == problems.TAKEN_OVER.code:
             raise
         raise lease._taken_over(lease.taker) from error

@@ -97,7 +97,7 @@ class Copies(Part):
             return
         if not self._is_known:
             if self._is_due(*newest):
-                yield Call(self._look, partial(self.refuse, [newest]))
+                yield Call(self._read_actual, partial(self.refuse, [newest]))
             return
         yield from self._pushes()
         if self.actual.get(newest[0]) == newest[1]:
@@ -118,7 +118,7 @@ class Copies(Part):
             if step in self.desired or step in self.actual:  # else it was deleted during the call
                 self._report(step, str(error) if isinstance(error, LockstepError) else first_line(error))
 
-    def _look(self) -> None:
+    def _read_actual(self) -> None:
         desired = self.desired
         self.actual = {
             step: desired.get(step, "") if whole else None

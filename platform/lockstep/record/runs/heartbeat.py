@@ -64,7 +64,7 @@ def vanished(run_id: str, tags: Mapping[str, str]) -> str:
 
 def _silent_s(run_id: str, beat: list[str]) -> float:
     """Seconds for which this user on this machine has found the same beat; 0 if it has changed since the last look, or at the first look."""
-    note = _notes() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    note = _notes_folder() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
     with suppress(OSError, ValueError, KeyError, TypeError):
         noted = json.loads(note.read_text())
         if noted["beat"] == beat and noted["boot"] == pid_namespace():
@@ -82,5 +82,5 @@ def _now() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _notes() -> Path:
+def _notes_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep", "beats")
