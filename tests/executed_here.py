@@ -12,13 +12,13 @@ import pytest
 
 from lockstep.calls.executor import serve
 from lockstep.proof import execution
-from lockstep.proof.execution import Place
+from lockstep.proof.execution import ProcessSettings
 
 
 class Thread:
     """Serves requests until nobody asks any more. It is confined by nothing."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ProcessSettings) -> None:
         asked, to_ask = os.pipe()
         to_answer, answers = os.pipe()
         self.asked: BinaryIO = os.fdopen(to_ask, "wb")

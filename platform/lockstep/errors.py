@@ -38,7 +38,7 @@ from lockstep.exit_codes import ExitCode
 class FailedAt(NamedTuple):
     """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
 
-    what: str
+    failure: str
     step: int
     micro_batch: int
     samples: tuple[int, ...]
@@ -48,7 +48,7 @@ class LockstepError(Exception):
     """A failure that Lockstep understands. `str(error)` is the one line that a person is shown."""
 
     exit_code: int = ExitCode.FAILED
-    place: FailedAt | None = None
+    failed_at: FailedAt | None = None
     """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
     code: str = ""
     """Which `Problem` it is; empty for one that is in no table yet, as are the facts below."""
@@ -65,14 +65,14 @@ class LockstepError(Exception):
     """Whether its line does not say what is wrong, so that the traceback is needed."""
 
     def with_message(self, message: str) -> LockstepError:
-        """The same error with another message, as one with more context. Its place, facts, evidence and remedy are kept; its traceback and causes are not."""
+        """The same error with another message, as one with more context. Its micro-batch, facts, evidence and remedy are kept; its traceback and causes are not."""
         kind, _, state = self.__reduce__()
         changed = kind(message)
         changed.__dict__.update(state)
         return changed
 
     def as_kind(self, kind: type[ErrorT]) -> ErrorT:
-        """The same error as one of another class: its line, code, facts and place are kept."""
+        """The same error as one of another class: its line, code, facts and micro-batch are kept."""
         changed = kind(str(self))
         changed.__dict__.update(self.__reduce__()[2])
         return changed
@@ -80,7 +80,11 @@ class LockstepError(Exception):
     def __reduce__(self) -> tuple[type[LockstepError], tuple[str], dict[str, Any]]:
         """One of a class that a job has derived arrives as the class here that it is: its own may want other arguments, or not be known there."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "lockstep")
-        return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
+        return (
+            kind,
+            (str(self),),
+            {name: value for name, value in self.__dict__.items() if hasattr(kind, name)},
+        )
 
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)

@@ -29,7 +29,7 @@ class Failure(NamedTuple):
     """A kind, and what broke in words. For what no table has, the kind is `job` and the words are empty."""
 
     kind: Kind
-    what: str = ""
+    description: str = ""
 
 
 class Text(NamedTuple):
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
     kind: Kind
     pattern: str
-    what: str
+    description: str
 
 
 NODE_MEMORY = "the node has no memory left"
@@ -56,12 +56,12 @@ TEXTS = (
     Text("job", r"nccl\w*.*invalid (?:argument|usage)|ncclInvalid(?:Argument|Usage)", "an argument of NCCL"),
     # The memory of a GPU: the job's, unless another process holds part of it.
     Text("memory", r"out of memory.*process \d+ has [\d.]+ \w+ memory in use", OTHERS_MEMORY),
-    Text(GPU_MEMORY.kind, r"(?:CUDA|HIP) out of memory|CUDA error: out of memory", GPU_MEMORY.what),
+    Text(GPU_MEMORY.kind, r"(?:CUDA|HIP) out of memory|CUDA error: out of memory", GPU_MEMORY.description),
     # NCCL allocates its buffers beside torch: what is out of memory is this rank's GPU, not a peer.
     Text(
         GPU_MEMORY.kind,
         r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)",
-        GPU_MEMORY.what,
+        GPU_MEMORY.description,
     ),
     # Devices and their driver.
     Text(
@@ -221,7 +221,7 @@ def _own_kind(error: BaseException) -> Failure | None:
         text = " ".join(str(error).split())
         for rule in TEXTS:
             if re.search(rule.pattern, text, re.IGNORECASE):
-                return Failure(rule.kind, rule.what)
+                return Failure(rule.kind, rule.description)
     if isinstance(error, OSError):
         number = error.errno
         if number is None:  # an error of a loader process arrives as a new one that quotes it
@@ -240,16 +240,16 @@ def _own_kind(error: BaseException) -> Failure | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the processor or on a GPU."""
-    return kind_of(error).what in {GPU_MEMORY.what, OTHERS_MEMORY, NODE_MEMORY}
+    return kind_of(error).description in {GPU_MEMORY.description, OTHERS_MEMORY, NODE_MEMORY}
 
 
 def infrastructure_error(error: BaseException, where: str) -> LockstepError | None:
     """A one-line error for a failure that is not the job's; None for one that is. `where` is the place in the run."""
-    kind, what = kind_of(error)
+    kind, description = kind_of(error)
     if kind == "job":
         return None
     text = " ".join(str(error).split())[:300]
-    failed: LockstepError = _BY_KIND[kind](what=what, where=where, kind=type(error).__name__, got=text)
+    failed: LockstepError = _BY_KIND[kind](what=description, where=where, kind=type(error).__name__, got=text)
     return failed
 
 

@@ -189,10 +189,10 @@ def _is_own(path: Path) -> bool:
 
 
 @contextmanager
-def private(wanted: bool) -> Iterator[None]:
+def private(enabled: bool) -> Iterator[None]:
     """If wanted, make what this process creates in the block readable by its user only: folders 0700, files 0600."""
     global _private_count, _mask_before
-    if not wanted:
+    if not enabled:
         yield
         return
     with _private_lock:

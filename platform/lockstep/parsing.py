@@ -154,25 +154,25 @@ def _checker(hint: Any) -> Callable[[Any], bool]:
     if origin is Literal:
         return lambda value: isinstance(value, str | int) and value in inner
     if origin in (Union, types.UnionType):
-        either = [_checker(one) for one in inner]
+        either = [_checker(member) for member in inner]
         return lambda value: any(check(value) for check in either)
     if origin is Mapping:
         content = _checker(inner[1])
         return lambda value: (
             isinstance(value, dict)
-            and all(isinstance(name, str) and content(one) for name, one in value.items())
+            and all(isinstance(name, str) and content(item) for name, item in value.items())
         )
     if origin is tuple and inner[-1] is not ...:
-        parts = [_checker(one) for one in inner]
+        parts = [_checker(member) for member in inner]
         return lambda value: (
             isinstance(value, list | tuple)
             and len(value) == len(parts)
-            and all(check(one) for check, one in zip(parts, value, strict=True))
+            and all(check(item) for check, item in zip(parts, value, strict=True))
         )
     if origin in (tuple, Sequence):
         item = _checker(inner[0])
         return lambda value: isinstance(value, list | tuple) and all(map(item, value))
-    fields = {name: _checker(one) for name, one in get_type_hints(hint).items()}
+    fields = {name: _checker(annotation) for name, annotation in get_type_hints(hint).items()}
     return lambda value: (
         isinstance(value, hint) and all(check(getattr(value, name)) for name, check in fields.items())
     )
@@ -202,11 +202,11 @@ class OtherVersionError(ValueError):
     """The format of a document has another version than the one that this Lockstep writes and reads."""
 
 
-def check_version(got: Any, wanted: int) -> None:
-    """OtherVersionError unless the format version of a document is `wanted`."""
-    if type(got) is not int or got != wanted:
+def check_version(got: Any, expected: int) -> None:
+    """OtherVersionError unless the format version of a document is `expected`."""
+    if type(got) is not int or got != expected:
         raise OtherVersionError(
-            f"it has format version {str(got)[:20]}, wanted {wanted}: it was made by another Lockstep; use that one"
+            f"it has format version {str(got)[:20]}, wanted {expected}: it was made by another Lockstep; use that one"
         )
 
 

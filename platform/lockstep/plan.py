@@ -121,16 +121,16 @@ def stretches(units: int, sizes: tuple[BatchSize, ...], drop_last: bool) -> tupl
                         return tuple(result), 0
                     epoch, step, trained = epoch + epochs, step + epochs * count, trained + epochs * samples
                     continue
-            taken = count if each.is_last else min(count, each.steps_left(step, trained))
-            result.append(Stretch(step, epoch, index, start, each.size, taken, 1, taken == count))
-            step += taken
-            if taken == count:
+            steps = count if each.is_last else min(count, each.steps_left(step, trained))
+            result.append(Stretch(step, epoch, index, start, each.size, steps, 1, steps == count))
+            step += steps
+            if steps == count:
                 trained, epoch, index, start = trained + samples, epoch + 1, 0, 0
             else:
                 trained, index, start = (
-                    trained + taken * each.size,
-                    index + taken,
-                    start + taken * each.size,
+                    trained + steps * each.size,
+                    index + steps,
+                    start + steps * each.size,
                 )
     return tuple(result), 0
 
@@ -271,8 +271,8 @@ class Plan:
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Steps of an epoch that the sizes lead to, whether the run takes all of them or not."""
-        before, after = self.steps_before(epoch), self.steps_before(epoch + 1)
-        return 0 if before is None or after is None else after - before
+        first, end = self.steps_before(epoch), self.steps_before(epoch + 1)
+        return 0 if first is None or end is None else end - first
 
     @property
     def steps_per_epoch(self) -> int:
@@ -319,24 +319,24 @@ class Plan:
 
     def whole_steps(self, epoch: int) -> int:
         """Samples of an epoch that make full steps: what comes after them is its ragged step, or is left out."""
-        before = self.steps_before(epoch + 1)
-        if before is None:  # the run ends in it
+        end = self.steps_before(epoch + 1)
+        if end is None:  # the run ends in it
             return self.samples
-        last = self.position(before - 1)
+        last = self.position(end - 1)
         is_full = last.samples == last.full * self.micro_batch
         return last.start + last.samples if is_full else last.start
 
-    def step_at(self, epoch: int, place: int) -> int | None:
-        """The step, from 0, that takes the sample at `place` in the order of an epoch; None where the run takes it in none."""
+    def step_at(self, epoch: int, index: int) -> int | None:
+        """The step, from 0, that takes the sample at `index` in the order of an epoch; None where the run takes it in none."""
         first = self.steps_before(epoch)
         if first is None:
             return None
         steps = range(first, min(first + self.steps_in_epoch(epoch), self.total_steps))
-        found = bisect_right(steps, place, key=lambda step: self.position(step).start) - 1
-        if found < 0:
+        candidate = bisect_right(steps, index, key=lambda step: self.position(step).start) - 1
+        if candidate < 0:
             return None
-        position = self.position(steps[found])
-        return position.step if place < position.start + position.samples else None
+        position = self.position(steps[candidate])
+        return position.step if index < position.start + position.samples else None
 
     def sample_slice(self, position: Position, m: int) -> slice:
         """The positions of the epoch's permutation that make micro-batch `m`."""
@@ -365,7 +365,7 @@ class Plan:
     def smallest_micro_batch(self) -> int:
         """Samples in the smallest non-empty micro-batch of the run."""
         if self.tokens is not None:
-            return min(int(after - before) for before, after in pairwise(self._bounds(0)))
+            return min(int(end - start) for start, end in pairwise(self._bounds(0)))
         smallest = self.micro_batch
         for stretch in self._stretches[0]:
             last = stretch.step + stretch.per_epoch - 1

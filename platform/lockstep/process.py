@@ -49,7 +49,7 @@ def end_with_parent(parent: int) -> None:
 _libc = ctypes.CDLL(None)  # here and not in a child, in which the loader of libraries may be locked
 
 
-def place() -> str:
+def pid_namespace() -> str:
     """The machine's boot and the namespace of process ids: within it a pid and a start time identify a process. Empty if not on Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

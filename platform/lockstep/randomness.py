@@ -94,9 +94,9 @@ def rehearsal_key(seed: int, *computation: int | str) -> Key:
     return Key((seed, "rehearsal", *computation))
 
 
-def recheck_key(seed: int, step: int, *what: int | str) -> Key:
-    """Which micro-batches the SDC check computes again."""
-    return Key((seed, "recheck", step, *what))
+def recheck_key(seed: int, step: int, *draw: int | str) -> Key:
+    """Which micro-batches the SDC check computes again; `draw` tells its draws of a step apart."""
+    return Key((seed, "recheck", step, *draw))
 
 
 def epoch_order_key(seed: int, epoch: int) -> Key:
@@ -109,9 +109,9 @@ def sample_key(seed: int, purpose: Literal["fingerprint", "leakage"], *sample: i
     return Key((seed, purpose, *sample))
 
 
-def code_key(what: Literal["import", "job"], name: str) -> Key:
+def code_key(purpose: Literal["import", "job"], name: str) -> Key:
     """Code of the job that runs before the seed is known: the import of a module, `__init__` of the job."""
-    return Key((what, name))
+    return Key((purpose, name))
 
 
 def final_model_key() -> Key:
@@ -200,14 +200,14 @@ def drawing_alike(function: Callable[..., T]) -> Callable[..., T]:
     """
     first: list[_States] = []
 
-    def called(*given: Any, **named: Any) -> T:
+    def called(*arguments: Any, **options: Any) -> T:
         saved = _States(_current.get(), random.getstate(), np.random.mtrand._rand.get_state(legacy=False))
         if not first:
             first.append(saved)
-            return function(*given, **named)
+            return function(*arguments, **options)
         first[0].put()
         try:
-            return function(*given, **named)
+            return function(*arguments, **options)
         finally:
             saved.put()
 
@@ -231,12 +231,12 @@ class Draws:
     """Watches what is drawn from here on: two computations that draw the same from one seed leave the same `state`."""
 
     def __init__(self) -> None:
-        self._before = next(_streams)
+        self._first = next(_streams)
 
     def state(self) -> tuple[object, ...]:
         """The states of the default generators, and how many generators `rng` has given since."""
         return (
-            next(_streams) - self._before,
+            next(_streams) - self._first,
             random.getstate(),
             torch.default_generator.get_state().numpy().tobytes(),
             _numpy_state(),

@@ -83,13 +83,13 @@ class Stage:
     def block(self, rank: int) -> int:
         return rank // self.stride
 
-    def place(self, rank: int) -> int:
-        """The place of a rank among its peers, which is also the index of the slice that it keeps."""
+    def position(self, rank: int) -> int:
+        """The position of a rank among its peers, which is also the index of the slice that it keeps."""
         return self.block(rank) % self.ways
 
     def peers(self, rank: int) -> list[int]:
         """The ranks that hold the same slice, including this one, from left to right in the tree."""
-        first = rank - self.place(rank) * self.stride
+        first = rank - self.position(rank) * self.stride
         return [first + i * self.stride for i in range(self.ways)]
 
     @property

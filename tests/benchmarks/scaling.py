@@ -98,7 +98,7 @@ def _staged(
     """Numbers and messages that a rank sends for one large bucket: its sums in each stage, then its slice of the result."""
     sent, messages, length, largest = 0, 0, numbers, numbers
     for stage in every:
-        sums, others, place = len(stage.nodes[stage.block(rank)]), stage.ways - 1, stage.place(rank)
+        sums, others, place = len(stage.nodes[stage.block(rank)]), stage.ways - 1, stage.position(rank)
         if stage.sends_whole(largest * itemsize, latency_bytes):
             return sent + sums * others * length, messages + (others if sums and length else 0)
         width = _width(length, stage.ways)

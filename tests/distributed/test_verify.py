@@ -15,7 +15,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.proof.difference import Side, difference
-from lockstep.proof.execution import Execution, Place
+from lockstep.proof.execution import Execution, ProcessSettings
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
 from lockstep.proof.spans import Span
@@ -190,7 +190,7 @@ def test_what_parts_two_runs_is_found_whoever_recorded_them(pool: Pool, use: str
             saving = {"checkpoint": {"storage": f"{folder}/{name}-{workers}", "every": {"steps": 2}}}
             whole = {**small(), **saving, "job": {"use": f"tests.unit.proof.verified_jobs:{name}"}}
             run = recorded(pool, {**whole, "record": {"uri": "off", "digest_every": 2}}, workers, {})
-            again = stack.enter_context(Execution(Place(print)))
+            again = stack.enter_context(Execution(ProcessSettings(print)))
             sides.append(Side(name, run.spec, run.fields, run.steps, run.evaluations, {}, again, run))
         found = difference(*sides, Path(folder, "aside"))
     if use == "Small":

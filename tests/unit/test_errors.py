@@ -39,9 +39,9 @@ def test_every_error_survives_pickling(kind: type[LockstepError]) -> None:
 def test_an_error_with_another_message_keeps_all_that_it_says_of_itself(kind: type[LockstepError]) -> None:
     """The driver reports what failed and where, whatever is added to the line on its way."""
     error = kind("the job failed")
-    error.place = FailedAt("job", 7, 1, (3, 4))
+    error.failed_at = FailedAt("job", 7, 1, (3, 4))
     back = pickle.loads(pickle.dumps(error.with_message("the job failed; run 12")))
-    assert (type(back), str(back), back.place) == (kind, "the job failed; run 12", error.place)
+    assert (type(back), str(back), back.failed_at) == (kind, "the job failed; run 12", error.failed_at)
 
 
 # --- errors as data ---------------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ class TwoArguments(JobError):
 def test_an_error_that_a_job_derives_arrives_as_what_it_is() -> None:
     """By its own class it could not be read: a worker that sends it would count as lost, and be replaced."""
     error = TwoArguments("length", 5)
-    error.place = FailedAt("job", 7, 1, (3, 4))
+    error.failed_at = FailedAt("job", 7, 1, (3, 4))
     for back in (pickle.loads(pickle.dumps(error)), error.with_message("length: got 5")):
-        assert (type(back), str(back), back.place) == (JobError, "length: got 5", error.place)
+        assert (type(back), str(back), back.failed_at) == (JobError, "length: got 5", error.failed_at)
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)

@@ -80,7 +80,7 @@ class Blame:
     ) -> LockstepError | None:
         """The error that ends the run where a micro-batch failed as it did before on another worker. It writes a file that reproduces the failure."""
         for broke in view.broken:
-            failed_at = broke.error.place
+            failed_at = broke.error.failed_at
             assert failed_at is not None
             member = view.members.get(broke.rank)
             worker = ("" if member is None else member.node, broke.rank)

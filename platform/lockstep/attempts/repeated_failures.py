@@ -24,7 +24,7 @@ class Repeats:
 
     def failed(self, place: FailedAt, worker: tuple[str, int], attempt: int) -> str:
         """Note a failure. Returns which workers failed alike at the same place, and in which attempts; empty if no other did."""
-        workers = self._seen.setdefault((place.what, place.step, place.micro_batch), {})
+        workers = self._seen.setdefault((place.failure, place.step, place.micro_batch), {})
         others = [
             f"{_shown(other)} in attempt {number}" for other, number in workers.items() if other != worker
         ]

@@ -12,7 +12,7 @@ from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.driver.options import RunOptions
 from lockstep.proof.difference import Difference, Side, Unwatched, difference
-from lockstep.proof.execution import Execution, Place, take_steps
+from lockstep.proof.execution import Execution, ProcessSettings, take_steps
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.sandbox import Sandbox
 from lockstep.proof.spans import STEPS
@@ -57,7 +57,7 @@ def _of_spec(
     spec = find_initial_weights(load_spec(name, uri=uri))
     options.progress.say(f"{name}: {steps} steps are trained")
     confined = Sandbox(needed=[*named_in(spec)]) if sandboxed else None
-    execution = stack.enter_context(Execution(Place(options.progress.say, confined)))
+    execution = stack.enter_context(Execution(ProcessSettings(options.progress.say, confined)))
     replay = Replay("", spec.checkpoint.storage, 0, steps)
     trained = take_steps(execution, spec, replay, Unwatched(), files=True)
     return Side(name, spec, trained.fields, trained.steps, trained.evaluations, trained.source, execution)

@@ -12,7 +12,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.data.table_pins import FIELD as TABLE_VERSION
 from lockstep.driver.options import RunOptions
 from lockstep.job.inputs.imports import FIELD
-from lockstep.proof.execution import Execution, Place
+from lockstep.proof.execution import Execution, ProcessSettings
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.sandbox import Sandbox
 from lockstep.spec.fields import Spec
@@ -48,7 +48,7 @@ def execution_of(
         for name, value in run.fields.items()
         if name == "job.source" or name.startswith((FIELD, TABLE_VERSION))
     }
-    return Execution(Place(options.progress.say, sandbox, terminal), run.source, fields, cluster)
+    return Execution(ProcessSettings(options.progress.say, sandbox, terminal), run.source, fields, cluster)
 
 
 def taken_again(run: RecordedRun, start: int, until: int) -> str:

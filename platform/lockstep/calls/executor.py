@@ -32,7 +32,7 @@ from lockstep.job.inputs.imports import FIELD, files_here, recorded_beside, sour
 from lockstep.job.recorded_source import imported_from, shadows
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 from lockstep.proof import wire
-from lockstep.proof.inspection import Inspection, Wanted, sample_ids
+from lockstep.proof.inspection import Inspection, InspectionRequest, sample_ids
 from lockstep.proof.microscope import Microscope
 from lockstep.proof.replaying import Replayed, replay_here, replay_spec
 from lockstep.record.events.union import EvaluationRow, StepRow
@@ -166,7 +166,7 @@ class Executed:
             for path in sorted(Path(aside, "led-to", "weights").glob("*")):
                 self.send(path.name, path)
 
-    def inspection(self, spec: Spec, replay: Replay, wanted: Wanted) -> None:
+    def inspection(self, spec: Spec, replay: Replay, wanted: InspectionRequest) -> None:
         """Take steps again and show the last one of them."""
         with tempfile.TemporaryDirectory(prefix="lockstep-look-") as aside:
             shown = Inspection(wanted, Path(aside))
@@ -175,10 +175,10 @@ class Executed:
                 raise problems.MICRO_BATCH(got=wanted.micro_batch, wanted=len(ids), step=wanted.step + 1)
             self.tell("beginning")
             replay_here(spec, replace(replay, source=self.recorded, probe=shown), shown)
-            assert shown.row_found is not None  # the step was taken, or an error raised
+            assert shown.replayed_row is not None  # the step was taken, or an error raised
             if wanted.micro_batch is not None:
                 shown.keep_samples({wanted.micro_batch: ids[wanted.micro_batch]})
-            self.row(shown.row_found)
+            self.row(shown.replayed_row)
             self.tell("micro-batches", micro_batches=shown.micro_batches(ids))
             for path in shown.files:
                 self.send(path.name, path)

@@ -20,7 +20,14 @@ from lockstep.export import arrays
 from lockstep.export import problems as export_problems
 from lockstep.export.artifact import Artifact, description, files_of, read
 from lockstep.export.exporting import Weights, aside_of, export_weights
-from lockstep.export.formats import ExportFormat, Safetensors, check_predicts, format_named, loaded, place
+from lockstep.export.formats import (
+    ExportFormat,
+    Safetensors,
+    artifact_path,
+    check_predicts,
+    format_named,
+    loaded,
+)
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
 from lockstep.proof import wire
@@ -139,7 +146,7 @@ def predict(
     if out is not None and Path(out).exists() and inputs_path.exists() and inputs_path.samefile(out):
         raise problems.REPLACES_INPUTS(got=out)
     stored_run, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
-    path = place(folder, export_format, _name(stored_run, best=best))
+    path = artifact_path(folder, export_format, _name(stored_run, best=best))
     command = f"lockstep export {run_id} --format {export_format.name}{' --best' if best else ''}"
     if not path.exists():
         raise problems.NOT_EXPORTED(run=run_id, got=path.relative_to(folder), command=command)
@@ -224,7 +231,7 @@ def _export_model(
     """Have a process that may import the job make the artifact, and keep what it hands over as far as it is one of these weights."""
     run = recorded_run(weights.run, store, folder.parent)
     extra_state = _beside(summary, weights, folder)
-    file = place(folder, form, weights.name)
+    file = artifact_path(folder, form, weights.name)
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
         weights_file = Path(aside, "given.safetensors")
         safetensors.torch.save_file(

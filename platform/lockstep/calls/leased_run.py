@@ -47,7 +47,7 @@ def leased_run(
         yield None
         return
     storage = open_storage(spec.checkpoint.storage)
-    take = partial(leased, folder=run_id, what=f"run {run_id}", takeover=takeover, say=progress.say)
+    take = partial(leased, folder=run_id, label=f"run {run_id}", takeover=takeover, say=progress.say)
     with ExitStack() as stack:
         recorded_storage = None if recorded is None else open_storage(recorded)
         recorded_lease = None
@@ -59,7 +59,7 @@ def leased_run(
             recorded_lease = stack.enter_context(take(recorded_storage))
         run_lease = stack.enter_context(take(storage))
         if recorded_lease is not None:
-            run_lease.go_with(recorded_lease)
+            run_lease.follow(recorded_lease)
         yield run_lease
 
 

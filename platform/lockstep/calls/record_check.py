@@ -14,12 +14,12 @@ from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.replay import PROCESS, lost_end
+from lockstep.record.ledger.journal_end import PROCESS, lost_end
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
-from lockstep.record.mirror.sync import check_there, refuse_strangers, spec_of, sync
+from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
 from lockstep.record.runs.check import (
     COPIED,
@@ -39,7 +39,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
 
     SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer.
     """
-    check_there(folder)
+    require_journal(folder)
     spec = spec_of(folder, uri)
     problems: list[RecordDifference] = []
     history = _history(spec, folder.name, problems)

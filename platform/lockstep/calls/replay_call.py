@@ -13,7 +13,7 @@ from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.driver.options import RunOptions
 from lockstep.proof import wire
 from lockstep.proof.execution import Execution, handed
-from lockstep.proof.inspection import FILES, Wanted
+from lockstep.proof.inspection import FILES, InspectionRequest
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.spans import span
 from lockstep.record.events.union import StepRow
@@ -76,14 +76,14 @@ def replay(
     options = options or RunOptions(local=True)
     run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
     run.check_step(step, "step")
-    wanted = Wanted(step - 1, micro_batch, inspect, profile, debug)
+    wanted = InspectionRequest(step - 1, micro_batch, inspect, profile, debug)
     target = Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute()
     begin = span(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         aside = Path(name)
         origin = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, aside)[0]
         with execution_of(run, options, sandboxed=sandboxed, terminal=debug) as execution:
-            spec, again = handed(run.spec, Replay(run_id, origin, begin, step), execution.given)
+            spec, again = handed(run.spec, Replay(run_id, origin, begin, step), execution.visible_folder)
             inspected = Inspected(run_id, step, "", math.nan, math.nan)
             for message in execution.ask("inspection", spec=spec, replay=again, wanted=wanted):
                 match message["kind"]:

@@ -129,15 +129,15 @@ def _no_manifest(got: str) -> BadCheckpointError:
 
 def _manifest(document: dict[str, Any]) -> Manifest:
     manifest = Manifest(
-        run=_of(str, document["run"]),
-        step=_of(int, document["step"]),
-        attempt=_of(int, document["attempt"]),
-        written_at=_of(float, document["written_at"]),
-        files=tuple(FileEntry(**entry) for entry in _of(list, document["files"])),
-        shared=tuple(map(_shared, _of(list, document["shared"]))),
+        run=_typed(str, document["run"]),
+        step=_typed(int, document["step"]),
+        attempt=_typed(int, document["attempt"]),
+        written_at=_typed(float, document["written_at"]),
+        files=tuple(FileEntry(**entry) for entry in _typed(list, document["files"])),
+        shared=tuple(map(_shared, _typed(list, document["shared"]))),
         facts=Facts(
-            identity=_of(str, document["identity"]),
-            **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
+            identity=_typed(str, document["identity"]),
+            **{name: _typed(dict, unpack(document[name], {})) for name in _FACTS},
         ),
     )
     for entry in manifest.files:
@@ -151,7 +151,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
 
 def _shared(text: str) -> SharedFile:
     """A shared file from its line. One text per file: with thousands of files, JSON objects would be most of the cost of a save."""
-    name, size, sha256 = _of(str, text).split(" ")
+    name, size, sha256 = _typed(str, text).split(" ")
     if not layout.is_shared(name):
         raise ValueError(f"it names {shown(name)}, which is no file that checkpoints share")
     entry = SharedFile(name, int(size), sha256)
@@ -162,14 +162,15 @@ def _shared(text: str) -> SharedFile:
 
 def check_entry(entry: FileEntry) -> None:
     """ValueError for a file whose name this store did not make: it could lie anywhere."""
-    name = layout.file_name(_of(str, entry.name))
+    name = layout.file_name(_typed(str, entry.name))
     if name is None or (name.section, name.kind) != (entry.section, entry.kind):
         raise ValueError(f"it names {shown(entry.name)}, which is no file of a checkpoint")
-    if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
+    if _typed(int, entry.size) < 0 or len(_typed(str, entry.sha256)) != 64:
         raise ValueError(f"it gives {shown(entry.name)} no size or hash")
 
 
-def _of(kind: type[T], value: Any) -> T:
+def _typed(kind: type[T], value: Any) -> T:
+    """A value that is of exactly this type. TypeError for any other."""
     if type(value) is not kind:
         raise TypeError(f"got {shown(value)}, wanted {kind.__name__}")
     return value

@@ -38,7 +38,7 @@ class Catalogue:
 
     def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
         """Delete the checkpoints that `keep` does not ask for, as the function `prune` does. Returns the deleted steps."""
-        checkpoint = None if whole is None else self._looked_at(whole)
+        checkpoint = None if whole is None else self._just_published(whole)
         if whole is not None and checkpoint is None:
             return []
         checkpoints = self._known = self._read(whole) if self._known is None else self._known
@@ -58,7 +58,7 @@ class Catalogue:
             _clear_shared(self.attempt)
         return deleted
 
-    def _looked_at(self, step: int) -> Known | None:
+    def _just_published(self, step: int) -> Known | None:
         """The checkpoint that this attempt has just published, without reading its files back; None where a file is missing."""
         try:
             manifest = verify(

@@ -62,10 +62,10 @@ class Checkpoint:
             raise error.with_message(f"checkpoint {self.shown}: {self.name}: {error}") from error
         except BadCheckpointError as error:
             raise self.bad(self.name, error) from error
-        for what, wanted, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
-            if wanted is not None and got != wanted:
+        for field, expected, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
+            if expected is not None and got != expected:
                 raise self.bad(
-                    self.name, f"it belongs to {what} {got}, but is in the place of {what} {wanted}"
+                    self.name, f"it belongs to {field} {got}, but is in the place of {field} {expected}"
                 )
         return manifest
 
@@ -149,11 +149,11 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) 
     manifest = checkpoint.manifest()
     check_sizes(checkpoint, manifest.files, _sizes(checkpoint))
     for entry in manifest.files if hashes else ():
-        _read(checkpoint, entry, lambda file: file.rest())
+        _read(checkpoint, entry, lambda file: file.finish())
     if shared and manifest.shared:
         check_sizes(checkpoint, manifest.shared, _sizes_of_shared(checkpoint))
     for shared_file in manifest.shared if hashes and shared else ():
-        _read(checkpoint, shared_file, lambda file: file.rest())
+        _read(checkpoint, shared_file, lambda file: file.finish())
     return manifest
 
 
@@ -225,8 +225,8 @@ def _in_file(
         return lambda at, buffer: storage.fill(path, start + at, buffer)
 
     stored = {
-        name: StoredTensor(DTYPES[place.dtype], torch.Size(place.shape), reading(place.start))
-        for name, place in places.items()
+        name: StoredTensor(DTYPES[location.dtype], torch.Size(location.shape), reading(location.start))
+        for name, location in places.items()
     }
     result: dict[str, Any] = {**stored, **{name: stored[name].whole() for name in whole if name in stored}}
     run: list[tuple[str, Place]] = []
@@ -241,11 +241,11 @@ def _in_file(
                 result[name] = stored[name].of_bytes(part)
         run.clear()
 
-    for name, place in sorted(places.items(), key=lambda item: item[1].start):
-        if place.nbytes > SMALL_TENSOR:
+    for name, location in sorted(places.items(), key=lambda item: item[1].start):
+        if location.nbytes > SMALL_TENSOR:
             read_run()
         elif name not in whole:
-            run.append((name, place))
+            run.append((name, location))
     read_run()
     return result
 
@@ -306,9 +306,9 @@ def _read(checkpoint: Checkpoint, entry: FileEntry | SharedFile, content: Callab
             try:
                 result = content(file)
             except BadCheckpointError:
-                file.rest()  # a wrong hash is the cause, so report that instead
+                file.finish()  # a wrong hash is the cause, so report that instead
                 raise
-            file.rest()
+            file.finish()
             return result
     except BadCheckpointError as error:
         raise checkpoint.bad(entry.name, error) from error
@@ -334,16 +334,16 @@ class _Verified:
         self.entry = entry
         self._reading = reading
         self._digest = hashlib.sha256()
-        self._left = entry.size
+        self._remaining = entry.size
 
     def fill(self, buffer: memoryview) -> None:
         """Fill the buffer with the bytes that follow. BadCheckpointError where there are too few."""
         while buffer:
             got = self._reading.readinto(buffer[:PIECE]) or 0
             if not got:
-                raise problems.OTHER_CONTENT(got=f"it ends {self._left} bytes too early")
+                raise problems.OTHER_CONTENT(got=f"it ends {self._remaining} bytes too early")
             self._digest.update(buffer[:got])
-            self._left -= got
+            self._remaining -= got
             buffer = buffer[got:]
 
     def all(self) -> bytearray:
@@ -352,10 +352,10 @@ class _Verified:
         self.fill(memoryview(content))
         return content
 
-    def rest(self) -> None:
+    def finish(self) -> None:
         """Read what is left and compare the hash. BadCheckpointError where it differs."""
-        piece = memoryview(bytearray(min(self._left, PIECE)))
-        while self._left > 0:
-            self.fill(piece[: self._left])
+        piece = memoryview(bytearray(min(self._remaining, PIECE)))
+        while self._remaining > 0:
+            self.fill(piece[: self._remaining])
         if self._digest.hexdigest() != self.entry.sha256:
             raise problems.OTHER_CONTENT(got="its hash is not the one in its manifest")

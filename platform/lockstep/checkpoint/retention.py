@@ -112,9 +112,9 @@ def _leftovers(folder: StepFolder, current: int, published: int, *, fenced: bool
     if manifests(folder.names) and folder.listed is None:
         return []
 
-    def left(name: FileName) -> bool:
+    def is_leftover(name: FileName) -> bool:
         ended = name.attempt < current and (fenced or folder.step <= published)
         return ended or (name.attempt == current and folder.step < published)
 
     unlisted = sorted(folder.names - (folder.listed or frozenset()))
-    return [name for name in unlisted if (parts := file_name(name)) and left(parts)]
+    return [name for name in unlisted if (parts := file_name(name)) and is_leftover(parts)]

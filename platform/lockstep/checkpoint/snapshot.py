@@ -161,7 +161,7 @@ class Buffers:
         on_cuda = any(tensor.is_cuda for tensor in sources)
         new_layout = [(tensor.dtype, tensor.shape) for tensor in sources]
         if new_layout != self._layout or (on_cuda and not self._for_cuda):
-            self._make(new_layout, for_cuda=on_cuda)
+            self._allocate(new_layout, for_cuda=on_cuda)
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, sources, non_blocking=on_cuda)
@@ -171,8 +171,8 @@ class Buffers:
         copied.record()
         return self._views, copied
 
-    def _make(self, wanted: list[tuple[torch.dtype, torch.Size]], *, for_cuda: bool) -> None:
-        sizes = [-(-dtype.itemsize * shape.numel() // _ALIGNED) * _ALIGNED for dtype, shape in wanted]
+    def _allocate(self, new_layout: list[tuple[torch.dtype, torch.Size]], *, for_cuda: bool) -> None:
+        sizes = [-(-dtype.itemsize * shape.numel() // _ALIGNED) * _ALIGNED for dtype, shape in new_layout]
         starts = [0, *accumulate(sizes)]
         if starts[-1] > len(self._block) or (for_cuda and not self._for_cuda):
             self._layout, self._views = [], []
@@ -185,9 +185,9 @@ class Buffers:
                 _lock(self._block)
         self._views = [
             self._block[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
-            for start, (dtype, shape) in zip(starts, wanted, strict=False)
+            for start, (dtype, shape) in zip(starts, new_layout, strict=False)
         ]
-        self._layout = wanted
+        self._layout = new_layout
 
 
 def _host_block(size: int) -> Tensor:

@@ -70,9 +70,9 @@ def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Ten
     """
     tensors = {}
     places = read_places(fill, size)
-    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+    for name, location in sorted(places.items(), key=lambda item: item[1].start):
         with _is_format():
-            tensors[name] = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+            tensors[name] = torch.empty(location.shape, dtype=DTYPES[location.dtype])
         fill(bytes_of(tensors[name]))
     return {name: tensors[name] for name in places}
 

@@ -352,17 +352,19 @@ class _Packing:
         self.tensors[name] = tensor
         return name
 
-    def _free_name(self, wanted: str) -> str:
-        wanted = "tensor" if wanted in _NO_NAMES else wanted
-        name, count = wanted, 1
+    def _free_name(self, preferred: str) -> str:
+        preferred = "tensor" if preferred in _NO_NAMES else preferred
+        name, count = preferred, 1
         while name in self.tensors:
             count += 1
-            name = f"{wanted}#{count}"
+            name = f"{preferred}#{count}"
         return name
 
-    def _refused(self, path: str, what: str) -> JobError:
+    def _refused(self, path: str, reason: str) -> JobError:
         location = f"{self._where}{path}"
-        return problems.UNSTORABLE(where=location if len(location) < 200 else location[:200] + "…", got=what)
+        return problems.UNSTORABLE(
+            where=location if len(location) < 200 else location[:200] + "…", got=reason
+        )
 
 
 def _tensor_word(name: str, order: list[int] | None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def post_failure(attempt: Attempt, step: int, rank: int, reason: str) -> None:
 def gather_parts(
     attempt: Attempt,
     step: int,
-    own: Part,
+    local_part: Part,
     writers: int,
     *,
     timeout_s: float,
@@ -77,8 +77,8 @@ def gather_parts(
 
     StorageError where a rank reports a failure, holds another state, or is silent for `timeout_s` seconds.
     """
-    missing = set(range(writers)) - {own.rank}
-    parts, pause_s, began = {own.rank: own}, 0.01, clock()
+    missing = set(range(writers)) - {local_part.rank}
+    parts, pause_s, began = {local_part.rank: local_part}, 0.01, clock()
     fence_at = began + _FENCE_EVERY_S
     while missing:
         for rank in sorted(missing):
@@ -94,9 +94,9 @@ def gather_parts(
                 fence_at = clock() + _FENCE_EVERY_S
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    strays = [rank for rank, part in sorted(parts.items()) if part.structure != own.structure]
+    strays = [rank for rank, part in sorted(parts.items()) if part.structure != local_part.structure]
     if strays:
-        raise problems.OTHER_STATE(ranks=strays, step=step, rank=own.rank)
+        raise problems.OTHER_STATE(ranks=strays, step=step, rank=local_part.rank)
     return [parts[rank] for rank in sorted(parts)]
 
 

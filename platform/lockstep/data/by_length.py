@@ -31,7 +31,7 @@ def grouped_by_length(spec: Spec, lengths: Ids, left_out: LeftOut) -> LengthWind
     if tokens is None:
         largest = max(each.size for each in spec.batch.sizes)
         return LengthWindows(lengths, micro, spec.data.window * largest, spec.seed)
-    too_long = left_out.rest(np.flatnonzero(lengths > tokens))
+    too_long = left_out.remaining(np.flatnonzero(lengths > tokens))
     if len(too_long):
         raise problems.TOO_LONG(
             got=tokens, sample=too_long[0], length=lengths[too_long[0]], count=len(too_long)
@@ -64,14 +64,14 @@ class LengthWindows:
     def order(self, epoch: int, in_full_steps: int) -> Order:
         """The ids of an epoch. The first `in_full_steps` samples, a multiple of `micro`, make full steps; the others are sorted and stay at the end."""
         drawn = epoch_order(self._seed, epoch, len(self.lengths), "full")[0 : len(self.lengths)]
-        full, rest = drawn[:in_full_steps], drawn[in_full_steps:]
+        full, remaining = drawn[:in_full_steps], drawn[in_full_steps:]
         windows = np.arange(in_full_steps) // self._window
         full = full[np.lexsort((-self.lengths[full], windows))]
         count = in_full_steps // self._micro
         places = Bijection(count, (self._seed, "by length", epoch, "micro-batches"))(np.arange(count))
         moved = np.lexsort((places, windows[:: self._micro]))
         full = full.reshape(count, self._micro)[moved].reshape(-1)
-        ids: Ids = np.concatenate([full, rest[np.argsort(-self.lengths[rest], kind="stable")]])
+        ids: Ids = np.concatenate([full, remaining[np.argsort(-self.lengths[remaining], kind="stable")]])
         return ids
 
 

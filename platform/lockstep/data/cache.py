@@ -1,4 +1,4 @@
-"""What took a pass over files to find, kept in the user's cache by the files' identity, so that it is found once."""
+"""Results of passes over files, kept in the user's cache by the files' identity, so that each pass is made once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.files import write_text
 
 
 def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
-    """What `find` gave when it was first called for this `identity`, which changes with all that it looks at."""
+    """The result of `find` for this `identity`, which changes with everything that `find` reads; it is called once."""
     path = cache_path(kind, identity)
     try:
         return path.read_text()
@@ -25,6 +25,6 @@ def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
 
 
 def cache_path(kind: str, identity: str) -> Path:
-    """Where what was found for this `identity` is kept."""
+    """The path at which the result for this `identity` is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
     return cache / kind / hashlib.sha256(identity.encode()).hexdigest()

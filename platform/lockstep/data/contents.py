@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SAID = (
     np.number, np.bool_, np.str_, np.bytes_, np.datetime64, PurePath, datetime.date, datetime.time, datetime.timedelta, Decimal, Fraction, UUID, enum.Enum, torch.dtype, torch.device,
 )  # fmt: skip
-"""Further kinds of which `str` says all."""
+"""Further types of which `str` gives the whole value."""
 
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc, torch.dtype, torch.device)
 """What is known by its name: its content is source code, which a run's identity has already."""
@@ -70,14 +70,14 @@ def tree_of(value: Any) -> Any:
 
 
 def _said(value: Any) -> Opaque:
-    """A value of which `str` says all."""
+    """The text of a value of which `str` gives all."""
     if isinstance(value, torch.Size):
         return Opaque(_kind(value), list(value))
     return Opaque(_kind(value), str(value))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether all of a value can be told, and the same in every process."""
+    """Whether a value can be read in full, and reads the same in every process."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(_is_plain(item) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple):
@@ -231,7 +231,7 @@ class _Walk:
         yield path, _kind(value)
 
     def _digest(self, value: Any) -> str:
-        """A member of a set, or a key: its place among the others is no part of it."""
+        """The digest of a member of a set, or of a key, without its position among the others."""
         hasher = hashlib.sha256()
         for leaf in self.leaves(value, ""):
             hasher.update(repr(leaf).encode())

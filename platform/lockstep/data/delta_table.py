@@ -18,7 +18,7 @@ from lockstep.data.snapshots import (
     SnapshotFiles,
     contents_digest,
     in_path_order,
-    wanted_columns,
+    selected_columns,
 )
 
 DELETED = "deletionVectors"
@@ -62,15 +62,15 @@ class Delta(NumberedVersion):
         types = {name: schema.field(name).type for name in keys}
         if renamed is None and not kept and stored:
             return SnapshotFiles(version, stored, contents, partitions if keys else (), types)
-        wanted = wanted_columns(columns, schema.names)
+        selected = selected_columns(columns, schema.names)
 
         def parts() -> Iterator[pa.Table]:
-            yield schema.empty_table().select(wanted)
+            yield schema.empty_table().select(selected)
             for file, mask, keys_of_file in zip(stored, masks, partitions, strict=True):
                 rows = _rows(file, schema, keys_of_file, renamed or {})
-                yield (rows if mask is None else rows.filter(pa.array(mask))).select(wanted)
+                yield (rows if mask is None else rows.filter(pa.array(mask))).select(selected)
 
-        path = materialized(f"delta {self.location} {version} {contents} {wanted}", parts)
+        path = materialized(f"delta {self.location} {version} {contents} {selected}", parts)
         return SnapshotFiles(version, self.stored_files(version, str(path.parent), [str(path)]), contents)
 
     def _table(self, version: int | None) -> Any:
@@ -94,7 +94,7 @@ def _kept_rows(table: Any, uris: Sequence[str]) -> dict[str, np.ndarray[Any, np.
 
 
 def _plain(uri: str) -> str:
-    """A file's path on a disk, which deltalake tells as a URI here and as a path there."""
+    """A file's path on a disk: deltalake gives it as a URI in one call and as a path in another."""
     return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
 
 
@@ -114,7 +114,7 @@ def _rows(
     """A file's rows, with the columns of the table; one that the file lacks is null, as Delta has it."""
 
     def read() -> pa.Table:
-        with file.place.open(file.path) as source:
+        with file.location.open(file.path) as source:
             rows = pq.ParquetFile(source).read()
             file.check(source)
             return rows

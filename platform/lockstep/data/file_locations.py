@@ -19,28 +19,28 @@ from lockstep.data import problems
 from lockstep.errors import DataError
 
 PAUSES_S = (0.1, 0.5, 2.0)
-"""Before a read is tried again; what has failed once more after the last of them is told."""
+"""Seconds before each further try of a read; what fails after the last one is raised."""
 
 _STORED_WITHIN_NS = 2_000_000_000
-"""How far the times may be apart that an object store tells of one file in a listing and alone."""
+"""How far apart the times of one file may be that an object store gives in a listing and for the file alone."""
 
 T = TypeVar("T")
 
 
-class Place:
+class DataLocation:
     """Where a path, a glob or a URI leads: a file system, and files with these endings, in small letters or large, in it.
 
-    What is there under the very name that is given is taken before it is read as a glob.
+    A file or folder of exactly this name comes first; the name is read as a glob only where there is none.
     """
 
-    def __init__(self, given: str, suffixes: Sequence[str]) -> None:
-        self._given, self._suffixes = given, tuple(suffixes)
+    def __init__(self, source: str, suffixes: Sequence[str]) -> None:
+        self._source, self._suffixes = source, tuple(suffixes)
         self._process = os.getpid()
-        self.is_local = "://" not in given or given.startswith("file://")
-        self.scheme = given.partition("://")[0] if not self.is_local else ""
-        parts = urlsplit(given)
+        self.is_local = "://" not in source or source.startswith("file://")
+        self.scheme = source.partition("://")[0] if not self.is_local else ""
+        parts = urlsplit(source)
         self.shown = (
-            given if self.is_local else f"{self.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+            source if self.is_local else f"{self.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         )
         self._files, self._path = self._open()
         parts_of_path = PurePosixPath(self._path).parts
@@ -51,7 +51,7 @@ class Place:
         self._pattern = parts_of_path[plain:]
 
     def files(self) -> list[pafs.FileInfo]:
-        """The data files of this place, as the file system tells them; those that begin with `_` or `.` are left out."""
+        """The data files of this location, as the file system lists them; those that begin with `_` or `.` are left out."""
         try:
             info = self._files.get_file_info(self._base)
             if info.type == pafs.FileType.File and not self._pattern:
@@ -63,10 +63,10 @@ class Place:
             every = self._files.get_file_info(selector)
         except OSError as error:
             raise problems.CANNOT_LIST(path=self.shown, got=one_line(error)) from error
-        return [file for file in every if file.type == pafs.FileType.File and self._wanted(file.path)]
+        return [file for file in every if file.type == pafs.FileType.File and self._matches(file.path)]
 
     def folders(self) -> list[str]:
-        """The names of the folders in this place, but for those that begin with `_` or `.`; none where a glob says what is wanted."""
+        """The names of the folders in this location, but for those that begin with `_` or `.`; none where it is a glob."""
         if self._pattern:
             return []
         try:
@@ -79,13 +79,13 @@ class Place:
         return [name for name in names if not name.startswith(("_", "."))]
 
     def endings(self, folder: str) -> set[str]:
-        """The endings of all files below a folder in this place."""
+        """The endings of all files below a folder in this location."""
         selector = pafs.FileSelector(f"{self._base}/{folder}", recursive=True, allow_not_found=True)
         every = self._files.get_file_info(selector)
         return {PurePosixPath(info.path).suffix for info in every if info.type == pafs.FileType.File}
 
     def named(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """The files of these names below this place, whatever their endings; None for one that is not there. DataError where the place cannot be asked."""
+        """The files of these names below this location, whatever their endings; None for one that does not exist. DataError where the location cannot be asked."""
         try:
             every = self._files.get_file_info([f"{self._base}/{name}" for name in names])
         except OSError as error:
@@ -104,7 +104,7 @@ class Place:
             return False
 
     def below(self, path: str) -> str:
-        """A path from this place on."""
+        """A path relative to this location."""
         return str(PurePosixPath(path).relative_to(self._base))
 
     def open(self, path: str) -> pa.NativeFile:
@@ -114,7 +114,7 @@ class Place:
             self._process = os.getpid()
         return self._files.open_input_file(path)
 
-    def _wanted(self, path: str) -> bool:
+    def _matches(self, path: str) -> bool:
         parts = PurePosixPath(path).relative_to(self._base).parts
         if self._pattern:
             return len(parts) == len(self._pattern) and all(map(fnmatchcase, parts, self._pattern))
@@ -124,44 +124,44 @@ class Place:
 
     def _open(self) -> tuple[pafs.FileSystem, str]:
         if self.is_local:
-            path = unquote(urlsplit(self._given).path) if "://" in self._given else self._given
+            path = unquote(urlsplit(self._source).path) if "://" in self._source else self._source
             return pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
         try:
-            files, path = pafs.FileSystem.from_uri(self._given)
+            files, path = pafs.FileSystem.from_uri(self._source)
         except (OSError, ValueError, pa.ArrowException) as error:
-            reason = one_line(error).replace(self._given, self.shown)
+            reason = one_line(error).replace(self._source, self.shown)
             raise problems.CANNOT_OPEN(path=self.shown, got=reason) from None
         return files, path.rstrip("/")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file in a place, by its path there."""
+    """A file at a location, by its path in the file system."""
 
-    place: Place
+    location: DataLocation
     path: str
     size: int
     changed_ns: int
 
     @property
     def name(self) -> str:
-        """The path below the place, by which a person knows the file."""
-        return self.place.below(self.path)
+        """The path below the location, by which a person knows the file."""
+        return self.location.below(self.path)
 
     @property
     def shown(self) -> str:
         """The path or the URI, for a message."""
-        return self.path if self.place.is_local else f"{self.place.scheme}://{self.path}"
+        return self.path if self.location.is_local else f"{self.location.scheme}://{self.path}"
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What changes with the file; of one on a disk, though its size and its time were set back."""
-        status = Path(self.path).stat() if self.place.is_local else None
+        """Values that change with the file: of one on a disk also where its size and time were set back."""
+        status = Path(self.path).stat() if self.location.is_local else None
         return (self.path, self.size, self.changed_ns, status and (status.st_ino, status.st_ctime_ns))
 
     def pieces(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """Its bytes at (offset, length) spans. Raises DataError, also where it is no longer the file that was found."""
-        with self.place.open(self.path) as source:
+        with self.location.open(self.path) as source:
             for offset, length in spans:
                 yield retried(lambda o=offset, n=length: self._read(source, o, n), repr(self.shown))  # type: ignore[misc]
 
@@ -177,18 +177,18 @@ class StoredFile:
 
         A disk is asked by the path, which costs microseconds. A store told both when the file was opened; its times are whole seconds.
         """
-        if self.place.is_local:
+        if self.location.is_local:
             status = os.stat(self.path)  # noqa: PTH116 - a Path would cost as much again, for each sample
             size, time_ns, apart_ns = status.st_size, status.st_mtime_ns, 0
         else:
-            size, time_ns, apart_ns = source.size(), self._told(source), _STORED_WITHIN_NS
+            size, time_ns, apart_ns = source.size(), self._modified_ns(source), _STORED_WITHIN_NS
         if size != self.size:
             raise self._changed(f"it has {size} bytes")
         if abs(time_ns - self.changed_ns) > apart_ns:
             raise self._changed(f"it was written at {_utc(time_ns)}")
 
-    def _told(self, source: pa.NativeFile) -> int:
-        """When a store says that the file was last written, in nanoseconds; as before where it does not say."""
+    def _modified_ns(self, source: pa.NativeFile) -> int:
+        """When a store says that the file was last written, in nanoseconds; as listed where it does not say."""
         try:
             modified = datetime.fromisoformat(source.metadata().get("Last-Modified", b"").decode())
         except ValueError:
@@ -202,16 +202,16 @@ class StoredFile:
 def find(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffixes: Sequence[str]
 ) -> list[StoredFile]:
-    """The files of one place or several, in the order of their paths. DataError where there is none."""
+    """The files of one location or several, in the order of their paths. DataError where there is none."""
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    places = [Place(os.fspath(path), suffixes) for path in sources]
+    locations = [DataLocation(os.fspath(path), suffixes) for path in sources]
     files = [
-        StoredFile(place, info.path, info.size, info.mtime_ns or 0)
-        for place in places
-        for info in place.files()
+        StoredFile(location, info.path, info.size, info.mtime_ns or 0)
+        for location in locations
+        for info in location.files()
     ]
     if not files:
-        shown = ", ".join(place.shown for place in places)
+        shown = ", ".join(location.shown for location in locations)
         raise problems.NO_FILES(path=shown, wanted=", ".join(suffixes))
     return sorted(files, key=lambda file: file.path)
 
@@ -224,21 +224,21 @@ def _is_glob(part: str) -> bool:
     return any(sign in part for sign in "*?[")
 
 
-def retried(read: Callable[[], T], what: str) -> T:
+def retried(read: Callable[[], T], label: str) -> T:
     """What `read` gives, tried again after a failure of the disk or the network; DataError in the end."""
     for pause_s in (*PAUSES_S, None):
         try:
             return read()
         except FileNotFoundError as error:
-            raise problems.FILE_GONE(what=what, got=one_line(error)) from error
+            raise problems.FILE_GONE(what=label, got=one_line(error)) from error
         except OSError as error:
             if pause_s is None:
                 raise problems.UNREADABLE_STORAGE(
-                    what=what, tries=len(PAUSES_S) + 1, got=one_line(error)
+                    what=label, tries=len(PAUSES_S) + 1, got=one_line(error)
                 ) from error
             time.sleep(pause_s)
         except (pa.ArrowException, EOFError) as error:
-            raise problems.DAMAGED(what=what, got=one_line(error)) from error
+            raise problems.DAMAGED(what=label, got=one_line(error)) from error
     raise AssertionError("the last try returns or raises")
 
 

@@ -34,7 +34,7 @@ PAUSES_S = (0.1, 0.5, 2.0)
 """Before such a sample is fetched again, as a read of a table is."""
 
 FILES = 256
-"""Most files that are told one by one; more are one field together."""
+"""The most files that have a field each; more share one field."""
 
 SPANS, SPAN_BYTES = 16, 1 << 16
 """What is hashed of a large file in samples: so many spans, evenly spread, and its end, which in Parquet is the footer."""
@@ -67,7 +67,7 @@ def fingerprint(
 
 
 def _library_fields(dataset: Any) -> dict[str, str]:
-    """What a dataset of a library that is known here says of all its rows."""
+    """The fields of a dataset of a library that Lockstep knows, over all its rows."""
     if is_hub_dataset(dataset):
         from lockstep.data.hub_rows import hub_fields
 
@@ -105,7 +105,7 @@ def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any]
 
 
 def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
-    """A sample; one that cannot be fetched is tried again, as a read of Lockstep's own is. Its error in the end.
+    """A sample; one that cannot be fetched is tried again, as reads of Lockstep's own are. Raises its error after the last try.
 
     A run that took "cannot be fetched" for its content would not be resumed once it can.
     """
@@ -133,7 +133,7 @@ def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
 def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
     """Refuse a micro-batch that was fetched twice under one seed and came out different. Raises JobError.
 
-    So is a micro-batch that cannot be looked into, unless the data have a fingerprint of their own (`opaque`).
+    A micro-batch that cannot be looked into is refused too, unless the data have a fingerprint of their own (`opaque`).
     """
     try:
         pairs = list(zip(leaves(once, opaque=opaque), leaves(again, opaque=opaque), strict=False))
@@ -160,9 +160,9 @@ def _first_difference(pairs: Iterable[tuple[tuple[str, str], tuple[str, str]]]) 
 
 
 def names_in_order(names: Sequence[str], order: Callable[[str], Any] = str) -> list[str]:
-    """Names by which files are told in a fingerprint: with their numbers where the names alone do not say which is which, or which is first.
+    """The names of files in a fingerprint: with their numbers where the names alone do not say which is which, or which is first.
 
-    `order` is the order in which the files of one folder are taken. Files of several places are taken by where these are, which may change.
+    `order` is the order in which the files of one folder are taken. Files of several folders are ordered by where these are, which may change.
     """
     if list(names) == sorted(set(names), key=order):
         return list(names)

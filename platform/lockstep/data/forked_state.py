@@ -1,4 +1,4 @@
-"""What a loader process inherits of its parent, made its own before it fetches.
+"""What a loader process inherits from its parent, separated from it before the process fetches.
 
 A forked process shares every open file with its parent and with its siblings: one position for all of them, which a `seek` of one moves
 for the others. Here each file gets a description of its own, at the same position, so what a reader has in its buffer still fits.
@@ -50,7 +50,7 @@ _APART = set[Opened]()
 """What was open before there was a dataset."""
 
 _NAMED = 3
-"""So many of them are named."""
+"""How many of them an error names."""
 
 
 class WaitsForeverError(RuntimeError):
@@ -59,8 +59,8 @@ class WaitsForeverError(RuntimeError):
 
 def opened() -> list[Opened]:
     """What this process has open at the moment, but for its standard streams; nothing where the system does not list it."""
-    streams = [_seen(fd) for fd in range(3)]
-    every = [_seen(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
+    streams = [_descriptor(fd) for fd in range(3)]
+    every = [_descriptor(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
     stream_files = {descriptor[1:] for descriptor in streams if descriptor is not None}
     return [
         descriptor
@@ -70,16 +70,16 @@ def opened() -> list[Opened]:
 
 
 def set_apart() -> None:
-    """What is open now is no dataset's: where a sample cannot be read, it is named last."""
+    """Note what is open before there is a dataset: an error about a sample that cannot be read names it last."""
     _APART.clear()
     _APART.update(opened())
 
 
-def make_own(inherited: Iterable[Opened]) -> None:
-    """In a forked process: part from its parent in what was open there."""
+def separate_from_parent(inherited: Iterable[Opened]) -> None:
+    """In a forked process: give the files, connections and thread pools that were open in the parent a state of their own here."""
     for descriptor in sorted(inherited, key=lambda descriptor: (descriptor in _APART, descriptor.fd)):
-        if _seen(descriptor.fd) == descriptor:  # else its number has become another's before the fork
-            _part(descriptor.fd)
+        if _descriptor(descriptor.fd) == descriptor:  # else its number has become another's before the fork
+            _separate(descriptor.fd)
     for pool in _pools():
         _start_anew(pool)
 
@@ -141,11 +141,12 @@ def _waits_for_good(frame: FrameType) -> bool:
 
 
 def _is_users(thread: threading.Thread) -> bool:
-    """Whether it is none of those by which a process hands over what it has."""
+    """Whether it is a thread of the user's, not one by which a process hands over its results."""
     return thread.name != "QueueFeederThread"
 
 
-def _seen(fd: int) -> Opened | None:
+def _descriptor(fd: int) -> Opened | None:
+    """A descriptor with the file that it leads to; None for one that is closed."""
     try:
         status = os.fstat(fd)
     except OSError:  # closed since it was listed
@@ -153,12 +154,13 @@ def _seen(fd: int) -> Opened | None:
     return Opened(fd, status.st_dev, status.st_ino)
 
 
-def _part(fd: int) -> None:
+def _separate(fd: int) -> None:
+    """Give this process a state of its own of what a descriptor is read from; what cannot be had twice reads as closed."""
     status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY or flags & getattr(os, "O_PATH", 0):
         return  # nothing is read from it
     if stat.S_ISREG(status.st_mode) and status.st_size:  # an empty one is there for its lock
-        _own_position(fd, flags)
+        _reopen(fd, flags)
     elif stat.S_ISFIFO(status.st_mode):
         read, write = os.pipe()
         os.close(write)
@@ -168,7 +170,8 @@ def _part(fd: int) -> None:
         _close_connection(fd)
 
 
-def _own_position(fd: int, flags: int) -> None:
+def _reopen(fd: int, flags: int) -> None:
+    """Open a file again at the same position, which is this process's alone from here on."""
     position = os.lseek(fd, 0, os.SEEK_CUR)
     try:
         reopened = os.open(_LISTED / str(fd), flags & _KEPT_FLAGS)
@@ -203,7 +206,7 @@ def _peer(fd: int) -> Any:
 
 @contextmanager
 def _no_timeout() -> Iterator[None]:
-    """With one, Python would have a socket of someone else's block no more, as it sees it."""
+    """No default timeout: with one, Python would make a socket non-blocking that other code uses as well."""
     timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)
     try:
@@ -212,20 +215,20 @@ def _no_timeout() -> Iterator[None]:
         socket.setdefaulttimeout(timeout_s)
 
 
-def _replace(fd: int, own: int) -> None:
-    """Have `fd` mean what `own` means."""
-    os.dup2(own, fd, inheritable=os.get_inheritable(fd))
-    os.close(own)
+def _replace(fd: int, replacement: int) -> None:
+    """Have `fd` lead to the file of `replacement`, which is closed."""
+    os.dup2(replacement, fd, inheritable=os.get_inheritable(fd))
+    os.close(replacement)
 
 
 def _pools() -> Iterator[thread_pools.ThreadPoolExecutor]:
-    """Those that had threads in the parent. Python has no public way to find them."""
-    seen = set[int]()
+    """The thread pools that had threads in the parent. Python has no public way to find them."""
+    visited = set[int]()
     for thread in list(thread_pools._threads_queues):
         reference, *_ = getattr(thread, "_args", None) or [lambda: None]  # a thread that has ended has none
         pool = reference()
-        if isinstance(pool, thread_pools.ThreadPoolExecutor) and id(pool) not in seen:
-            seen.add(id(pool))
+        if isinstance(pool, thread_pools.ThreadPoolExecutor) and id(pool) not in visited:
+            visited.add(id(pool))
             yield pool
 
 

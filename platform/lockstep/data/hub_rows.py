@@ -1,4 +1,4 @@
-"""What the rows of a `datasets.Dataset` are, of Hugging Face: it is Arrow already and is read by index; its transform is the job's code."""
+"""The fingerprint of a Hugging Face `datasets.Dataset`: it is Arrow already and is read by index; its transform is the job's code."""
 
 from __future__ import annotations
 

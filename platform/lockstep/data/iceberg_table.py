@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.data.materialized import materialized
-from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, wanted_columns
+from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, selected_columns
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,25 @@ class Iceberg(Snapshot):
         contents = contents_digest(
             (file.name, file.size, files) for file, files in zip(stored, deletes, strict=True)
         )
-        direct = all(task.file.file_format == "PARQUET" for task in tasks) and _one_meaning(table, schema)
+        direct = all(task.file.file_format == "PARQUET" for task in tasks) and _has_stable_names(
+            table, schema
+        )
         if direct and stored and not any(deletes):
             return SnapshotFiles(version, stored, contents)
-        wanted = wanted_columns(columns, [column.name for column in schema.fields])
+        selected = selected_columns(columns, [column.name for column in schema.fields])
 
         def parts() -> Iterator[pa.Table]:
             from pyiceberg.expressions import AlwaysTrue
             from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
 
-            projected = schema.select(*wanted)
+            projected = schema.select(*selected)
             with self.reading(version):
                 yield schema_to_pyarrow(projected, include_field_ids=False).empty_table()
                 for task in tasks:  # one at a time: in their order
                     scan = ArrowScan(table.metadata, table.io, projected, AlwaysTrue())
                     yield scan.to_table([task]).select([field.name for field in projected.fields])
 
-        path = materialized(f"iceberg {self.location} {version} {contents} {wanted}", parts)
+        path = materialized(f"iceberg {self.location} {version} {contents} {selected}", parts)
         return SnapshotFiles(version, self.stored_files(version, str(path.parent), [str(path)]), contents)
 
     def _table(self) -> Any:
@@ -91,7 +93,7 @@ class Iceberg(Snapshot):
         return load_catalog(self.catalog, **self.properties).load_table(self.table)
 
 
-def _one_meaning(table: Any, schema: Any) -> bool:
+def _has_stable_names(table: Any, schema: Any) -> bool:
     """Whether each name has been that of one column of one type in all schemas that the table ever had: then files can be read by the names in them."""
     meanings: dict[str, tuple[int, str]] = {}
     for each in (*table.metadata.schemas, schema):

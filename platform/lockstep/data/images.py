@@ -61,15 +61,15 @@ class ImageFolder(Dataset[EncodedImage]):
         self._check_folders(set(folders), None if classes is None else set(numbers))
         self.labels = [numbers[folder] for folder in folders]
 
-    def _check_folders(self, found: set[str], named: set[str] | None) -> None:
-        place = self.files[0].place
-        for folder in place.folders():
-            if folder in found or (named is not None and folder not in named):
+    def _check_folders(self, occupied: set[str], named: set[str] | None) -> None:
+        location = self.files[0].location
+        for folder in location.folders():
+            if folder in occupied or (named is not None and folder not in named):
                 continue
-            endings = ", ".join(sorted(ending or "none" for ending in place.endings(folder)))
+            endings = ", ".join(sorted(ending or "none" for ending in location.endings(folder)))
             if named is None or endings:
                 raise problems.NO_IMAGE(
-                    folder=f"{place.shown}/{folder}",
+                    folder=f"{location.shown}/{folder}",
                     got=f"files with the endings {endings}" if endings else "no files",
                     wanted=", ".join(IMAGES),
                 )

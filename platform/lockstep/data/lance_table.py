@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from lockstep.data.file_locations import one_line
 from lockstep.data.materialized import materialized
-from lockstep.data.snapshots import NumberedVersion, SnapshotFiles, contents_digest, wanted_columns
+from lockstep.data.snapshots import NumberedVersion, SnapshotFiles, contents_digest, selected_columns
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ def _newest(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written(request: Mapping[str, Any]) -> dict[str, Any]:
     table = _opened(request)
-    wanted = wanted_columns(request["columns"], table.schema.names)
+    selected = selected_columns(request["columns"], table.schema.names)
     contents = contents_digest(_contents(table))
 
     def parts() -> Iterator[pa.Table]:
-        yield table.schema.empty_table().select(wanted)
-        for batch in table.to_batches(columns=wanted, scan_in_order=True):
+        yield table.schema.empty_table().select(selected)
+        for batch in table.to_batches(columns=selected, scan_in_order=True):
             yield pa.Table.from_batches([batch])
 
-    path = materialized(f"lance {request['uri']} {contents} {wanted}", parts)
+    path = materialized(f"lance {request['uri']} {contents} {selected}", parts)
     return {"path": str(path), "contents": contents}
 
 

@@ -105,7 +105,7 @@ class Loader:
         if self.device.type == "cpu":
             batch = map_tensors(batch, aligned)
         self.waited_s += time.perf_counter() - began
-        if self._noted is not None and self._compared(key := self._noted.given.popleft()):
+        if self._noted is not None and self._compared(key := self._noted.upcoming.popleft()):
             self._compare(key, batch)
         return batch
 
@@ -142,21 +142,21 @@ class Loader:
 
 
 class Noted:
-    """Micro-batches as they are asked for, and which of them are `given` next."""
+    """Micro-batches as they are asked for; `upcoming` has those that were asked for and not given yet."""
 
     def __init__(self, batches: Iterable[MicroBatch]) -> None:
         self._batches = batches
-        self.given: deque[MicroBatch] = deque()
+        self.upcoming: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self.given.clear()  # loader processes that never began are asked again
+        self.upcoming.clear()  # loader processes that never began are asked again
         for batch in self._batches:
-            self.given.append(batch)
+            self.upcoming.append(batch)
             yield batch
 
 
 def _handed_over(value: Any) -> Any:
-    """What another process would get of it: an object may leave behind what pickle does not take along."""
+    """A micro-batch as another process would receive it: an object may leave behind what pickle does not take along."""
     try:
         return pickle.loads(pickle.dumps(value))
     except (pickle.PicklingError, TypeError, AttributeError):  # torch hands over more than pickle alone does
@@ -187,17 +187,17 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         if isinstance(batch, LockstepError):
             return batch, None
         with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
-            there = map_tensors(batch, lambda tensor: _copied_dense(tensor, device), lambda value: value)
-        return there, stream.record_event()
+            on_device = map_tensors(batch, lambda tensor: _copied_dense(tensor, device), lambda value: value)
+        return on_device, stream.record_event()
 
-    def ready(there: Any, event: torch.cuda.Event | None) -> Any:
+    def ready(on_device: Any, event: torch.cuda.Event | None) -> Any:
         if event is None:
-            return there
+            return on_device
         current = torch.cuda.current_stream(device)
         current.wait_event(event)
         # Sparse tensors and objects are copied here, by the stream that computes: what another one copies could be freed too early.
         return map_tensors(
-            there, lambda tensor: _used_on(tensor, device, current), lambda value: moved(value, device)
+            on_device, lambda tensor: _used_on(tensor, device, current), lambda value: moved(value, device)
         )
 
     previous = None
@@ -310,7 +310,7 @@ def _begin(
     torch.utils.data._utils.worker._worker_info = None
     forked()
     report_reads()
-    forked_state.make_own(opened)
+    forked_state.separate_from_parent(opened)
     forked_state.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 
@@ -364,24 +364,24 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def map_tensors(
-    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
+    value: Any, change: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] | None = None
 ) -> Any:
-    """`value` with every tensor in its tuples, lists and mappings changed; `other`, if given, changes what is none of these."""
+    """`value` with every tensor in its tuples, lists and mappings changed; `otherwise`, if given, changes what is none of these."""
     if isinstance(value, Tensor):
         return change(value)
-    if other is not None and isinstance(value, PackedSequence):
-        return other(value)  # one of its tensors stays on the processor
+    if otherwise is not None and isinstance(value, PackedSequence):
+        return otherwise(value)  # one of its tensors stays on the processor
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)  # a defaultdict or a UserDict is not made from a plain dict alone
-        changed.update({key: map_tensors(inner, change, other) for key, inner in value.items()})
+        changed.update({key: map_tensors(inner, change, otherwise) for key, inner in value.items()})
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(inner, change, other) for inner in value))
+        return type(value)(*(map_tensors(inner, change, otherwise) for inner in value))
     if isinstance(value, list):
         # A class of the job's own may be made from more than its elements, and hold more.
         row = copy.copy(value)
-        row[:] = [map_tensors(inner, change, other) for inner in value]
+        row[:] = [map_tensors(inner, change, otherwise) for inner in value]
         return row
     if isinstance(value, tuple):
-        return type(value)(map_tensors(inner, change, other) for inner in value)
-    return value if other is None else other(value)
+        return type(value)(map_tensors(inner, change, otherwise) for inner in value)
+    return value if otherwise is None else otherwise(value)

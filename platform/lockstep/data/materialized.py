@@ -1,4 +1,4 @@
-"""Rows that no file holds as they are wanted, written once as Arrow: into the user's cache, by what they are made of.
+"""Rows that no file holds in the form that is read, written once as Arrow into the user's cache, under a key of what they are made of.
 
 The file is the same for the same rows, however the library cut them into parts: its record batches have a number of
 rows that follows from the rows themselves.
@@ -22,7 +22,7 @@ from lockstep.errors import StorageError
 
 KIND = "tables"
 BLOCK_BYTES = 8 << 20
-"""About what a record batch takes: what is read at once where the rows are visited by block."""
+"""About the size of a record batch, which is what is read at once where rows are visited by block."""
 FIRST_ROWS = 256
 """Rows by which the size of all is judged."""
 MOST_ROWS = 1 << 16

@@ -57,7 +57,7 @@ class MicroBatches(Dataset[Any]):
             return error
 
     def collated(self, batch: MicroBatch, fetched: Future[Any]) -> Any:
-        """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
+        """The collated micro-batch of samples that were fetched without a seed, for their fetch draws nothing; the collation may draw."""
         if not len(batch.ids):
             return None
         seed_all(fetch_key(self.seed, self.purpose, batch.step, batch.micro_batch))
@@ -92,14 +92,14 @@ class MicroBatches(Dataset[Any]):
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
-            what = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
-            raise _data_error(error, batch, what) from error
+            label = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
+            raise _data_error(error, batch, label) from error
         return samples
 
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
-        """The same as torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where that may be something else.
+        """What torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where the result might differ.
 
-        Found out for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
+        Checked for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
         """
         if not self.collates_as_torch or not _is_torchs_own():
             return None
@@ -167,11 +167,11 @@ def _is_gathered(tensor: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _data_error(error: BaseException, batch: MicroBatch, what: str) -> LockstepError:
+def _data_error(error: BaseException, batch: MicroBatch, label: str) -> LockstepError:
     """What the job's code raised, with the samples and the step; its kind is found here, for an error of a loader process arrives without its cause."""
     text, forked = " ".join(str(error).split()) or "no message", forked_state.explanation(error)
     failed = problems.FETCH_FAILED(
-        what=what,
+        what=label,
         where=_where(batch),
         location=place_in_job(error),
         kind=type(error).__name__,

@@ -64,15 +64,15 @@ class Mixture(Dataset[Any]):
         return self.samples
 
     def __getitem__(self, sample_id: int) -> Any:
-        s, index = self._found(sample_id)
+        s, index = self._locate(sample_id)
         return self._datasets[s][index]
 
     def source_of(self, sample_id: int) -> tuple[str, int]:
         """The name of the source that an id is from, and the index there."""
-        s, index = self._found(sample_id)
+        s, index = self._locate(sample_id)
         return list(self.sources)[s], index
 
-    def _found(self, sample_id: int) -> tuple[int, int]:
+    def _locate(self, sample_id: int) -> tuple[int, int]:
         within = sample_id % self.id_count
         s = int(np.searchsorted(self._first, within, side="right")) - 1
         return s, within - self._first[s]

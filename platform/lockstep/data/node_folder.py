@@ -39,9 +39,9 @@ class NodeFolder:
         _sweep(root)
         self.path = root / name
         lock = root / f"{name}.lock"
-        self._held = _held_lock(lock)
+        self._lock_descriptor = _held_lock(lock)
         self.path.mkdir(exist_ok=True)
-        self._let_go = weakref.finalize(self, _let_go, self._held, self.path, lock, os.getpid())
+        self._let_go = weakref.finalize(self, _let_go, self._lock_descriptor, self.path, lock, os.getpid())
 
     def file(self, name: str, make: Callable[[Path], None], *, wait: bool = True) -> Path | None:
         """The file of that name, which `make` writes where it is missing: one process makes it, the others wait.
@@ -90,7 +90,9 @@ def mapped_array(
             os.posix_fallocate(file.fileno(), 0, length * np.dtype(dtype).itemsize)  # else a full disk kills
         fill(np.memmap(path, dtype, "r+", shape=(length,)))
 
-    array = np.memmap(_there(folder.file("array", make)), dtype, "r", shape=(length,)).view(np.ndarray)
+    path = folder.file("array", make)
+    assert path is not None  # only a call that does not wait comes back without a file
+    array = np.memmap(path, dtype, "r", shape=(length,)).view(np.ndarray)
     weakref.finalize(array, folder.close)  # holds the folder for as long as the array is used
     return array
 
@@ -102,14 +104,9 @@ def map_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[An
     return np.memmap(path, dtype, "r", shape=shape).view(np.ndarray)
 
 
-def _there(path: Path | None) -> Path:
-    assert path is not None, "only a call that does not wait comes back without a file"
-    return path
-
-
 def _root(name: str, size: int) -> Path:
     """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
-    roots = [files.own_folder(base) for base in (MEMORY, Path(tempfile.gettempdir())) if _takes(base)]
+    roots = [files.own_folder(base) for base in (MEMORY, Path(tempfile.gettempdir())) if _is_writable(base)]
     for root in roots:
         if (root / f"{name}.lock").exists():
             return root
@@ -120,7 +117,7 @@ def _root(name: str, size: int) -> Path:
     raise problems.NO_ROOM(memory=MEMORY, folder=tempfile.gettempdir(), required=required)
 
 
-def _takes(base: Path) -> bool:
+def _is_writable(base: Path) -> bool:
     """Whether this process may make a folder there."""
     return os.access(base, os.W_OK | os.X_OK)
 

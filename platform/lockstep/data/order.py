@@ -186,13 +186,13 @@ class Bijection:
 
     def _through(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         a, b = np.uint64(self._a), np.uint64(self._b)
-        left, right = np.divmod(x, b)
+        row, column = np.divmod(x, b)
         for i, key in enumerate(self._keys):
             if i % 2 == 0:
-                left = _shifted(left, right, key, a)
+                row = _shifted(row, column, key, a)
             else:
-                right = _shifted(right, left, key, b)
-        return left * b + right
+                column = _shifted(column, row, key, b)
+        return row * b + column
 
 
 def _shifted(

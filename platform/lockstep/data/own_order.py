@@ -1,4 +1,4 @@
-"""The order of a dataset that has one of its own, held to what a run needs: an id for each position, the same ones whenever it is asked."""
+"""The order of a dataset that orders itself, checked: it gives an id for each position, and the same ids whenever it is asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.data.order import Ids, Order, Shuffle
 from lockstep.randomness import epoch_order_key, seed_all
 
 Guard = Callable[[str], AbstractContextManager[None]]
-"""Tells what the job's own code raises in a block, by the place that it is given."""
+"""Makes what the job's own code raises in a block an error that names the given place."""
 
 AGAIN_S = 0.5
 """How long the first order may take for a second epoch to be looked at as well."""
@@ -49,18 +49,18 @@ def own_order(
 
     Raises JobError for what does not give an id for each of `samples` positions; where it is no array, at the slice that does not.
     """
-    what = f"epoch_order of {type(dataset).__name__}, epoch {epoch}"
+    label = f"epoch_order of {type(dataset).__name__}, epoch {epoch}"
     seed_all(epoch_order_key(seed, epoch))
-    with guard(f"in {what}"):
+    with guard(f"in {label}"):
         order = dataset.epoch_order(seed, epoch, shuffle)
         ids = number_of_ids(dataset)
     if isinstance(order, MixtureOrder):
         return order
     if isinstance(order, list | tuple | torch.Tensor | np.ndarray):
-        return _array(order, samples, ids, f"data: {what}", "epoch")
+        return _array(order, samples, ids, f"data: {label}", "epoch")
     if not hasattr(order, "__getitem__"):
-        raise problems.ORDER_KIND(what=what, got=type(order).__name__, samples=samples)
-    return _Sliced(order, what, ids, guard)
+        raise problems.ORDER_KIND(what=label, got=type(order).__name__, samples=samples)
+    return _Sliced(order, label, ids, guard)
 
 
 def check_own_order(
@@ -76,20 +76,21 @@ def check_own_order(
 
     began = time.perf_counter()
     orders = [asked(0)]
-    probes = [_seen(orders[0], samples)]
+    probes = [_probed(orders[0], samples)]
     if epochs > 1 and time.perf_counter() - began < AGAIN_S:
         orders.append(asked(1))
-        probes.append(_seen(orders[1], samples))
+        probes.append(_probed(orders[1], samples))
     for epoch, order in enumerate(orders):
         # The first of it as well, before it is asked again: one that follows what was asked last gives another epoch's ids by now.
         if not (
-            _same(probes[epoch], _seen(order, samples)) and _same(probes[epoch], _seen(asked(epoch), samples))
+            _agree(probes[epoch], _probed(order, samples))
+            and _agree(probes[epoch], _probed(asked(epoch), samples))
         ):
             raise problems.ORDER_CHANGES(dataset=type(dataset).__name__, epoch=epoch)
 
 
-def _seen(order: Order, samples: int) -> list[Ids]:
-    """What an order gives: an array all of it; any other the ids at the positions that are probed, at the first ones also in steps of two."""
+def _probed(order: Order, samples: int) -> list[Ids]:
+    """What is compared of an order: of an array all of it; of any other order the ids at the probed positions, at the first ones also in steps of two."""
     if isinstance(order, np.ndarray):
         return [order]
     most = min(PROBED, samples)
@@ -99,43 +100,43 @@ def _seen(order: Order, samples: int) -> list[Ids]:
     return [np.array(order[positions]) for positions in slices]
 
 
-def _same(seen: list[Ids], again: list[Ids]) -> bool:
-    """Whether two orders agree in what they gave, and one that is no array also with itself."""
-    agree = len(seen) == len(again) and all(map(np.array_equal, seen, again))
-    return agree and (len(seen) == 1 or np.array_equal(seen[0][::2], seen[3]))
+def _agree(first: list[Ids], second: list[Ids]) -> bool:
+    """Whether the probes of two orders are equal, and those of one that is no array agree with each other."""
+    agree = len(first) == len(second) and all(map(np.array_equal, first, second))
+    return agree and (len(first) == 1 or np.array_equal(first[0][::2], first[3]))
 
 
 class _Sliced:
     """An order that computes the ids of a slice when it is asked for it, each slice checked."""
 
-    def __init__(self, given: Any, what: str, ids: int, guard: Guard) -> None:
-        self._given, self._what, self._ids, self._guard = given, what, ids, guard
+    def __init__(self, order: Any, label: str, ids: int, guard: Guard) -> None:
+        self._order, self._label, self._ids, self._guard = order, label, ids, guard
 
     def __getitem__(self, positions: slice) -> Ids:
         try:
-            ids = self._given[positions]
+            ids = self._order[positions]
         except (Exception, SystemExit):
-            with self._guard(f"in {self._what}"):
+            with self._guard(f"in {self._label}"):
                 raise
             raise
         count = len(range(positions.start, positions.stop, positions.step or 1))
-        return _array(ids, count, self._ids, f"data: {self._what}", "slice")
+        return _array(ids, count, self._ids, f"data: {self._label}", "slice")
 
 
-def _array(given: Any, count: int, ids: int, what: str, of: str) -> Ids:
+def _array(order: Any, count: int, ids: int, label: str, of: str) -> Ids:
     """The ids as an int64 array. JobError unless they are `count` whole numbers of 0 … ids - 1."""
     try:
-        raw = np.asarray(given)
+        raw = np.asarray(order)
     except (ValueError, TypeError, RuntimeError) as error:  # lists of unlike lengths; a tensor on a GPU
-        raise problems.ORDER_NO_ARRAY(what=what, got=error, count=count) from error
+        raise problems.ORDER_NO_ARRAY(what=label, got=error, count=count) from error
     if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
-        raise problems.ORDER_SHAPE(what=what, dtype=raw.dtype, shape=raw.shape, count=count)
+        raise problems.ORDER_SHAPE(what=label, dtype=raw.dtype, shape=raw.shape, count=count)
     if len(raw) != count:
-        raise problems.ORDER_COUNT(what=what, got=len(raw), count=count, of=of)
+        raise problems.ORDER_COUNT(what=label, got=len(raw), count=count, of=of)
     # The dataset may write into its array again, while the ids of this epoch are still used.
-    array: Ids = raw.astype(np.int64, copy=raw.flags.writeable and not isinstance(given, list | tuple))
+    array: Ids = raw.astype(np.int64, copy=raw.flags.writeable and not isinstance(order, list | tuple))
     # As unsigned numbers those below 0 are large: one pass.
     if count and int(np.ascontiguousarray(array).view(np.uint64).max()) >= ids:
         strange = next(islice((int(i) for i in array if not 0 <= i < ids), 1))
-        raise problems.ORDER_ID(what=what, got=strange, last=ids - 1)
+        raise problems.ORDER_ID(what=label, got=strange, last=ids - 1)
     return array

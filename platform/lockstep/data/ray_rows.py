@@ -20,7 +20,7 @@ def written_rows(dataset: Any) -> Path:
 
 def _parts(dataset: Any) -> Iterator[pa.Table]:
     options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
+    previous, options.preserve_order = options.preserve_order, True
     try:
         rows = 0
         for batch in dataset.iter_batches(
@@ -31,4 +31,4 @@ def _parts(dataset: Any) -> Iterator[pa.Table]:
         if not rows:
             yield pa.table({})
     finally:
-        options.preserve_order = before
+        options.preserve_order = previous

@@ -57,7 +57,7 @@ class FirstUse(NamedTuple):
 
 
 class LeftOut:
-    """Ids that are left out, as a spec names them; none of them is held by itself."""
+    """The ids that a spec leaves out, kept as ranges."""
 
     def __init__(self, without: str | None) -> None:
         ranges = [] if without is None else parse(without)
@@ -68,16 +68,16 @@ class LeftOut:
         )
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which of `ids` are among them."""
+        """Which of `ids` are left out, as a mask."""
         mask: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
         return mask
 
     def has_one(self, index: int) -> bool:
-        """Whether this id is among them."""
+        """Whether this id is left out."""
         return bool(self.has(np.array([index], np.int64))[0])
 
-    def rest(self, ids: Ids) -> Ids:
-        """`ids` but for them."""
+    def remaining(self, ids: Ids) -> Ids:
+        """Those of `ids` that are not left out."""
         return ids[~self.has(ids)] if self.count else ids
 
 
@@ -94,7 +94,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
     replicas `assigned` to it: those that a step of so many has, or by their number in a step. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
-    left with none. `guard` tells what the dataset's own code raises where it is asked for its order.
+    left with none. `guard` makes what the dataset's own code raises, where it is asked for its order, an error that names the place.
     """
 
     def __init__(
@@ -150,35 +150,35 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
                     key.ids
                 ):  # `without` left it no sample, and its worker computes all the same
                     others = (self._micro_batch(order, position, i) for i in range(position.micro_batches))
-                    key = next((other for other in others if len(other.ids)), key)
+                    key = next((candidate for candidate in others if len(candidate.ids)), key)
                 yield key
 
     def _computed(self, position: Position) -> Sequence[int]:
         """The micro-batches that the worker computes in a step: its own; in passes also the first of a pass in which it has none."""
-        given, count = self._assigned, position.micro_batches
-        assigned = given(count) if callable(given) else given
+        assignment, count = self._assigned, position.micro_batches
+        assigned = assignment(count) if callable(assignment) else assignment
         if not self.plan.in_passes:
             return clip(assigned, count)
         rank = assigned.start
         passes = self.plan.passes(position, assigned)
         return [together[rank] if rank < len(together) else together[0] for together in passes]
 
-    def first_use(self, wanted: LeftOut) -> FirstUse | None:
-        """The first use of any of the samples `wanted` in the run, and how many of them it uses at all; None where it uses none."""
+    def first_use(self, targets: LeftOut) -> FirstUse | None:
+        """The first use of any of the samples `targets` in the run, and how many of them it uses at all; None where it uses none."""
         plan, first, used = self.plan, None, set[int]()
         for epoch in range(plan.epochs):
-            before, steps = plan.steps_before(epoch) or 0, plan.steps_in_epoch(epoch)
-            last = plan.position(min(before + steps, plan.total_steps) - 1)
+            first_step, steps = plan.steps_before(epoch) or 0, plan.steps_in_epoch(epoch)
+            last = plan.position(min(first_step + steps, plan.total_steps) - 1)
             order, end = self._order(epoch), last.start + last.samples
             for start in range(0, end, _AT_ONCE):
                 ids = order[start : min(start + _AT_ONCE, end)]
-                for at in np.flatnonzero(wanted.has(ids)).tolist():
+                for at in np.flatnonzero(targets.has(ids)).tolist():
                     if first is None:
                         step = plan.step_at(epoch, start + at)
                         assert step is not None
                         first = FirstUse(step, int(ids[at]), 0)
                     used.add(int(ids[at]))
-            if len(used) == wanted.count:
+            if len(used) == targets.count:
                 break
         return None if first is None else first._replace(used=len(used))
 
@@ -238,7 +238,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
         places = self._slice(position, m)
-        ids, due = self.without.rest(order[places]), list[int]()
+        ids, due = self.without.remaining(order[places]), list[int]()
         if self.reads_ahead and isinstance(order, BlockOrder) and len(ids):
             due = order.due(places.start)
         return MicroBatch(position.step, m, ids if self.takes_arrays else ids.tolist(), due)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 
 from lockstep.data import problems
-from lockstep.data.file_locations import Place, StoredFile, one_line
+from lockstep.data.file_locations import DataLocation, StoredFile, one_line
 from lockstep.data.table_pins import version_of
 from lockstep.errors import DataError, SpecError
 
@@ -97,7 +97,7 @@ class Snapshot(ABC):
             raise self.gone(version, one_line(error)) from error
 
     def gone(self, version: str, reason: str) -> DataError:
-        """What is told of a version that cannot be read."""
+        """The error for a version that cannot be read."""
         return problems.NO_VERSION(version=version, format=self.format, path=self.shown, got=reason)
 
     def _missing(self, error: ImportError) -> SpecError:
@@ -110,7 +110,7 @@ class Snapshot(ABC):
         for folder in dict.fromkeys(folders):
             inside = [path for path, home in zip(paths, folders, strict=True) if home == folder]
             names = [path.removeprefix(f"{folder}/") for path in inside]
-            for path, file in zip(inside, Place(folder, ()).named(names), strict=True):
+            for path, file in zip(inside, DataLocation(folder, ()).named(names), strict=True):
                 if file is None:
                     raise self.gone(version, f"its file {path!r} is not there any more")
                 stored[path] = file
@@ -139,9 +139,9 @@ class NumberedVersion(Snapshot):
         return None if self.storage_options is None else dict(self.storage_options)
 
 
-def wanted_columns(columns: Sequence[str] | None, there: Sequence[str]) -> list[str]:
-    """The columns to read. One that is not there is told when its type is asked for."""
-    return [name for name in columns or there if name in there] or list(there)
+def selected_columns(columns: Sequence[str] | None, available: Sequence[str]) -> list[str]:
+    """The columns to read, in the order of `columns`. A missing one is left to `TableFiles.columns`, which names it in its error."""
+    return [name for name in columns or available if name in available] or list(available)
 
 
 def contents_digest(parts: Iterable[Any]) -> str:

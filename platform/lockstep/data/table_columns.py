@@ -247,8 +247,8 @@ class Decoder:
         for piece in pieces:
             values = piece.columns[self.name].values
             places = np.arange(rows) if piece.places is None else piece.places
-            for place, begin, end in zip(places.tolist(), *_bounds(piece, self.name), strict=True):
-                entries[place] = values[begin:end].tobytes()
+            for row, begin, end in zip(places.tolist(), *_bounds(piece, self.name), strict=True):
+                entries[row] = values[begin:end].tobytes()
         return [value.decode() for value in entries] if self.is_text else entries
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -315,12 +315,12 @@ def _array(table: pa.Table, name: str) -> pa.Array:
 
 def _without_nulls(array: pa.Array, source: str, file: str, block: int) -> pa.Array:
     if array.null_count:
-        raise nulls(source, array.null_count, file, block)
+        raise nulls_error(source, array.null_count, file, block)
     return array
 
 
-def nulls(column: str, count: int, file: str, block: int) -> DataError:
-    """What is told of nulls where a tensor is wanted."""
+def nulls_error(column: str, count: int, file: str, block: int) -> DataError:
+    """The error for nulls in a column that becomes a tensor."""
     return problems.NULLS(column=column, count=count, plural="s" if count > 1 else "", file=file, block=block)
 
 

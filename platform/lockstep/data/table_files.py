@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.data import problems
-from lockstep.data.file_locations import Place, StoredFile, find, one_line, retried
+from lockstep.data.file_locations import DataLocation, StoredFile, find, one_line, retried
 from lockstep.data.snapshots import Snapshot
-from lockstep.data.table_columns import nulls
+from lockstep.data.table_columns import nulls_error
 from lockstep.errors import nearest
 
 PARQUET = (".parquet", ".pq")
@@ -50,7 +50,7 @@ class DataFile:
     def chunks(self, group: int, columns: Collection[str]) -> Iterator[pq.ColumnChunkMetaData]:
         """What a row group's footer says of these columns: one chunk for a flat one, one for each leaf of a nested one.
 
-        They are told by their place, for a column may be named `x.item` as a leaf of the column `x` is.
+        They are found by their position, for a column may be named `x.item` as a leaf of the column `x` is.
         """
         assert self.metadata is not None
         row_group = self.metadata.row_group(group)
@@ -66,13 +66,13 @@ class TableFiles:
     """All files of a table, whose schemas agree in every column that is asked for."""
 
     def __init__(self, source: Source, columns: Sequence[str] | None = None) -> None:
-        """`columns` are those that are wanted, where that is known before the files are opened."""
+        """`columns` are those that will be read, where that is known before the files are opened."""
         self.snapshot = source.opened(columns) if isinstance(source, Snapshot) else None
         self._stored = find(source, PARQUET + ARROW) if self.snapshot is None else list(self.snapshot.stored)  # type: ignore[arg-type]
         kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
         self.is_arrow = kinds <= set(ARROW)
         if not self.is_arrow and not kinds <= set(PARQUET):
-            raise problems.SEVERAL_KINDS(path=self._stored[0].place.shown, got=", ".join(sorted(kinds)))
+            raise problems.SEVERAL_KINDS(path=self._stored[0].location.shown, got=", ".join(sorted(kinds)))
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             self.files = list(pool.map(self._opened, self._stored, self._keys()))
         every = [(f, b) for f, file in enumerate(self.files) for b in range(len(file.rows))]
@@ -82,13 +82,13 @@ class TableFiles:
     @property
     def is_local(self) -> bool:
         """Whether all files lie on a disk of this machine."""
-        return all(stored.place.is_local for stored in self._stored)
+        return all(stored.location.is_local for stored in self._stored)
 
-    def columns(self, wanted: Iterable[str]) -> dict[str, pa.DataType]:
+    def columns(self, names: Iterable[str]) -> dict[str, pa.DataType]:
         """The types of these columns. DataError where a file lacks one, or has another type than the first file."""
         first = self.files[0]
         types: dict[str, pa.DataType] = {}
-        for name in wanted:
+        for name in names:
             for file in self.files:
                 column_type = self._type(file, name)
                 if column_type != types.setdefault(name, column_type):
@@ -105,7 +105,7 @@ class TableFiles:
         ]
 
     def known_nulls(self, column: str) -> None:
-        """DataError for nulls that Parquet's statistics tell, before anything is read.
+        """DataError for nulls that Parquet's statistics show, before anything is read.
 
         Of flat columns and of lists of one fixed size: in lists of any length, an empty one counts as a null.
         """
@@ -116,7 +116,7 @@ class TableFiles:
                 for chunk in file.chunks(group, {column}):
                     statistics = chunk.statistics
                     if statistics is not None and statistics.has_null_count and statistics.null_count:
-                        raise nulls(column, statistics.null_count, file.name, group)
+                        raise nulls_error(column, statistics.null_count, file.name, group)
 
     def where(self, block: int) -> str:
         """A block in words."""
@@ -129,20 +129,20 @@ class TableFiles:
         return self.files[f].name, b
 
     def stored_bytes(self, block: int, columns: Sequence[str]) -> int:
-        """Bytes of these columns before compression, as the file tells them."""
+        """Bytes of these columns before compression, as the file states them."""
         f, b = self._blocks[block]
         if self.files[f].metadata is None:
             return self.files[f].size // max(1, len(self.files[f].rows))
         return sum(chunk.total_uncompressed_size for chunk in self.files[f].chunks(b, columns))
 
     def read(self, block: int, columns: Sequence[str]) -> pa.Table:
-        """These columns of a block. A read that fails is tried again, and then told with its file and block."""
+        """These columns of a block. A read that fails is tried again; its error names the file and the block."""
         f, b = self._blocks[block]
         file = self.files[f]
         stored = [name for name in columns if name in file.schema.names]
 
         def once() -> pa.Table:
-            with self._stored[f].place.open(file.path) as source:
+            with self._stored[f].location.open(file.path) as source:
                 try:
                     if self.is_arrow:
                         return pa.Table.from_batches([_arrow_reader(source, stored).get_batch(b)])
@@ -176,7 +176,7 @@ class TableFiles:
         return tables
 
     def identity(self, file: int) -> tuple[Any, ...]:
-        """What changes with a file; of one on a disk, though its size and its time were set back."""
+        """Values that change with a file: of one on a disk also where its size and time were set back."""
         return self._stored[file].identity
 
     def pieces(self, file: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
@@ -208,12 +208,12 @@ class TableFiles:
         )
 
     def _opened(self, stored: StoredFile, keys: Mapping[str, str | None]) -> DataFile:
-        path, place, what = stored.path, stored.place, repr(stored.shown)
+        path, location, label = stored.path, stored.location, repr(stored.shown)
         metadata: pq.FileMetaData | None = None
         if self.is_arrow:
-            schema, rows = retried(lambda: _arrow_layout(place, path), what)
+            schema, rows = retried(lambda: _arrow_layout(location, path), label)
         else:
-            metadata = retried(lambda: _footer(place, path), what)
+            metadata = retried(lambda: _footer(location, path), label)
             schema = metadata.schema.to_arrow_schema()
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
         return DataFile(
@@ -231,13 +231,13 @@ class TableFiles:
 # --- formats ----------------------------------------------------------------------------------------------
 
 
-def _footer(place: Place, path: str) -> pq.FileMetaData:
-    with place.open(path) as source:
+def _footer(location: DataLocation, path: str) -> pq.FileMetaData:
+    with location.open(path) as source:
         return pq.ParquetFile(source).metadata
 
 
 def _row_group(reader: pq.ParquetFile, group: int, columns: Sequence[str], where: str) -> pa.Table:
-    """These columns of a row group. What cannot be read is told by its column."""
+    """These columns of a row group. An error names the column that cannot be read."""
     try:
         return reader.read_row_group(group, columns=columns)
     except pa.ArrowInvalid:
@@ -262,9 +262,9 @@ def _any_length(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _arrow_layout(place: Place, path: str) -> tuple[pa.Schema, tuple[int, ...]]:
+def _arrow_layout(location: DataLocation, path: str) -> tuple[pa.Schema, tuple[int, ...]]:
     """Schema and rows of each record batch; only the first column is read for them."""
-    with place.open(path) as source:
+    with location.open(path) as source:
         reader = pa.ipc.open_file(source)
         schema = reader.schema
         source.seek(0)

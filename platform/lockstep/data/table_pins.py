@@ -12,10 +12,10 @@ FIELD = "data.snapshot."
 
 
 class Pins:
-    """The versions of the tables that a job opens: those that are `given`, and those that were looked up because none was."""
+    """The versions of the tables that a job opens: those that are `fixed` by the name of the table, and those that were looked up."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self.given = dict(given)
+    def __init__(self, fixed: Mapping[str, str]) -> None:
+        self.fixed = dict(fixed)
         self._names: dict[tuple[str, str], str] = {}
         self.opened: dict[str, str] = {}
         """The versions by the names of the tables."""
@@ -24,7 +24,7 @@ class Pins:
         """The version of a table: one that is opened again has the one it had."""
         name = self._name(format_name, location)
         if name not in self.opened:
-            self.opened[name] = self.given.get(name) or newest()
+            self.opened[name] = self.fixed.get(name) or newest()
         return self.opened[name]
 
     def _name(self, format_name: str, location: str) -> str:
@@ -32,7 +32,7 @@ class Pins:
         key = (format_name, location.rstrip("/"))
         if key not in self._names:
             name = PurePosixPath(key[1]).name
-            count = sum(PurePosixPath(other).name == name for _, other in self._names)
+            count = sum(PurePosixPath(path).name == name for _, path in self._names)
             self._names[key] = f"{name}.{count + 1}" if count else name
         return self._names[key]
 
@@ -46,10 +46,10 @@ _now: list[Pins] = []
 
 
 @contextmanager
-def pinned(given: Mapping[str, str]) -> Iterator[Pins]:
+def pinned(versions: Mapping[str, str]) -> Iterator[Pins]:
     """Have the tables that are opened in the block read these versions, by name, or else those of a block around it, or the newest."""
-    outer = _now[-1].given if _now else {}
-    pins = Pins({**outer, **given})
+    outer = _now[-1].fixed if _now else {}
+    pins = Pins({**outer, **versions})
     _now.append(pins)
     try:
         yield pins

@@ -77,14 +77,14 @@ class Table(Dataset[dict[str, Any]]):
         self._first = np.cumsum([0, *self.block_sizes])
         self._rows = int(self._first[-1])
         self.bound = round(memory_mb * MIB) if memory_mb is not None else _share_of_memory()
-        self._cache = self._kept()
+        self._cache = self._row_store()
 
     def _check_names(self) -> None:
         """DataError where an entry of the batch has the name of a ragged one's lengths, of which one would take the other's place."""
         names = {decoder.name for decoder in self.decoders}
         for decoder in self.decoders:
-            if decoder.kind == "ragged" and (taken := f"{decoder.name}_lengths") in names:
-                raise problems.NAME_TWICE(column=taken, source=decoder.name)
+            if decoder.kind == "ragged" and (lengths_name := f"{decoder.name}_lengths") in names:
+                raise problems.NAME_TWICE(column=lengths_name, source=decoder.name)
 
     def __len__(self) -> int:
         return self._rows
@@ -151,7 +151,7 @@ class Table(Dataset[dict[str, Any]]):
 
     # --- where the rows are ---
 
-    def _kept(self) -> _Kept:
+    def _row_store(self) -> _RowStore:
         if self._bytes() <= self.bound:
             return _Whole(self)
         mapped = self.files.mapped(self._sources) if all(d.keeps_memory for d in self.decoders) else None
@@ -167,7 +167,7 @@ class Table(Dataset[dict[str, Any]]):
         return {decoder.name: decoder.decode(table, file, number) for decoder in self.decoders}
 
     def _block_bytes(self, block: int) -> int:
-        """Memory of a decoded block; of what has rows of any length, as the file tells it."""
+        """Memory of a decoded block; of rows of any length, as the file states it."""
         rows = self.block_sizes[block]
         dense = sum(rows * (d.row_bytes or 0) for d in self.decoders)
         unsized_sources = [s for d in self.decoders if d.row_bytes is None for s in d.declared.sources]
@@ -198,7 +198,7 @@ def _share_of_memory() -> int:
     return int(psutil.virtual_memory().total * SHARE_OF_MEMORY)
 
 
-class _Kept:
+class _RowStore:
     """Gives rows as pieces of decoded blocks."""
 
     residence: Literal["memory", "mapped", "blocks"]
@@ -230,7 +230,7 @@ class _Kept:
         """Have these blocks at hand soon; nothing where all of them are."""
 
 
-class _Whole(_Kept):
+class _Whole(_RowStore):
     """The whole table in memory, decoded by one process of the node and mapped by all."""
 
     residence = "memory"
@@ -249,7 +249,7 @@ class _Whole(_Kept):
         return [Piece(self._columns, rows, None)]
 
 
-class _Mapped(_Kept):
+class _Mapped(_RowStore):
     """Arrow files where they are: the kernel reads what is asked for and keeps what it has room for."""
 
     residence = "mapped"
@@ -262,7 +262,7 @@ class _Mapped(_Kept):
         return [self._blocks[number] for number in numbers]
 
 
-class _Blocks(_Kept):
+class _Blocks(_RowStore):
     """The blocks that were used last, up to the bound, in memory that the workers of a node share."""
 
     residence = "blocks"
@@ -271,14 +271,14 @@ class _Blocks(_Kept):
         super().__init__(table)
         self._table = table
         self._folder = NodeFolder(f"{table._key()} {table.bound}", table.bound)
-        self._held: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
+        self._resident: OrderedDict[int, tuple[Decoded, int]] = OrderedDict()
         self._bytes = 0
         self._one_at_a_time = threading.Lock()
 
     def blocks(self, numbers: list[int]) -> list[Decoded]:
         """Blocks that no other process makes just now come first: workers that need the same ones share the work."""
         with self._one_at_a_time:
-            available = {number: self._used(number) for number in numbers if number in self._held}
+            available = {number: self._used(number) for number in numbers if number in self._resident}
             for wait in (False, True):
                 for number in numbers:
                     if number not in available and (decoded := self._shared(number, wait=wait)) is not None:
@@ -288,14 +288,14 @@ class _Blocks(_Kept):
 
     def read_ahead(self, numbers: Sequence[int]) -> None:
         """What another process of the node reads just now is left to it."""
-        with self._one_at_a_time, suppress(DataError):  # told when the block is wanted
+        with self._one_at_a_time, suppress(DataError):  # raised when the block is needed
             for number in numbers:
-                if number not in self._held and (decoded := self._shared(number, wait=False)) is not None:
+                if number not in self._resident and (decoded := self._shared(number, wait=False)) is not None:
                     self._hold(number, decoded)
 
     def _used(self, number: int) -> Decoded:
-        self._held.move_to_end(number)
-        return self._held[number][0]
+        self._resident.move_to_end(number)
+        return self._resident[number][0]
 
     def _shared(self, number: int, *, wait: bool) -> Decoded | None:
         decoders, name = self._table.decoders, f"block-{number}"
@@ -312,11 +312,11 @@ class _Blocks(_Kept):
 
     def _hold(self, number: int, decoded: Decoded) -> None:
         size = parts_bytes(decoded)
-        while self._held and self._bytes + size > self._table.bound:
-            oldest, (_, freed) = self._held.popitem(last=False)
+        while self._resident and self._bytes + size > self._table.bound:
+            oldest, (_, freed) = self._resident.popitem(last=False)
             self._bytes -= freed
             self._folder.delete(f"block-{oldest}")
-        self._held[number] = (decoded, size)
+        self._resident[number] = (decoded, size)
         self._bytes += size
 
 

@@ -105,7 +105,7 @@ class TarShards(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def place(self, index: int) -> tuple[Shard, int]:
+    def locate(self, index: int) -> tuple[Shard, int]:
         """The shard of a sample, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -113,7 +113,7 @@ class TarShards(Dataset[dict[str, Any]]):
         return self.shards[s], index - (self._ends[s] - len(self.shards[s]))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        shard, number = self.place(index)
+        shard, number = self.locate(index)
         key, members = shard.keys[number].decode(errors=_NOT_UTF8), shard.members_of(number)
         sample: dict[str, Any] = {"__key__": key}
         for member, content in zip(members, _contents(shard.file, members), strict=True):
@@ -194,7 +194,7 @@ def _members(file: StoredFile) -> Iterator[tuple[str, int, int]]:
     """Name, offset and size of each file in a tar file; only the headers are read."""
     try:
         with (
-            file.place.open(file.path) as stored,
+            file.location.open(file.path) as stored,
             tarfile.open(fileobj=_Source(stored, file.size), mode="r:") as tar,
         ):
             for member in tar:

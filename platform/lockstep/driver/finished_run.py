@@ -16,9 +16,9 @@ from lockstep.paths import read_bounded
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
     Disagreement,
+    file_disagreements,
     lacking_digests,
-    of_files,
-    of_metrics,
+    metric_disagreements,
     plan_of,
 )
 from lockstep.record.ledger.tables import Rows, read_history
@@ -121,9 +121,9 @@ def _doubt_of_end(
     weights = here / "weights" / "final.safetensors"
     if not found.summary.get(DIGEST_OF["final"]) or not weights.is_file():
         return Disagreement("the final weights", "there, with their digest in the summary", None)
-    return next(of_metrics(found.summary, *rows, fields, forked=spec.fork is not None), None) or next(
-        of_files(found.summary, here, row), None
-    )
+    return next(
+        metric_disagreements(found.summary, *rows, fields, forked=spec.fork is not None), None
+    ) or next(file_disagreements(found.summary, here, row), None)
 
 
 def _doubt_of_identity(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:

@@ -32,7 +32,7 @@ from lockstep.driver import problems
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in
 from lockstep.errors import SilentError
-from lockstep.process import place, started
+from lockstep.process import pid_namespace, started
 
 LOOK_S = 0.2
 """How often the guardian looks whether its driver lives, and makes progress."""
@@ -145,7 +145,7 @@ class Guardian:
 
     def recorded_by(self, pid: int | None) -> None:
         """Note a process of this machine that records the run."""
-        process = "" if pid is None else f"{place()} {pid} {started(pid)}"
+        process = "" if pid is None else f"{pid_namespace()} {pid} {started(pid)}"
         if pid is not None and process not in self._recorders:
             self._recorders.append(process)
             self.tell(recorders=self._recorders)

@@ -187,7 +187,7 @@ class RunView:
     def _take_error(self, broke: Broke) -> None:
         if isinstance(broke.error, DeviceError):
             self.device_ranks.add(broke.rank)
-        if broke.error.place is not None:
+        if broke.error.failed_at is not None:
             self.broken.append(broke)
         consequence = type(self.error) is ClusterError and type(broke.error) is not ClusterError
         if self.error is None or consequence:

@@ -42,10 +42,10 @@ def read(path: Path) -> dict[str, Tensor]:
         raise problems.INPUTS_UNREADABLE(file=path, got=" ".join(str(error).split())) from error
 
 
-def check_suffix(what: str, path: Path) -> None:
+def check_suffix(option: str, path: Path) -> None:
     """SpecError where a file's name does not say which kind it is."""
     if path.suffix not in SUFFIXES:
-        raise problems.FILE_KIND(option=what, got=path)
+        raise problems.FILE_KIND(option=option, got=path)
 
 
 def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_batch: int | None) -> Example:

@@ -28,8 +28,8 @@ class Value(_Part):
 
     def has_rows(self, fixed_batch: int | None) -> bool:
         """Whether its first dimension counts the rows of a batch, and no other one follows from how many there are: then calls can be joined."""
-        first, *rest = self.shape or (None,)
-        return first == (fixed_batch or BATCH) and all(isinstance(size, int) for size in rest)
+        first, *inner = self.shape or (None,)
+        return first == (fixed_batch or BATCH) and all(isinstance(size, int) for size in inner)
 
 
 class Parity(_Part):

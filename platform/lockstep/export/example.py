@@ -81,5 +81,5 @@ def example_of(job: Job, model: nn.Module) -> Example | None:
 def slices(rows: int, size: int, *, padded: bool) -> Iterator[list[int]]:
     """The rows in batches of `size`. The last one is shorter, or `padded` with its last row again."""
     for start in range(0, rows, size):
-        taken = list(range(start, min(start + size, rows)))
-        yield taken + [taken[-1]] * (size - len(taken) if padded else 0)
+        batch = list(range(start, min(start + size, rows)))
+        yield batch + [batch[-1]] * (size - len(batch) if padded else 0)

@@ -35,9 +35,9 @@ from lockstep.export.formats import (
     Pretrained,
     Safetensors,
     Shards,
+    artifact_path,
     load,
     named_outputs,
-    place,
     write,
 )
 from lockstep.export.parity import Tolerance, compare
@@ -78,7 +78,7 @@ def export_weights(weights: Weights, form: Safetensors, folder: Path) -> Path:
     Of stored weights it has one tensor after another in memory. Returns the file, or the folder.
     """
 
-    def made(path: Path) -> Artifact:
+    def write_artifact(path: Path) -> Artifact:
         if isinstance(form, Shards):
             path.mkdir()
             _write_shards(weights, form.most_file_bytes, path)
@@ -87,9 +87,9 @@ def export_weights(weights: Weights, form: Safetensors, folder: Path) -> Path:
         again = weights_digest(stored_folder(path), in_memory)
         if again != weights.digest:
             raise problems.OTHER_WEIGHTS(format=form.name, got=f"the weights have the digest {again}")
-        return _artifact(weights, form, path, None, (), (), _equal(weights), ())
+        return _artifact(weights, form, path, None, (), (), _exact_parity(weights), ())
 
-    return _kept(folder, place(folder, form, weights.name), made)
+    return _published(folder, artifact_path(folder, form, weights.name), write_artifact)
 
 
 def _write_tensors(weights: Weights, names: Sequence[str], path: Path) -> None:
@@ -135,7 +135,7 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
     SpecError where the library of the model has no such form, ExportError where it reads other weights than it wrote.
     """
 
-    def made(path: Path) -> Artifact:
+    def write_artifact(path: Path) -> Artifact:
         model = make()
         path.mkdir()
         try:
@@ -153,13 +153,13 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
             difference = f"{len(names)} weights are other ones, such as {names[0]!r}"
             raise problems.OTHER_WEIGHTS(format="pretrained", got=difference)
         return _artifact(
-            weights, Pretrained(), path, None, (), (), _equal(weights), (), runtime=_library_of(model)
+            weights, Pretrained(), path, None, (), (), _exact_parity(weights), (), runtime=_library_of(model)
         )
 
-    return _kept(folder, place(folder, Pretrained(), weights.name), made)
+    return _published(folder, artifact_path(folder, Pretrained(), weights.name), write_artifact)
 
 
-def _equal(weights: Weights) -> Parity:
+def _exact_parity(weights: Weights) -> Parity:
     """The comparison of weights alone, of which no bit differs."""
     return Parity(
         rtol=0.0,
@@ -194,15 +194,18 @@ def export_model(
     batches = list(_batches(example, fixed=fixed))
     turned = len(batches) - 1
     if model.further is not None:
-        batches += _further(model.further, example.rows if fixed else AT_ONCE, padded=fixed)
+        rows_at_once = example.rows if fixed else AT_ONCE
+        batches += [
+            model.further.take(rows) for rows in slices(model.further.rows, rows_at_once, padded=fixed)
+        ]
     sizes = [len(batch[0]) for batch in batches]
     within = Tolerance.of(form, rtol)
-    expected = _eager(model.make(), batches)
+    expected = _eager_outputs(model.make(), batches)
     names = list(expected[0])
 
-    def made(path: Path) -> Artifact:
+    def write_artifact(path: Path) -> Artifact:
         notes = write(form, model.make(), example, names, path, fixed=fixed)
-        actual = _artifacts_own(form, path, batches, fixed=fixed)
+        actual = _artifact_outputs(form, path, batches, fixed=fixed)
         parity = compare(form, sizes, expected, actual, within)
         fixed_batch = example.rows if fixed else None
         return _artifact(
@@ -219,7 +222,7 @@ def export_model(
             notes,
         )
 
-    return _kept(folder, place(folder, form, weights.name), made)
+    return _published(folder, artifact_path(folder, form, weights.name), write_artifact)
 
 
 def _batches(example: Example, *, fixed: bool) -> Iterator[Inputs]:
@@ -232,17 +235,13 @@ def _batches(example: Example, *, fixed: bool) -> Iterator[Inputs]:
             yield example.take([(start + i) % rows for i in range(size)])
 
 
-def _further(given: Example, size: int, *, padded: bool) -> Iterator[Inputs]:
-    return (given.take(rows) for rows in slices(given.rows, size, padded=padded))
-
-
-def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
+def _eager_outputs(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
     """What the model itself computes; the first batch is the example."""
     outputs = []
     with torch.no_grad():
         for batch in batches:
             try:
-                value = model(*_own(batch))
+                value = model(*_cloned(batch))
             except Exception as error:  # the job's own code
                 if len(batch[0]) == len(batches[0][0]):
                     raise as_lockstep_error(error, "in eval mode, on the example input") from error
@@ -252,9 +251,10 @@ def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
     return outputs
 
 
-def _artifacts_own(
+def _artifact_outputs(
     form: ExportFormat, path: Path, batches: Sequence[Inputs], *, fixed: bool
 ) -> list[Outputs]:
+    """What the artifact computes once it is loaded again."""
     try:
         call = load(form, path)
     except Exception as error:
@@ -263,7 +263,7 @@ def _artifacts_own(
     with torch.no_grad():
         for batch in batches:
             try:
-                outputs.append(call(_own(batch)))
+                outputs.append(call(_cloned(batch)))
             except Exception as error:
                 advice = "" if fixed else problems.SIZES
                 raise problems.ROWS_FAIL(
@@ -272,7 +272,7 @@ def _artifacts_own(
     return outputs
 
 
-def _own(batch: Inputs) -> Inputs:
+def _cloned(batch: Inputs) -> Inputs:
     """A copy: a model may write to its input."""
     return tuple(tensor.clone() for tensor in batch)
 
@@ -334,10 +334,10 @@ def _artifact(
     )
 
 
-def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
+def _published(folder: Path, file: Path, write_artifact: Callable[[Path], Artifact]) -> Path:
     """Have an artifact made in a folder of its own, and give it and its description their names once it is whole."""
     with aside_of(folder, file) as path:
-        artifact = made(path)
+        artifact = write_artifact(path)
         description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return file
 

@@ -108,7 +108,7 @@ def write(
         example.tensors if fixed else example.take([i % example.rows for i in range(max(2, example.rows))])
     )
     try:
-        with torch.no_grad(), _own_warnings() as heard:
+        with torch.no_grad(), _tracer_warnings() as heard:
             form.write(model, Traced(inputs, example, outputs, fixed), path)
     except (ExportError, OSError):
         raise
@@ -144,7 +144,7 @@ def _program(model: nn.Module, traced: Traced) -> torch.export.ExportedProgram:
 
 
 @contextmanager
-def _own_warnings() -> Iterator[list[str]]:
+def _tracer_warnings() -> Iterator[list[str]]:
     """The first lines of what a tracer warns about the model; all else that is warned of meanwhile is about the exporters."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -209,8 +209,8 @@ class Onnx(ExportFormat):
         inputs = [node.name for node in session.get_inputs()]
         outputs = [node.name for node in session.get_outputs()]
 
-        def call(given: Inputs) -> Outputs:
-            arrays = {name: value.numpy() for name, value in zip(inputs, given, strict=True)}
+        def call(values: Inputs) -> Outputs:
+            arrays = {name: value.numpy() for name, value in zip(inputs, values, strict=True)}
             return {
                 name: torch.from_numpy(value)
                 for name, value in zip(outputs, session.run(None, arrays), strict=True)
@@ -277,21 +277,21 @@ def format_named(name: str) -> ExportFormat:
 def check_predicts(form: ExportFormat) -> None:
     """SpecError for a format that cannot be run on the rows of a file."""
     if form.cannot_predict:
-        others = [other.name for other in FORMATS.values() if not other.cannot_predict]
+        others = [candidate.name for candidate in FORMATS.values() if not candidate.cannot_predict]
         raise problems.NO_PREDICTION(format=form.name, why=form.cannot_predict, wanted=either(others))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def place(folder: Path, form: ExportFormat, weights: str) -> Path:
+def artifact_path(folder: Path, form: ExportFormat, weights: str) -> Path:
     """The file of an artifact in the folder of its run."""
     return folder / "export" / form.name / f"{weights}{form.suffix}"
 
 
 def load(form: ExportFormat, path: Path) -> Call:
     """An artifact as a function of its inputs. Raises whatever its runtime raises."""
-    with _own_warnings():
+    with _tracer_warnings():
         return form.load(path)
 
 

@@ -39,31 +39,31 @@ def compare(
     form: ExportFormat,
     sizes: Sequence[int],
     expected: Sequence[Outputs],
-    found: Sequence[Outputs],
+    computed: Sequence[Outputs],
     within: Tolerance,
 ) -> Parity:
     """Hold the outputs of an artifact against those of eager mode, batch by batch. ExportError where one is beyond the tolerance."""
-    every: list[_Difference] = []
-    for size, wanted, got in zip(sizes, expected, found, strict=True):
-        if list(wanted) != list(got):
-            names = {"wanted": ", ".join(wanted), "got": ", ".join(got)}
+    differences: list[_Difference] = []
+    for size, references, outputs in zip(sizes, expected, computed, strict=True):
+        if list(references) != list(outputs):
+            names = {"wanted": ", ".join(references), "got": ", ".join(outputs)}
             raise problems.OTHER_OUTPUTS(format=form.name, **names)
-        for name, one in wanted.items():
-            other = got[name]
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
-                forms = {"wanted": _form(one), "got": _form(other)}
+        for name, reference in references.items():
+            output = outputs[name]
+            if (reference.shape, reference.dtype) != (output.shape, output.dtype):
+                forms = {"wanted": _form(reference), "got": _form(output)}
                 raise problems.OTHER_SHAPE(format=form.name, name=name, rows=size, **forms)
-            every.append(_difference(one, other, within))
-            if every[-1].beyond:
-                raise _different(form, name, size, every[-1], within)
+            differences.append(_difference(reference, output, within))
+            if differences[-1].beyond:
+                raise _different(form, name, size, differences[-1], within)
     return Parity(
         rtol=within.rtol,
         atol=within.atol,
         batch_sizes=tuple(sorted(set(sizes))),
-        elements=sum(one.elements for one in every),
-        differing=sum(one.differing for one in every),
-        largest_difference=max((one.absolute for one in every), default=0.0),
-        largest_relative=max((one.relative for one in every), default=0.0),
+        elements=sum(difference.elements for difference in differences),
+        differing=sum(difference.differing for difference in differences),
+        largest_difference=max((difference.absolute for difference in differences), default=0.0),
+        largest_relative=max((difference.relative for difference in differences), default=0.0),
     )
 
 
@@ -75,19 +75,19 @@ def _different(
     form: ExportFormat, name: str, size: int, difference: _Difference, within: Tolerance
 ) -> ExportError:
     allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
-    seen = f"{difference.differing} of {difference.elements} elements have other bits, by up to {difference.absolute:.3g}"
+    summary = f"{difference.differing} of {difference.elements} elements have other bits, by up to {difference.absolute:.3g}"
     return problems.DIFFERENT(
-        format=form.name, name=name, rows=size, got=seen, wanted=allowed, advice=form.advice
+        format=form.name, name=name, rows=size, got=summary, wanted=allowed, advice=form.advice
     )
 
 
-def _difference(expected: Tensor, found: Tensor, within: Tolerance) -> _Difference:
-    mask = _bits_differ(expected, found)
+def _difference(expected: Tensor, computed: Tensor, within: Tolerance) -> _Difference:
+    mask = _bits_differ(expected, computed)
     differing = int(mask.sum())
     if not differing:
         return _Difference(expected.numel(), 0, 0, 0.0, 0.0)
     # In float64, which holds every float32 and every difference of two.
-    reference, actual = expected.flatten()[mask].double(), found.flatten()[mask].double()
+    reference, actual = expected.flatten()[mask].double(), computed.flatten()[mask].double()
     distances = (actual - reference).abs()
     distances[reference == actual] = 0.0  # 0 and -0; two that are infinite
     distances[reference.isnan() & actual.isnan()] = 0.0
@@ -105,7 +105,7 @@ def _difference(expected: Tensor, found: Tensor, within: Tolerance) -> _Differen
     )
 
 
-def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
+def _bits_differ(first: Tensor, second: Tensor) -> Tensor:
     """Which elements have other bits, as a mask of one dimension."""
-    rows = [tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (one, other)]
+    rows = [tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (first, second)]
     return (rows[0] != rows[1]).any(dim=1)

@@ -31,15 +31,15 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
         raise problems.WITHOUT_ROWS(name=without_rows[0], rows=rows)
     parts: list[Outputs] = []
     with torch.no_grad():
-        for taken in slices(rows, size, padded=fixed is not None):
-            where = f"rows {taken[0]} to {taken[-1]}"
+        for batch in slices(rows, size, padded=fixed is not None):
+            where = f"rows {batch[0]} to {batch[-1]}"
             try:
-                parts.append(call(inputs.take(taken)))
+                parts.append(call(inputs.take(batch)))
             except Exception as error:
                 failed = first_line(error)
                 raise problems.PREDICTION_FAILED(format=artifact.format, rows=where, got=failed) from error
             for name, output in () if without_rows else parts[-1].items():
-                shape = (len(taken), *parts[0][name].shape[1:])
+                shape = (len(batch), *parts[0][name].shape[1:])
                 if output.shape != shape:
                     shapes = {"got": tuple(output.shape), "wanted": shape}
                     raise problems.PREDICTION_SHAPE(format=artifact.format, rows=where, name=name, **shapes)

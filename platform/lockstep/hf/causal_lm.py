@@ -77,7 +77,7 @@ class CausalLM(Pretrained):
     def _rows(self, source: str) -> Packed:
         p, tokenizer = self.params, self.tokenizer
         documents = Documents(source, tokenizer, text=p.text)
-        end = tokenizer.own.eos_token_id if p.end is None else tokenizer.token(p.end)
+        end = tokenizer.wrapped.eos_token_id if p.end is None else tokenizer.token(p.end)
         # The last row is filled: its padding, whatever its token, is seen by nothing and has no loss.
         return Packed(documents, p.length, end=end, pad=0, lengths=documents.lengths.tolist())
 
@@ -125,7 +125,7 @@ class CausalLM(Pretrained):
                 return
             try:
                 leaks = _sees(packed(zeros, zeros), packed(ones, zeros), slice(size, None))
-                with _near(model, self.params.length):
+                with _short_windows(model, self.params.length):
                     plain_logits, masked_logits = (
                         model(input_ids=tokens).logits,
                         self._logits(model, single_document),
@@ -139,9 +139,9 @@ class CausalLM(Pretrained):
             raise problems.MASKS_DIFFER(model=type(model).__name__, got=f"{difference:.3g}")
 
 
-def _sees(before: Tensor, after: Tensor, where: slice) -> bool:
+def _sees(original: Tensor, changed: Tensor, where: slice) -> bool:
     """Whether the tokens at `where` see a change of the others: from logits [1, T, V] before it and after it."""
-    change = (after - before).abs()
+    change = (changed - original).abs()
     return bool(change[:, where].max() > SEEN * change.max())
 
 
@@ -155,14 +155,19 @@ def _mask(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
     visible = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
     near = visible if window is None else visible.triu(1 - window)
     if window is None or not types:
-        return _as_taken(model, near)
-    return {kind: _as_taken(model, near if kind == SLIDING else visible) for kind in dict.fromkeys(types)}
+        return _attention_mask(model, near)
+    return {
+        kind: _attention_mask(model, near if kind == SLIDING else visible) for kind in dict.fromkeys(types)
+    }
 
 
-def _as_taken(model: nn.Module, seen: Tensor) -> Tensor:
+def _attention_mask(model: nn.Module, visible: Tensor) -> Tensor:
+    """A mask in the form that the model's attention takes: truth values for `sdpa`, else what is added to the scores."""
     if getattr(model.config, "_attn_implementation", None) == "sdpa":
-        return seen
-    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return visible
+    return torch.zeros(visible.shape, device=visible.device).masked_fill(
+        ~visible, torch.finfo(torch.float32).min
+    )
 
 
 def _config_of_text(model: nn.Module) -> Any:
@@ -171,7 +176,7 @@ def _config_of_text(model: nn.Module) -> Any:
 
 
 @contextmanager
-def _near(model: nn.Module, length: int) -> Iterator[None]:
+def _short_windows(model: nn.Module, length: int) -> Iterator[None]:
     """Give a model whose layers see a window of tokens, or chunks of them, a short one, where it is shorter than rows of `length`."""
     config = _config_of_text(model)
     windows = {name: getattr(config, name, None) for name in WINDOWS}

@@ -63,20 +63,20 @@ class SequenceClassifier(Pretrained):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs."""
-        p, own_classes = self.params, self._own_classes
+        p, saved_classes = self.params, self._saved_classes
         if p.classes is not None:
-            if own_classes and p.classes != own_classes and set(p.classes) == set(own_classes):
-                raise problems.OTHER_CLASSES(got=", ".join(p.classes), wanted=", ".join(own_classes))
+            if saved_classes and p.classes != saved_classes and set(p.classes) == set(saved_classes):
+                raise problems.OTHER_CLASSES(got=", ".join(p.classes), wanted=", ".join(saved_classes))
             return p.classes
         rows = text_files.read(text_files.find(p.train), p.text, p.label)
         labels = {str(row.label) for row in rows}
-        for candidates in (own_classes, _numbers(own_classes)):
+        for candidates in (saved_classes, _numbers(saved_classes)):
             if labels <= set(candidates):
                 return candidates
         return tuple(sorted(labels))
 
     @cached_property
-    def _own_classes(self) -> tuple[str, ...]:
+    def _saved_classes(self) -> tuple[str, ...]:
         """The classes of the classifier in `path`, in the order of its outputs; none of a model without such a head."""
         config = None if self.params.path is None else self._read_config()
         if config is None or not str((config.architectures or [""])[0]).endswith("ForSequenceClassification"):
@@ -85,14 +85,14 @@ class SequenceClassifier(Pretrained):
 
     @property
     def _pad(self) -> int:
-        pad = self.tokenizer.own.pad_token_id
+        pad = self.tokenizer.wrapped.pad_token_id
         if pad is None:
             raise problems.NO_PADDING()
         return int(pad)
 
-    def _of_task(self) -> dict[str, Any]:
-        own_classes = self._own_classes
-        named = dict(enumerate(own_classes if self.classes == _numbers(own_classes) else self.classes))
+    def _task_fields(self) -> dict[str, Any]:
+        saved_classes = self._saved_classes
+        named = dict(enumerate(saved_classes if self.classes == _numbers(saved_classes) else self.classes))
         return {
             "id2label": named,
             "label2id": {name: i for i, name in named.items()},

@@ -25,7 +25,7 @@ from lockstep.hf.libraries import peft, transformers, versions
 from lockstep.hf.tokens import Tokenizer
 from lockstep.job.interface import Job, Params, Placement
 
-OF_A_FILE = frozenset(
+FILE_FIELDS = frozenset(
     {"_name_or_path", "transformers_version", "_attn_implementation", "_attn_implementation_internal"}
 )
 """Fields of a config that say where it was read from, or by what."""
@@ -89,8 +89,8 @@ class Pretrained(Job):
     """The class of transformers that makes the model, and peft's name of the task."""
 
     params: PretrainedParams
-    _begun: Sequence[str] = ()
-    """The weights of the model that `path` has not, and that begin with random values."""
+    _initialized: Sequence[str] = ()
+    """The weights of the model that `path` does not have: they begin with random values."""
 
     def model(self) -> nn.Module:
         p, library = self.params, transformers()
@@ -99,7 +99,7 @@ class Pretrained(Job):
             if p.path is None:
                 base_model = auto.from_config(config, attn_implementation=p.attention, dtype=torch.float32)
             else:
-                own_class = _own_class(config)
+                saved_class = _saved_class(config)
                 base_model, loading_info = auto.from_pretrained(
                     Path(p.path).expanduser(),
                     config=config,
@@ -110,7 +110,7 @@ class Pretrained(Job):
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are refused below, by name
                 )
-                self._check_weights(base_model, loading_info, own_class)
+                self._check_weights(base_model, loading_info, saved_class)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
             raise problems.NO_AUTO_MODEL(
                 param="config" if p.path is None else "path", kind=self.AUTO_MODEL, got=first_line(error)
@@ -121,7 +121,7 @@ class Pretrained(Job):
 
     def identity(self) -> dict[str, Any]:
         """The libraries' versions, the tokenizer, and the config of a model in a folder."""
-        config = {k: v for k, v in self._config().to_dict().items() if k not in OF_A_FILE}
+        config = {k: v for k, v in self._config().to_dict().items() if k not in FILE_FIELDS}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
         return {**versions(), "config": digest, "tokenizer": self.tokenizer.digest}
 
@@ -135,8 +135,8 @@ class Pretrained(Job):
         """The model, or its adapters alone, with the tokenizer."""
         super().save_pretrained(model, folder)
         if self.params.lora is not None:
-            self._add_begun(model, folder / "adapter_model.safetensors")
-        self.tokenizer.own.save_pretrained(folder)
+            self._add_initialized(model, folder / "adapter_model.safetensors")
+        self.tokenizer.wrapped.save_pretrained(folder)
 
     def load_pretrained(self, model: nn.Module, folder: Path) -> nn.Module:
         if self.params.lora is None:
@@ -154,16 +154,16 @@ class Pretrained(Job):
         loaded.load_state_dict(unused, strict=False)
         return loaded
 
-    def _add_begun(self, model: nn.Module, adapters: Path) -> None:
-        """Add to a file of adapters the frozen weights that began anew: they are not in `path`. peft saves none of them, and reads them."""
+    def _add_initialized(self, model: nn.Module, adapters: Path) -> None:
+        """Add to a file of adapters the frozen weights that began with random values: `path` does not have them, and peft reads them but does not save them."""
         state = model.state_dict()
-        begun = {
+        initialized = {
             name: state[name]
-            for name in (f"base_model.model.{weight}" for weight in self._begun)
+            for name in (f"base_model.model.{weight}" for weight in self._initialized)
             if name in state
         }
-        if begun:
-            save_file(load_file(adapters) | begun, adapters, {"format": "pt"})
+        if initialized:
+            save_file(load_file(adapters) | initialized, adapters, {"format": "pt"})
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -175,11 +175,11 @@ class Pretrained(Job):
         p, library = self.params, transformers()
         try:
             if p.config is not None:
-                arguments = {**self._of_vocabulary(), **self._of_task(), **p.config}
+                arguments = {**self._vocabulary_fields(), **self._task_fields(), **p.config}
                 config = library.AutoConfig.for_model(**arguments)
                 _check_fields(config, p.config, "")
                 return config
-            return self._read_config(**self._of_task())
+            return self._read_config(**self._task_fields())
         except (OSError, ValueError, TypeError, KeyError) as error:
             param = "config" if p.path is None else "path"
             hint = (
@@ -198,40 +198,42 @@ class Pretrained(Job):
             folder, local_files_only=True, trust_remote_code=False, **changed
         )
 
-    def _of_vocabulary(self) -> dict[str, Any]:
-        tokenizer = self.tokenizer.own
+    def _vocabulary_fields(self) -> dict[str, Any]:
+        tokenizer = self.tokenizer.wrapped
         token_ids = {
             f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
         }
         return {"vocab_size": len(self.tokenizer), **token_ids}
 
-    def _of_task(self) -> dict[str, Any]:
+    def _task_fields(self) -> dict[str, Any]:
         """Fields of the config that follow from the task."""
         return {}
 
-    def _check_weights(self, model: Any, found: Mapping[str, Any], own: Any) -> None:
-        """SpecError where the folder lacks weights of the model, or has others. `found` is what transformers reports: it knows those that are tied or made.
+    def _check_weights(self, model: Any, loading_info: Mapping[str, Any], saved_class: Any) -> None:
+        """SpecError where the folder lacks weights of the model, or has others. `loading_info` is what transformers reports: it knows those that are tied or made.
 
-        Only what the folder's `own` class of model does not have begins anew, which is told: the head of another task.
+        Only weights that `saved_class`, the class of the model in the folder, does not have begin anew, with a warning: the head of another task.
         """
-        in_folder = None if own is None or own is type(model) else _names(own, model.config)
+        in_folder = (
+            None if saved_class is None or saved_class is type(model) else _names(saved_class, model.config)
+        )
         task = type(model).base_model_prefix
 
         def of_another_task(name: str) -> bool:
             return in_folder is not None and name.removeprefix(f"{task}.") not in in_folder
 
-        missing = sorted(found["missing_keys"])
+        missing = sorted(loading_info["missing_keys"])
         wrong = [
             *(
-                f"{name!r} has the shape {tuple(got)}, wanted {tuple(wanted)}"
-                for name, got, wanted in sorted(
-                    found["mismatched_keys"], key=lambda mismatch: str(mismatch[0])
+                f"{name!r} has the shape {tuple(got)}, wanted {tuple(expected)}"
+                for name, got, expected in sorted(
+                    loading_info["mismatched_keys"], key=lambda mismatch: str(mismatch[0])
                 )
             ),
             *(f"{name!r} is missing" for name in missing if not of_another_task(name)),
             *(
                 f"{name!r} has no place in the model"
-                for name in sorted(found["unexpected_keys"])
+                for name in sorted(loading_info["unexpected_keys"])
                 if in_folder is None or of_another_task(name)
             ),
         ]
@@ -240,9 +242,9 @@ class Pretrained(Job):
             raise problems.OTHER_WEIGHTS(
                 path=self.params.path, model=type(model).__name__, got=wrong[0], more=more
             )
-        self._begun = missing
+        self._initialized = missing
         self._told = tuple(
-            f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {own.__name__}; it begins with random values"
+            f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {saved_class.__name__}; it begins with random values"
             for name in missing
         )
 
@@ -281,7 +283,7 @@ class Pretrained(Job):
         return adapted
 
 
-def _own_class(config: Any) -> Any:
+def _saved_class(config: Any) -> Any:
     """The class of transformers that a folder with this config was saved from; None where it does not say."""
     return getattr(transformers(), next(iter(config.architectures or ()), ""), None)
 
@@ -304,14 +306,14 @@ def _is_read(kind: type, name: str) -> bool:
     )
 
 
-def _check_fields(config: Any, given: Mapping[str, Any], place: str) -> None:
-    """SpecError for a field that no model of this kind has: a config of transformers takes any."""
+def _check_fields(config: Any, fields: Mapping[str, Any], prefix: str) -> None:
+    """SpecError for a field that no model of this kind has: a config of transformers takes any. `prefix` leads to nested fields, `text_config.`."""
     kind = type(config)
     declared = {field.name for field in dataclasses.fields(config)} | set(kind.attribute_map)
-    for name, value in given.items():
+    for name, value in fields.items():
         part = getattr(config, name, None)
         if isinstance(value, Mapping) and isinstance(part, transformers().PreTrainedConfig):
-            _check_fields(part, value, f"{place}{name}.")
+            _check_fields(part, value, f"{prefix}{name}.")
         # What it takes under an older name is not kept under that.
         elif (
             name in vars(config)
@@ -320,5 +322,5 @@ def _check_fields(config: Any, given: Mapping[str, Any], place: str) -> None:
             and not _is_read(kind, name)
         ):
             raise problems.NO_CONFIG_FIELD(
-                config=kind.__name__, name=place + name, hint=nearest(name, declared)
+                config=kind.__name__, name=prefix + name, hint=nearest(name, declared)
             )

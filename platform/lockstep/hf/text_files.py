@@ -111,14 +111,14 @@ def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]
             return
         with file.path.open(encoding="utf-8", newline="" if file.kind == ".csv" else None) as lines:
             if file.kind == ".csv":
-                yield from _of_csv(file, csv.DictReader(lines))
+                yield from _csv_rows(file, csv.DictReader(lines))
             else:
                 yield from (json.loads(line) for line in lines if line.strip())
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors and OSErrors
         raise _unreadable(file, error) from error
 
 
-def _of_csv(file: TextFile, rows: csv.DictReader[str]) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(file: TextFile, rows: csv.DictReader[str]) -> Iterator[Mapping[str, Any]]:
     for number, row in enumerate(rows, 1):
         if None in row:  # more than there are columns
             columns = len(rows.fieldnames or ())

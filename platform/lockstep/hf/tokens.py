@@ -55,29 +55,29 @@ class Tokenizer:
         library = transformers()
         try:
             if len(named) == 1 and "tokenizer.json" in named:
-                self.own: Any = library.PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
+                self.wrapped: Any = library.PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
             else:
-                self.own = library.AutoTokenizer.from_pretrained(
+                self.wrapped = library.AutoTokenizer.from_pretrained(
                     path, local_files_only=True, trust_remote_code=False
                 )
         except Exception as error:  # a library that reads a file of another's making
             raise problems.TOKENIZER_UNREADABLE(path=source, got=first_line(error)) from error
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.wrapped)
 
     def token(self, text: str) -> int:
         """The id of one token. SpecError where the tokenizer does not know it."""
-        token_id = self.own.convert_tokens_to_ids(text)
-        if token_id is None or self.own.convert_ids_to_tokens(token_id) != text:
+        token_id = self.wrapped.convert_tokens_to_ids(text)
+        if token_id is None or self.wrapped.convert_ids_to_tokens(token_id) != text:
             raise problems.NO_TOKEN(got=text)
         return int(token_id)
 
     def tokens(self, texts: Iterable[str], longest: int | None = None) -> Iterator[list[int]]:
         """The tokens of each text, with the special ones that the tokenizer puts in itself; at most `longest`."""
-        for some in _batches(texts, AT_ONCE):
-            encoding = self.own(
-                some,
+        for batch in _batches(texts, AT_ONCE):
+            encoding = self.wrapped(
+                batch,
                 truncation=longest is not None,
                 max_length=longest,
                 return_attention_mask=False,
@@ -108,7 +108,7 @@ class Documents(Dataset[Tensor]):
         self._text, self._label = text, label
         self._digests = text_files.digests(self.files)
         identity = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
-        self._tokens, self._ends = _kept(
+        self._tokens, self._ends = _cached_tokens(
             repr(identity), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
         )
         self.labels = [] if label is None else [str(row.label) for row in self._rows()]
@@ -150,24 +150,24 @@ def _files(path: Path) -> list[Path]:
 
 
 def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    some: list[str] = []
+    batch: list[str] = []
     for text in texts:
-        some.append(text)
-        if len(some) == size:
-            yield some
-            some = []
-    if some:
-        yield some
+        batch.append(text)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
-Kept = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+TokenArrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 """All tokens, one text after the other, and where each text ends."""
 
 
-def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
+def _cached_tokens(identity: str, make: Callable[[], Iterable[list[int]]]) -> TokenArrays:
     """Tokens out of the cache, mapped into memory; made and put there where they are not. A cache that cannot be written costs time alone."""
     path = cache_path("tokens", identity)
     files = path.with_suffix(".tokens.npy"), path.with_suffix(".ends.npy")
@@ -182,7 +182,7 @@ def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
     return tokens, ends
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> Kept:
+def _joined(rows: Sequence[Sequence[int]]) -> TokenArrays:
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     tokens = np.fromiter((token for row in rows for token in row), np.int32, int(ends[-1]) if rows else 0)
     return tokens, ends

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class FirstChanged(NamedTuple):
-    """The first commit that is known to differ; `untold` are those right before it of which nothing can be told."""
+    """The first commit that is known to differ; `untold` are those right before it of which nothing is known."""
 
     commit: str
     untold: Sequence[str]
@@ -16,7 +16,7 @@ class FirstChanged(NamedTuple):
 def first_changed(commits: Sequence[str], same: Callable[[str], bool | None]) -> FirstChanged:
     """The first of `commits`, oldest first, from which on they differ: the last one does, and what came before the first did not.
 
-    `same` tells of one whether it is as before; None where that cannot be told, and another one is tried.
+    `same` says whether a commit is as before; None where that cannot be decided, and another one is tried.
     """
     low, high = -1, len(commits) - 1
     untold: set[int] = set()

@@ -33,20 +33,20 @@ class Cause(NamedTuple):
 
 
 _ORDER = ("version.", "device", "numerics_probe", "threads", "job.", "data.")
-"""Which fields are told first: versions, device, threads, source, data."""
+"""Which fields come first in a list of causes: versions, device, threads, source, data."""
 
 
-def causes(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[Cause]:
+def causes(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cause]:
     """The fields that differ, the likelier cause first. None where the run's own fields are not recorded."""
     if not recorded:
         return []
-    both = recorded.keys() & found
+    shared = recorded.keys() & current
     # One alone has read the others so far: of those nothing is known to differ.
     comparable = [
-        {name: tree for name, tree in one.items() if name in both or not name.startswith("variable.")}
-        for one in (recorded, found)
+        {name: tree for name, tree in fields.items() if name in shared or not name.startswith("variable.")}
+        for fields in (recorded, current)
     ]
-    differing = [Cause(*one) for one in differences(*comparable)]
+    differing = [Cause(*difference) for difference in differences(*comparable)]
     return sorted(differing, key=lambda cause: (_rank(cause.field), cause.field))
 
 

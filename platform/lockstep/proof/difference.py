@@ -13,7 +13,7 @@ from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof import problems
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.execution import Execution, take_steps
-from lockstep.proof.microscope import Look, Seen, parting
+from lockstep.proof.microscope import Look, ObservedValue, parting
 from lockstep.proof.recorded_end import plan_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
@@ -68,9 +68,9 @@ class Executed(Protocol):
 
 
 class Unwatched:
-    """Takes all rows, and never has enough."""
+    """Takes all rows: no row makes the steps that follow unnecessary."""
 
-    def row(self, found: StepRow) -> None: ...
+    def row(self, row: StepRow) -> None: ...
 
     def enough(self) -> bool:
         return False
@@ -78,7 +78,7 @@ class Unwatched:
 
 @dataclass(slots=True)
 class Parted:
-    """The first difference of two runs. Where a micro-batch was looked into, what of it parts, and both values' statistics."""
+    """The first difference of two runs. Where a micro-batch was looked into: the first value in it that differs, with the statistics of both."""
 
     step: int
     micro_batch: int | None
@@ -89,6 +89,11 @@ class Parted:
     parameter: str | None = None
     operator: str | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: int, mismatch: Differing) -> Parted:
+        """The first difference, which is a quantity of `step`."""
+        return cls(step, mismatch.micro_batch, mismatch.quantity, mismatch.first, mismatch.second)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
@@ -139,9 +144,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
             return answer
         first = last, mismatch
     step, mismatch = first
-    answer.first_difference = Parted(
-        step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after
-    )
+    answer.first_difference = Parted.of(step, mismatch)
     again = [side.replayed(step, min(agreed, step - 1), aside) for side in (a, b)]
     first, agreed = first_parting(again[0], again[1], step, ends_alike=step < last or alike)
     if first is None:
@@ -151,9 +154,7 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
         )
         return answer
     step, mismatch = first
-    answer.first_difference = Parted(
-        step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after
-    )
+    answer.first_difference = Parted.of(step, mismatch)
     if mismatch.micro_batch is not None:
         _look_into(a, b, answer.first_difference, aside)
     return answer
@@ -163,7 +164,7 @@ def _facts(a: Side, b: Side) -> list[Cause]:
     """What the jobs of two recorded runs took from outside themselves and no identity has."""
     if a.run is None or b.run is None:
         return []
-    return [Cause(*one) for one in changed_facts(a.run.facts, b.run.facts)]
+    return [Cause(*change) for change in changed_facts(a.run.facts, b.run.facts)]
 
 
 def first_parting(
@@ -198,14 +199,14 @@ def first_parting(
 
 
 def _parting(
-    what: str, one: StepRow | EvaluationRow | None, other: StepRow | EvaluationRow | None
+    kind: str, row_a: StepRow | EvaluationRow | None, row_b: StepRow | EvaluationRow | None
 ) -> Iterator[Differing]:
-    if isinstance(one, StepRow) and isinstance(other, StepRow):
-        yield from differing(one, other)
-    elif isinstance(one, EvaluationRow) and isinstance(other, EvaluationRow):
-        yield from differing_evaluation(one, other)
-    elif one is not None or other is not None:
-        yield Differing(what, None if one is None else "there", None if other is None else "there")
+    if isinstance(row_a, StepRow) and isinstance(row_b, StepRow):
+        yield from differing(row_a, row_b)
+    elif isinstance(row_a, EvaluationRow) and isinstance(row_b, EvaluationRow):
+        yield from differing_evaluation(row_a, row_b)
+    elif row_a is not None or row_b is not None:
+        yield Differing(kind, None if row_a is None else "there", None if row_b is None else "there")
 
 
 def _end_alike(a: Side, b: Side, last: int) -> bool:
@@ -232,12 +233,12 @@ def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
         look = side.replayed(parted.step, parted.step - 1, aside, (parted.step - 1, parted.micro_batch)).look
         assert look is not None  # it was asked for, or an error raised
         looks.append(look)
-    tell_parting(parted, *looks)
+    add_parting(parted, *looks)
 
 
-def tell_parting(parted: Parted, one: Look, other: Look) -> None:
-    """Have a difference say what parts within its micro-batch."""
-    divergence = parting(one, other)
+def add_parting(parted: Parted, look_a: Look, look_b: Look) -> None:
+    """Add to a difference the first value of its micro-batch that differs, and where it was made."""
+    divergence = parting(look_a, look_b)
     if divergence is None:  # the digests of gradients differ, and nothing that was seen does
         return
     parted.quantity, parted.module, parted.parameter = (
@@ -247,13 +248,13 @@ def tell_parting(parted: Parted, one: Look, other: Look) -> None:
     )
     parted.operator = divergence.operator
     parted.recorded, parted.found = (
-        None if value is None else Digest(value.digest) for value in (divergence.one, divergence.other)
+        None if value is None else Digest(value.digest) for value in (divergence.first, divergence.second)
     )
-    parted.statistics = {"recorded": _of(divergence.one), "found": _of(divergence.other)}
+    parted.statistics = {"recorded": _statistics(divergence.first), "found": _statistics(divergence.second)}
 
 
-def _of(seen: Seen | None) -> dict[str, Any] | None:
-    return None if seen is None else seen.statistics
+def _statistics(value: ObservedValue | None) -> dict[str, Any] | None:
+    return None if value is None else value.statistics
 
 
 def source_diff(a: Side, b: Side) -> str:

@@ -29,7 +29,7 @@ def main(layout: str, command: list[str]) -> None:
     for path in document["covered"]:
         _tmpfs(path)
     for path, source in zip(document["needed"], aside, strict=True):
-        _at(path, source)
+        _bind_back(path, source)
     for path in document["hidden"]:
         if os.path.isdir(path):  # noqa: PTH112
             _tmpfs(path)
@@ -47,10 +47,10 @@ def main(layout: str, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _checked(result: int, what: str) -> None:
+def _checked(result: int, call: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def _mount(
@@ -91,8 +91,8 @@ def _bound_aside(paths: list[str]) -> list[int]:
     return [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths]
 
 
-def _at(path: str, source: int) -> None:
-    """What was opened, at its own path again."""
+def _bind_back(path: str, source: int) -> None:
+    """Bind what was opened to its own path again."""
     if not os.path.lexists(path):
         opened = f"/proc/self/fd/{source}"
         if os.path.isdir(opened):  # noqa: PTH112

@@ -33,7 +33,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.worker_environment import sent_environment
 
 LOOK_S = 0.5
-"""How often it is looked whether a process that says nothing is still there."""
+"""How often a silent process is checked for being alive, in seconds."""
 
 END_S = 20.0
 """How long a process with a cluster of its own may take to end by itself."""
@@ -48,7 +48,7 @@ IN_SANDBOX = (
     "the run's code was in a sandbox, without network, and with no folder to write to but temporary ones; "
     "where it needs more and you trust it, --no-sandbox runs it as you"
 )
-"""What is said where code fails in a sandbox."""
+"""The note for code that fails in a sandbox."""
 
 
 class Executor(Protocol):
@@ -70,7 +70,7 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessSettings:
     """How the code of a run is executed. `say` shows a line to a person."""
 
     say: Callable[[str], None]
@@ -83,24 +83,24 @@ class Place:
 class PythonProcess:
     """A new interpreter that executes what it is sent."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, settings: ProcessSettings) -> None:
         requests, to_ask = os.pipe()
         to_answer, answers = os.pipe()
         words = [sys.executable, "-P", "-c", "from lockstep.calls.executor import main; main()"]
         words += [str(requests), str(answers)]
         folder, environment = Path.cwd(), _environment()
         try:
-            if place.sandbox is not None:
-                words, environment = place.sandbox.command(words, folder), sandbox.environment(environment)
+            if settings.sandbox is not None:
+                words, environment = settings.sandbox.command(words, folder), sandbox.environment(environment)
             self._process = subprocess.Popen(
                 words,
                 cwd=folder,
                 env=environment,
                 pass_fds=(requests, answers),
-                stdin=None if place.terminal else subprocess.DEVNULL,
-                stdout=None if place.terminal else subprocess.PIPE,
-                stderr=None if place.terminal else subprocess.STDOUT,
-                start_new_session=not place.terminal,  # it cannot reach the terminal, and can be ended with all that it started
+                stdin=None if settings.terminal else subprocess.DEVNULL,
+                stdout=None if settings.terminal else subprocess.PIPE,
+                stderr=None if settings.terminal else subprocess.STDOUT,
+                start_new_session=not settings.terminal,  # it cannot reach the terminal, and can be ended with all that it started
             )
         finally:
             os.close(requests)
@@ -110,7 +110,10 @@ class PythonProcess:
         self._relay: threading.Thread | None = None
         if self._process.stdout is not None:
             self._relay = threading.Thread(
-                target=_show, args=(self._process.stdout, place.say), name="lockstep-job-output", daemon=True
+                target=_show,
+                args=(self._process.stdout, settings.say),
+                name="lockstep-job-output",
+                daemon=True,
             )
             self._relay.start()
 
@@ -137,13 +140,13 @@ class PythonProcess:
             self._relay.join(LOOK_S)
 
 
-Start = Callable[[Place], Executor]
+Start = Callable[[ProcessSettings], Executor]
 START: Start = PythonProcess
 """What starts a process that executes a run's code."""
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with what an exact run needs before Python starts. No key of the record's store: it has nothing to do there."""
+    """The variables of this process, with those that an exact run needs before Python starts, and without keys of the record's store: the other process has nothing to do there."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
     return {**inherited, **sent_environment(), "PYTHONPATH": os.pathsep.join(_paths())}
 
@@ -177,7 +180,7 @@ def _show(pipe: BinaryIO, say: Callable[[str], None]) -> None:
 class Execution:
     """A run's code at work. `job` is what every request is about: the spec's job, its recorded files, and their digests."""
 
-    place: Place
+    settings: ProcessSettings
     source: Mapping[str, bytes] = field(default_factory=dict)
     """The recorded files of the job, by their paths below a source root."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -186,13 +189,13 @@ class Execution:
     """The cluster on which steps are taken: `address`, `workers`, `verbose`; None for the process itself."""
     _process: Executor | None = None
     _buffer: bytearray = field(default_factory=bytearray)
-    _given: tempfile.TemporaryDirectory[str] | None = None
+    _visible_folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
-    def given(self) -> Path | None:
-        """A folder whose content the process sees where it is confined, and does not see the storage of the run."""
+    def visible_folder(self) -> Path | None:
+        """A folder that a confined process can read, for what it needs of the storage of the run; None where the process is not confined."""
         self._started()
-        return None if self._given is None else Path(self._given.name)
+        return None if self._visible_folder is None else Path(self._visible_folder.name)
 
     def __enter__(self) -> Execution:
         return self
@@ -204,9 +207,9 @@ class Execution:
         """End the process. Nothing that it does or says afterwards is heard."""
         if self._process is not None:
             self._process.end(at_once=at_once)
-        if self._given is not None:
-            self._given.cleanup()
-        self._process = self._given = None
+        if self._visible_folder is not None:
+            self._visible_folder.cleanup()
+        self._process = self._visible_folder = None
         self._buffer.clear()
 
     def ask(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
@@ -224,8 +227,8 @@ class Execution:
         count = 0
         while (message := wire.parsed(self._line()))["kind"] != "done":
             if message["kind"] == "error":
-                if self.place.sandbox is not None:
-                    self.place.say(IN_SANDBOX)
+                if self.settings.sandbox is not None:
+                    self.settings.say(IN_SANDBOX)
                 raise wire.error_told(message)
             if message["kind"] != "said":
                 yield message
@@ -233,7 +236,7 @@ class Execution:
             count += 1
             if count > MOST_SAID:
                 raise wire.broken(f"more than {MOST_SAID} lines to show")
-            self.place.say(wire.plain_text(message.get("text")))
+            self.settings.say(wire.plain_text(message.get("text")))
 
     def receive(self, sent: wire.FileSent, path: Path, most: int) -> None:
         """Write a file that was announced as `path`, which is new. ProtocolError where it has more than `most` bytes."""
@@ -251,14 +254,16 @@ class Execution:
 
     def _started(self) -> Executor:
         if self._process is None:
-            place = self.place
-            if place.sandbox is not None:
-                self._given = tempfile.TemporaryDirectory(prefix="lockstep-given-")
-                needed = [*place.sandbox.needed, Path(self._given.name)]
-                place = replace(place, sandbox=replace(place.sandbox, needed=needed))
-            self._process = START(place)
+            settings = self.settings
+            if settings.sandbox is not None:
+                self._visible_folder = tempfile.TemporaryDirectory(prefix="lockstep-given-")
+                needed = [*settings.sandbox.needed, Path(self._visible_folder.name)]
+                settings = replace(settings, sandbox=replace(settings.sandbox, needed=needed))
+            self._process = START(settings)
             try:
-                pickle.dump((self.source, self.fields, self.place.sandbox is not None), self._process.asked)
+                pickle.dump(
+                    (self.source, self.fields, self.settings.sandbox is not None), self._process.asked
+                )
             except BrokenPipeError:
                 raise self._lost() from None
         return self._process
@@ -327,7 +332,7 @@ def take_steps(
     name. `look` is a step and a micro-batch (both from 0) that are looked into. Raises what the other process tells of.
     """
     replayed, newest, last = Replayed(), replay.step, replay.step
-    spec, replay = handed(spec, replay, execution.given)
+    spec, replay = handed(spec, replay, execution.visible_folder)
     request = {"spec": spec, "replay": replay, "weights": weights is not None, "look": look, "files": files}
     for message in execution.ask("steps", **request, cluster=execution.cluster):
         match message["kind"]:
@@ -358,7 +363,7 @@ def take_steps(
             case "summary" if not replayed.summary:
                 replayed.summary = wire.mapping(message.get("summary"))
             case "look" if look is not None and replayed.look is None:
-                replayed.look = _look(message.get("look"))
+                replayed.look = _parsed_look(message.get("look"))
             case "source" if files and not replayed.source:
                 replayed.source = wire.texts(message.get("files"))
             case "file" if weights is not None:
@@ -388,7 +393,7 @@ def handed(spec: Spec, replay: Replay, folder: Path | None) -> tuple[Spec, Repla
     return spec, replay
 
 
-def _look(document: Any) -> Look:
+def _parsed_look(document: Any) -> Look:
     try:
         return Look.of(wire.mapping(wire.shown(document)))
     except (TypeError, ValueError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.proof import guard_worker, problems
 from lockstep.proof.causes import Cause, causes
-from lockstep.proof.difference import Parted, first_parting, tell_parting
+from lockstep.proof.difference import Parted, add_parting, first_parting
 from lockstep.proof.microscope import Look
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
@@ -63,11 +63,11 @@ class Trainer:
     paths: Sequence[Path]
     start: Start = start_python
 
-    def __call__(self, tree: Path, what: str, look: tuple[int, int] | None = None) -> Trained:
-        """Train in the working tree `tree`, which is `what` to a person. UnfitError where it cannot be."""
+    def __call__(self, tree: Path, label: str, look: tuple[int, int] | None = None) -> Trained:
+        """Train in the working tree `tree`, which is `label` to a person. UnfitError where it cannot be."""
         job_folder = tree / self.folder
         if not (job_folder / self.spec).is_file():
-            raise problems.UNFIT_FILE(what=what, file=self.spec)
+            raise problems.UNFIT_FILE(what=label, file=self.spec)
         with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as out:
             request = {
                 "spec": self.spec,
@@ -77,7 +77,7 @@ class Trainer:
                 "look": look,
                 "ranks": self.ranks if look is None else 1,
             }
-            self._run(request, job_folder, self._environment(tree), what)
+            self._run(request, job_folder, self._environment(tree), label)
             return _read(Path(out))
 
     def _environment(self, tree: Path) -> dict[str, str]:
@@ -91,15 +91,15 @@ class Trainer:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
-    def _run(self, request: dict[str, Any], here: Path, environment: Mapping[str, str], what: str) -> None:
+    def _run(self, request: dict[str, Any], folder: Path, environment: Mapping[str, str], label: str) -> None:
         starts = [
-            partial(self.start, json.dumps({**request, "rank": rank}), here, environment)
+            partial(self.start, json.dumps({**request, "rank": rank}), folder, environment)
             for rank in range(request["ranks"])
         ]
         failed = first_failure(run_together(starts))
         if failed is not None:
             reason = failed.said or f"its process ended with exit code {failed.code}"
-            raise problems.UNFIT(what=what, got=reason)
+            raise problems.UNFIT(what=label, got=reason)
 
 
 def _read(out: Path) -> Trained:
@@ -141,18 +141,17 @@ class Guarded:
         }
 
 
-def compare(base: Trained, found: Trained) -> tuple[list[Cause], Parted | None]:
+def compare(base: Trained, changed: Trained) -> tuple[list[Cause], Parted | None]:
     """In which fields two states differ, and the first step and quantity in which what they trained does."""
-    last = min(max(base.steps), max(found.steps))
-    first, _ = first_parting(base, found, last)
+    last = min(max(base.steps), max(changed.steps))
+    first, _ = first_parting(base, changed, last)
     parted = None
     if first is not None:
-        step, mismatch = first
-        parted = Parted(step, mismatch.micro_batch, mismatch.quantity, mismatch.before, mismatch.after)
-    if parted is None and max(base.steps) != max(found.steps):
-        counts = [f"{max(trained.steps)} steps" for trained in (base, found)]
+        parted = Parted.of(*first)
+    if parted is None and max(base.steps) != max(changed.steps):
+        counts = [f"{max(trained.steps)} steps" for trained in (base, changed)]
         parted = Parted(last + 1, None, "row", counts[0], counts[1])
-    return causes(base.fields, found.fields), parted
+    return causes(base.fields, changed.fields), parted
 
 
 def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None]) -> None:
@@ -162,4 +161,4 @@ def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None
     at = parted.step, parted.micro_batch
     base_look, found_look = look("base", at), look("found", at)
     if base_look is not None and found_look is not None:
-        tell_parting(parted, base_look, found_look)
+        add_parting(parted, base_look, found_look)

@@ -39,7 +39,7 @@ def main(request: str) -> int:
     return 0
 
 
-def _train(wanted: dict[str, Any], replay_here: Any) -> None:
+def _train(request: dict[str, Any], replay_here: Any) -> None:
     from lockstep.checkpoint.runs.run_folder import Replay
     from lockstep.checks.preflight import find_initial_weights
     from lockstep.communication.group import Group, local_device
@@ -47,16 +47,16 @@ def _train(wanted: dict[str, Any], replay_here: Any) -> None:
     from lockstep.record.ledger.tables import write_evaluations, write_parquet
     from lockstep.spec.loading import load_spec
 
-    spec = find_initial_weights(load_spec(Path(wanted["spec"]), wanted["overrides"], uri="off"))
-    out, look = Path(wanted["out"]), wanted["look"]
+    spec = find_initial_weights(load_spec(Path(request["spec"]), request["overrides"], uri="off"))
+    out, look = Path(request["out"]), request["look"]
     microscope = None if look is None else Microscope(look[0] - 1, look[1])
-    replay = Replay("", spec.checkpoint.storage, 0, wanted["steps"], None, microscope)
-    if wanted["ranks"] == 1:
+    replay = Replay("", spec.checkpoint.storage, 0, request["steps"], None, microscope)
+    if request["ranks"] == 1:
         replayed = replay_here(spec, replay, _Unwatched())
     else:
-        with _grouped(out, wanted["rank"], wanted["ranks"]):
+        with _grouped(out, request["rank"], request["ranks"]):
             replayed = replay_here(spec, replay, _Unwatched(), Group.join(local_device(spec)))
-    if wanted["rank"] > 0:
+    if request["rank"] > 0:
         return
     write_parquet([replayed.steps[step] for step in sorted(replayed.steps)], out / ROWS)
     write_evaluations(
@@ -80,9 +80,9 @@ def _grouped(out: Path, rank: int, ranks: int) -> Iterator[None]:
 
 
 class _Unwatched:
-    """Takes all rows, and never has enough."""
+    """Takes all rows: no row makes the steps that follow unnecessary."""
 
-    def row(self, found: Any) -> None: ...
+    def row(self, row: Any) -> None: ...
 
     def enough(self) -> bool:
         return False

@@ -25,7 +25,7 @@ from lockstep.training.setup import make_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class InspectionRequest:
     """What of a step (from 0) is wanted: of one micro-batch, or of all where `micro_batch` is None."""
 
     step: int
@@ -52,12 +52,12 @@ FILES = frozenset({"batch.safetensors", "trace.json", "samples.json"})
 class Inspection:
     """Shows one step, as a probe of its micro-batches; files go into `folder`, which is made for the first of them."""
 
-    wanted: Wanted
+    request: InspectionRequest
     folder: Path
     looks: dict[Seat, Look] = field(default_factory=dict)
     losses: dict[Seat, float] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
-    row_found: StepRow | None = None
+    replayed_row: StepRow | None = None
     _phase: str = ""
     _profiler: Any = None
     _microscope: Microscope | None = None
@@ -65,14 +65,14 @@ class Inspection:
     @contextmanager
     def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
         self._phase = phase
-        if position.step == self.wanted.step and self.wanted.profile and self._profiler is None:
+        if position.step == self.request.step and self.request.profile and self._profiler is None:
             self._profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self._profiler.start()
-        if not self.wanted.covers(position, m):
+        if not self.request.covers(position, m):
             yield
             return
         with ExitStack() as stack:
-            if self.wanted.inspect:
+            if self.request.inspect:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
                 self._microscope = Microscope(position.step, m, operators=False)
                 self.looks[m, phase] = self._microscope.look
@@ -81,16 +81,16 @@ class Inspection:
         self._microscope = None
 
     def batch(self, position: Position, m: int, batch: Any) -> None:
-        if not self.wanted.covers(position, m):
+        if not self.request.covers(position, m):
             return
         if self._microscope is not None:
             self._microscope.batch(position, m, batch)
-        if self.wanted.micro_batch is not None:
+        if self.request.micro_batch is not None:
             tensors = {
                 f"batch[{i}]": leaf.cpu().contiguous().clone() for i, leaf in enumerate(tensors_in(batch))
             }
             save_file(tensors, self._file("batch.safetensors"))
-        if self.wanted.debug:
+        if self.request.debug:
             debugger = pdb.Pdb(nosigint=True)
             debugger.message(f"step {position.number}, micro-batch {m}: the loss is given `batch`; c goes on")
             debugger.set_trace()
@@ -98,18 +98,18 @@ class Inspection:
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
         if self._microscope is not None:
             self._microscope.loss(position, m, total)
-        if self.wanted.covers(position, m):
+        if self.request.covers(position, m):
             self.losses[m, self._phase] = total.item() if isinstance(total, Tensor) else total
 
     def backward(self, position: Position, m: int) -> None:
         if self._microscope is not None:
             self._microscope.backward(position, m)
 
-    def row(self, found: StepRow) -> None:
+    def row(self, row: StepRow) -> None:
         """The step is done: its update is in the profile as well."""
-        if found.step != self.wanted.step + 1:
+        if row.step != self.request.step + 1:
             return
-        self.row_found = found
+        self.replayed_row = row
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(self._file("trace.json")))

@@ -27,7 +27,7 @@ Phase = Literal["forward", "backward", "between"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedValue:
     """A value: `what` names it (`output of hidden`, `aten.addmm`), `where` is the module that it belongs to."""
 
     what: str
@@ -41,26 +41,26 @@ class Seen:
 class Look:
     """All that was seen of one micro-batch, in order."""
 
-    batch: list[Seen] = field(default_factory=list)
-    weights: list[Seen] = field(default_factory=list)
-    modules: list[Seen] = field(default_factory=list)
+    batch: list[ObservedValue] = field(default_factory=list)
+    weights: list[ObservedValue] = field(default_factory=list)
+    modules: list[ObservedValue] = field(default_factory=list)
     """The outputs of each module's calls, inner modules before outer ones."""
-    loss: list[Seen] = field(default_factory=list)
-    gradients: list[Seen] = field(default_factory=list)
+    loss: list[ObservedValue] = field(default_factory=list)
+    gradients: list[ObservedValue] = field(default_factory=list)
     """Of the parameters, in the order in which backward came to them."""
-    operators: list[Seen] = field(default_factory=list)
+    operators: list[ObservedValue] = field(default_factory=list)
     later: list[Look] = field(default_factory=list)
     """The same micro-batch in the further phases of its step, in order."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Look:
-        """The look that `asdict` made `told` of."""
+    def of(cls, fields: Mapping[str, Any]) -> Look:
+        """The look whose `asdict` is `fields`."""
         values = {
-            name: [Seen(**document) for document in documents]
-            for name, documents in told.items()
+            name: [ObservedValue(**document) for document in documents]
+            for name, documents in fields.items()
             if name != "later"
         }
-        return cls(**values, later=[cls.of(document) for document in told.get("later", ())])
+        return cls(**values, later=[cls.of(document) for document in fields.get("later", ())])
 
 
 def statistics(tensor: Tensor) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begun = True
         hooks = list(self._hooks(model))
         self._at_hand.weights = [
-            self._seen(name, "", value)
+            self._observed(name, "", value)
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor)
         ]
@@ -123,7 +123,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (position.step, m) == self._at:
             self._phase = "forward"
             self._at_hand.batch = [
-                self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(tensors_in(batch))
+                self._observed(f"batch[{i}]", "", leaf) for i, leaf in enumerate(tensors_in(batch))
             ]
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
@@ -132,7 +132,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phase = "between"
             self._modules = []
             if isinstance(total, Tensor):
-                self._at_hand.loss = [self._seen("the loss", "", total)]
+                self._at_hand.loss = [self._observed("the loss", "", total)]
 
     def backward(self, position: Position, m: int) -> None:
         """Backward begins."""
@@ -141,17 +141,17 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hooks(self, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
-            place = name or "the model"
+            module_name = name or "the model"
 
-            def enter(_module: nn.Module, _inputs: Any, place: str = place) -> None:
-                self._modules.append(place)
+            def enter(_module: nn.Module, _inputs: Any, module_name: str = module_name) -> None:
+                self._modules.append(module_name)
 
-            def leave(_module: nn.Module, _inputs: Any, output: Any, place: str = place) -> None:
-                if self._modules and self._modules[-1] == place:
+            def leave(_module: nn.Module, _inputs: Any, output: Any, module_name: str = module_name) -> None:
+                if self._modules and self._modules[-1] == module_name:
                     self._modules.pop()
                 for i, leaf in enumerate(tensors_in(output)):
                     self._at_hand.modules.append(
-                        self._seen(f"output{f'[{i}]' if i else ''} of {place}", place, leaf)
+                        self._observed(f"output{f'[{i}]' if i else ''} of {module_name}", module_name, leaf)
                     )
 
             yield module.register_forward_pre_hook(enter)
@@ -160,16 +160,16 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
 
                 def came(gradient: Tensor, name: str = name) -> None:
-                    self._at_hand.gradients.append(self._seen(f"gradient of {name}", name, gradient))
+                    self._at_hand.gradients.append(self._observed(f"gradient of {name}", name, gradient))
 
                 yield parameter.register_hook(came)  # type: ignore[no-untyped-call]
 
-    def _seen(self, what: str, where: str, tensor: Tensor) -> Seen:
+    def _observed(self, name: str, where: str, tensor: Tensor) -> ObservedValue:
         busy, self._busy = self._busy, True
         try:
             with torch.no_grad():
                 digest = Digester(torch.device("cpu")).digest({"": tensor.detach().cpu()})
-                return Seen(what, where, self._phase, digest, statistics(tensor))
+                return ObservedValue(name, where, self._phase, digest, statistics(tensor))
         finally:
             self._busy = busy
 
@@ -180,7 +180,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in tensors_in(output):
                 if leaf.layout is torch.strided and not leaf.is_meta and not _unwritten(func):
                     self._at_hand.operators.append(
-                        self._seen(str(func).removesuffix(".default"), where, leaf)
+                        self._observed(str(func).removesuffix(".default"), where, leaf)
                     )
         return output
 
@@ -198,14 +198,14 @@ class Parting:
     module: str | None
     parameter: str | None
     operator: str | None
-    one: Seen | None
-    other: Seen | None
+    first: ObservedValue | None
+    second: ObservedValue | None
 
 
-def parting(one: Look, other: Look) -> Parting | None:
+def parting(look_a: Look, look_b: Look) -> Parting | None:
     """Where two looks part first: phase by phase the batch, the weights, a module's output, the loss, or a parameter's gradient."""
     for name in ("batch", "weights", "modules", "loss", "gradients"):
-        pair = _first(getattr(one, name), getattr(other, name))
+        pair = _first(getattr(look_a, name), getattr(look_b, name))
         if pair is None:
             continue
         a, b = pair
@@ -214,32 +214,36 @@ def parting(one: Look, other: Look) -> Parting | None:
         quantity = f"weights {value.what}" if name == "weights" else value.what
         module = parameter = operator = None
         if name in ("modules", "loss"):
-            operator, module = _operator(one, other, "forward")
+            operator, module = _operator(look_a, look_b, "forward")
             module = module or value.where or None
         if name == "gradients":
             parameter = value.where
             # The loss may be the same number where what led to it was not.
-            operator, _ = _operator(one, other, "backward" if _forward(one) == _forward(other) else "forward")
+            operator, _ = _operator(
+                look_a, look_b, "backward" if _forward(look_a) == _forward(look_b) else "forward"
+            )
         return Parting(quantity, module, parameter, operator, a, b)
-    further = zip_longest(one.later, other.later, fillvalue=Look())
+    further = zip_longest(look_a.later, look_b.later, fillvalue=Look())
     return next(filter(None, (parting(a, b) for a, b in further)), None)
 
 
-def _first(one: Sequence[Seen], other: Sequence[Seen]) -> tuple[Seen | None, Seen | None] | None:
-    """The first pair that is not the same: values of one name are held against each other, in the order of the first."""
-    unmatched = _numbered(other)
-    for key, a in _numbered(one).items():
+def _first(
+    values_a: Sequence[ObservedValue], values_b: Sequence[ObservedValue]
+) -> tuple[ObservedValue | None, ObservedValue | None] | None:
+    """The first pair that is not the same: values of one name are compared, in the order of `values_a`."""
+    unmatched = _numbered(values_b)
+    for key, a in _numbered(values_a).items():
         b = unmatched.pop(key, None)
         if b is None or a.digest != b.digest:
             return a, b
     return next(((None, b) for b in unmatched.values()), None)
 
 
-def _numbered(seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
+def _numbered(values: Sequence[ObservedValue]) -> dict[tuple[str, int], ObservedValue]:
     """Values by their names and how often each came before."""
     count: dict[str, int] = {}
     numbered = {}
-    for value in seen:
+    for value in values:
         count[value.what] = count.get(value.what, 0) + 1
         numbered[value.what, count[value.what]] = value
     return numbered
@@ -250,13 +254,13 @@ def _forward(look: Look) -> Counter[int]:
     return Counter(value.digest for value in look.operators if value.phase == "forward")
 
 
-def _operator(one: Look, other: Look, phase: Phase) -> tuple[str | None, str | None]:
+def _operator(look_a: Look, look_b: Look, phase: Phase) -> tuple[str | None, str | None]:
     """The first operator of a phase that was another one, or gave other bits, and its module."""
-    a, b = ([seen for seen in look.operators if seen.phase == phase] for look in (one, other))
+    a, b = ([value for value in look.operators if value.phase == phase] for look in (look_a, look_b))
     for i in range(max(len(a), len(b))):
-        x, y = (seen[i] if i < len(seen) else None for seen in (a, b))
+        x, y = (value[i] if i < len(value) else None for value in (a, b))
         if x is None or y is None or (x.what, x.digest) != (y.what, y.digest):
-            names = [seen.what if seen is not None else "nothing" for seen in (x, y)]
-            module = next(seen.where for seen in (x, y) if seen is not None)
+            names = [value.what if value is not None else "nothing" for value in (x, y)]
+            module = next(value.where for value in (x, y) if value is not None)
             return names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}", module
     return None, None

@@ -1,4 +1,4 @@
-"""What a run says that it ended with, held against its own rows and files: for this nothing is trained."""
+"""What a run's summary states, checked against its own rows and files without training anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_diges
 
 
 class Disagreement(NamedTuple):
-    """One thing that is said in two places, and not the same in both."""
+    """A value on which two parts of a record disagree: `stated` in one, `found` in the other."""
 
     what: str
     stated: Any
@@ -90,7 +90,7 @@ def lacking_digests(spec: Spec, plan: Plan, row: StepRow) -> str | None:
     return "ema_digest" if digests.average is None and spec.ema is not None else None
 
 
-def of_metrics(
+def metric_disagreements(
     summary: Mapping[str, Any],
     steps: Mapping[int, StepRow],
     evaluations: Mapping[int, EvaluationRow],
@@ -121,7 +121,9 @@ def of_metrics(
             yield Disagreement(f"{name} of the summary", stated.get(name), newest.get(name))
 
 
-def of_files(summary: Mapping[str, Any], folder: Path, last: StepRow | None) -> Iterator[Disagreement]:
+def file_disagreements(
+    summary: Mapping[str, Any], folder: Path, last: StepRow | None
+) -> Iterator[Disagreement]:
     """In what the files of weights in a run's `folder`, as far as they are there, are not what its summary and its last row say."""
     for name, key in DIGEST_OF.items():
         path = folder / "weights" / f"{name}.safetensors"
@@ -142,18 +144,18 @@ def of_files(summary: Mapping[str, Any], folder: Path, last: StepRow | None) -> 
                     f"{last.digests.weights:016x}",
                     f"{actual:016x}",
                 )
-    yield from _beside(summary, folder)
+    yield from _beside_disagreements(summary, folder)
 
 
-def beside_of(summary: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+def files_beside(summary: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """The files of weights in a run's `folder` with something beside them, by their names in the summary."""
     stated = summary.get("beside") or {}
     return {name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if stated.get(name)}
 
 
-def _beside(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
-    """The same for what the model computed with besides them."""
-    for name, path in beside_of(summary, folder).items():
+def _beside_disagreements(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
+    """The same for the files with what the model computes with besides its weights."""
+    for name, path in files_beside(summary, folder).items():
         if not beside_path(path).is_file():
             continue
         digest = summary["beside"][name]
@@ -173,7 +175,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise problems.WEIGHTS_UNREADABLE(file=path, got=first_line(error)) from error
 
 
-def same_in_json(one: Any, other: Any) -> bool:
+def same_in_json(first: Any, second: Any) -> bool:
     """Whether two values of a summary are the same: numbers to the last bit, as JSON has them."""
-    one, other = (float(value) if isinstance(value, int) else value for value in (one, other))
-    return json.dumps(one, default=str) == json.dumps(other, default=str)
+    first, second = (float(value) if isinstance(value, int) else value for value in (first, second))
+    return json.dumps(first, default=str) == json.dumps(second, default=str)

@@ -89,15 +89,15 @@ class RecordedRun:
         """The attempt whose rows were recorded under `spec` as it is, the newest: a resume may change the placement. None where the rows are another run's."""
         return None if self.summary.get("reused_from") else self.steps[max(self.steps)].attempt
 
-    def check_step(self, step: int, given: str) -> None:
-        """SpecError where the run has no such step; `given` says what asked for it."""
+    def check_step(self, step: int, option: str) -> None:
+        """SpecError where the run has no such step; `option` is the option that asked for it."""
         if not self.forked_at < step <= self.last_step:
             available = (
                 f"{self.forked_at + 1} to {self.last_step}: it is a fork"
                 if self.forked_at
                 else f"{self.last_step}"
             )
-            raise problems.NO_SUCH_STEP(option=given, got=step, wanted=available)
+            raise problems.NO_SUCH_STEP(option=option, got=step, wanted=available)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -217,9 +217,9 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
     )
 
 
-def recorded_source(run_id: str, uri: str, here: Path) -> dict[str, bytes]:
-    """The files of a run's job by their paths below a source root, from the run's folder `here` or else from its store."""
-    texts = _Texts(uri, run_id, here)
+def recorded_source(run_id: str, uri: str, folder: Path) -> dict[str, bytes]:
+    """The files of a run's job by their paths below a source root, from the run's `folder` or else from its store."""
+    texts = _Texts(uri, run_id, folder)
     return {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
 
 
@@ -230,42 +230,42 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
     return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
 
 
-def recorded_fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
-    """The fields of a run's identity; none where nothing tells them."""
+def recorded_fields(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
+    """The fields of a run's identity; empty where they are not recorded."""
     try:
-        return json_mapping(_Texts(uri, run_id, here).read("fields.json") or b"{}")
+        return json_mapping(_Texts(uri, run_id, folder).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
         raise problems.UNREADABLE(run=run_id, what="fields.json", got=error) from error
 
 
-def _facts(uri: str, run_id: str, here: Path) -> dict[str, Any]:
-    """The facts of what a run's job took from outside itself; none where nothing tells them."""
+def _facts(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
+    """The facts of what a run's job took from outside itself; empty where they are not recorded."""
     try:
-        facts = json_mapping(_Texts(uri, run_id, here).read("environment.json") or b"{}").get(MOVED)
+        facts = json_mapping(_Texts(uri, run_id, folder).read("environment.json") or b"{}").get(MOVED)
     except (OSError, ValueError) as error:
         raise problems.UNREADABLE(run=run_id, what="environment.json", got=error) from error
     return facts if isinstance(facts, dict) else {}
 
 
-def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
-    """SpecError where a step, or an evaluation, is there twice: nothing tells which one is meant."""
+def _refuse_twice(run_id: str, table: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
+    """SpecError where a step, or an evaluation, is recorded twice: nothing says which one counts."""
     numbers = [row.step for row in rows]
     if len(set(numbers)) < len(numbers):
         twice = next(step for step, count in Counter(numbers).items() if count > 1)
         kind = "row" if isinstance(rows[0], StepRow) else "evaluation"
-        raise problems.ROW_TWICE(run=run_id, what=what, kind=kind, step=twice)
+        raise problems.ROW_TWICE(run=run_id, what=table, kind=kind, step=twice)
 
 
-def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:
+def _rows(uri: str, run_id: str, folder: Path) -> tuple[list[StepRow], list[EvaluationRow]]:
     """The ledger's rows, and of a run that has not ended those of its journal."""
-    if not (here / "ledger.parquet").exists() and (here / NAME).exists():
-        journal = Journal(here, read_only=True)
+    if not (folder / "ledger.parquet").exists() and (folder / NAME).exists():
+        journal = Journal(folder, read_only=True)
         try:
             return list(journal.steps()), list(journal.evaluations())
         finally:
             journal.close()
     try:
-        history = find_history(uri, run_id, here.parent)
+        history = find_history(uri, run_id, folder.parent)
     except RecordError as error:
         raise problems.UNREADABLE(run=run_id, what="ledger", got=error) from error
     return list(history.steps), list(history.evaluations)
@@ -274,24 +274,26 @@ def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[Evalua
 class _Texts:
     """The files of a run or a sweep: from its folder, or else from its store."""
 
-    def __init__(self, uri: str, run_id: str, here: Path) -> None:
-        self._here, self._run_id = here, run_id
-        has_spec = any((here / name).exists() for name in ("spec.yaml", SWEEP_FILE))
-        self._reader = None if has_spec else reader(uri, here.parent)
+    def __init__(self, uri: str, run_id: str, folder: Path) -> None:
+        self._folder, self._run_id = folder, run_id
+        has_spec = any((folder / name).exists() for name in ("spec.yaml", SWEEP_FILE))
+        self._reader = None if has_spec else reader(uri, folder.parent)
 
     def below(self, prefix: str) -> list[str]:
         if self._reader is not None:
             return [name for name in self._reader.artifacts(self._run_id) if name.startswith(prefix)]
-        folder = self._here / prefix
-        return sorted(path.relative_to(self._here).as_posix() for path in folder.rglob("*") if path.is_file())
+        folder = self._folder / prefix
+        return sorted(
+            path.relative_to(self._folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        )
 
     def read(self, name: str) -> bytes:
-        """Its content; nothing where it is not there."""
+        """The content of a file; empty where there is none."""
         if self._reader is not None:
-            there = name in self._reader.artifacts(self._run_id)
-            return as_bytes(self._reader.text(self._run_id, name)) if there else b""
+            exists = name in self._reader.artifacts(self._run_id)
+            return as_bytes(self._reader.text(self._run_id, name)) if exists else b""
         try:
-            return read_beneath(self._here, name, MOST_BYTES)
+            return read_beneath(self._folder, name, MOST_BYTES)
         except FileNotFoundError:
             return b""
         except OutsideError as error:

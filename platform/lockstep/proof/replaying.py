@@ -37,20 +37,20 @@ class Replayed:
 
 
 class Watching(Protocol):
-    """Is told each row as it is found, and says when no more are wanted."""
+    """Gets each row as its step is taken, and says when no more are needed."""
 
-    def row(self, found: StepRow) -> None: ...
+    def row(self, row: StepRow) -> None: ...
 
     def enough(self) -> bool: ...
 
 
 @runtime_checkable
 class Informed(Watching, Protocol):
-    """Is also told the fields of the identity and the facts beside them, before any row, and each evaluation."""
+    """Also gets the fields of the identity and the facts beside them, before any row, and each evaluation."""
 
     def begun(self, fields: Mapping[str, Any], facts: Mapping[str, Any]) -> None: ...
 
-    def evaluation(self, found: EvaluationRow) -> None: ...
+    def evaluation(self, row: EvaluationRow) -> None: ...
 
 
 def replay_spec(spec: Spec) -> Spec:
@@ -58,11 +58,11 @@ def replay_spec(spec: Spec) -> Spec:
     return spec.model_copy(update={"record": spec.record.model_copy(update={"digest_every": 1})})
 
 
-class _Kept(NoRequests):
-    """Keeps what is told from a step on."""
+class _Collector(NoRequests):
+    """Keeps what a run reports from a step on."""
 
     def __init__(self, first: int, watch: Watching) -> None:
-        self.found = Replayed()
+        self.replayed = Replayed()
         self._first, self._watch = first, watch
 
     def stop(self) -> bool:
@@ -71,26 +71,26 @@ class _Kept(NoRequests):
     def tell(self, event: Event) -> None:
         match event:
             case Started():
-                self.found.fields = event.facts["fields"]
-                self.found.facts = event.facts["environment"].get(MOVED) or {}
+                self.replayed.fields = event.facts["fields"]
+                self.replayed.facts = event.facts["environment"].get(MOVED) or {}
                 if isinstance(self._watch, Informed):
-                    self._watch.begun(self.found.fields, self.found.facts)
+                    self._watch.begun(self.replayed.fields, self.replayed.facts)
             case StepRow() if event.step >= self._first:
-                self.found.steps[event.step] = event
+                self.replayed.steps[event.step] = event
                 self._watch.row(event)
             case EvaluationRow() if event.step >= self._first:
-                self.found.evaluations[event.step] = event
+                self.replayed.evaluations[event.step] = event
                 if isinstance(self._watch, Informed):
                     self._watch.evaluation(event)
             case Finished():
-                self.found.summary = event.summary
+                self.replayed.summary = event.summary
             case _:
                 pass  # among them Restored: rows that are not taken again
 
 
 def replay_here(spec: Spec, replay: Replay, watch: Watching, group: Group | None = None) -> Replayed:
     """Take the steps in this process, on one worker or as one of `group`, up to the one after which `watch` has enough. Raises LockstepError."""
-    collector = _Kept(replay.step + 1, watch)
+    collector = _Collector(replay.step + 1, watch)
     device: torch.device = local_device(spec)
     fit(
         replay_spec(spec),
@@ -100,4 +100,4 @@ def replay_here(spec: Spec, replay: Replay, watch: Watching, group: Group | None
         collector,
         AttemptOrigin(replay=replay),
     )
-    return collector.found
+    return collector.replayed

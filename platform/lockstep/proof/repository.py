@@ -45,25 +45,25 @@ class Repository:
             self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
         )
         if result.returncode:
-            shallow = self._told("rev-parse", "--is-shallow-repository") == "true"
+            shallow = self._output("rev-parse", "--is-shallow-repository") == "true"
             advice = "this clone is shallow: git fetch --unshallow brings the older ones" if shallow else ""
             raise problems.NO_COMMIT(got=revision, advice=advice)
         return result.stdout.strip()
 
     def since(self, good: str) -> list[str]:
-        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it.
+        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is not an ancestor of it.
 
-        Those that have not `good`, and came beside it by a merge, are left out: they may have the bits of before it.
+        Commits that came by a merge and do not descend from `good` are left out: they may have the bits from before it.
         """
         if _git(self.root, "merge-base", "--is-ancestor", good, "HEAD").returncode:
             raise problems.NOT_BEFORE(got=good[:12])
-        line = self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
-        descendants = {*self._told("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
+        line = self._output("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
+        descendants = {*self._output("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
         return [commit for commit in line if commit in descendants]
 
     def title(self, commit: str) -> str:
-        """The first line of what a commit says of itself."""
-        return self._told("show", "--no-patch", "--format=%s", commit)
+        """The first line of a commit's message."""
+        return self._output("show", "--no-patch", "--format=%s", commit)
 
     @contextmanager
     def checked_out(self, commit: str) -> Iterator[Path]:
@@ -71,13 +71,13 @@ class Repository:
         with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as folder:
             tree = Path(folder).resolve() / "tree"
             try:
-                self._told("worktree", "add", "--quiet", "--force", "--detach", str(tree), commit)
+                self._output("worktree", "add", "--quiet", "--force", "--detach", str(tree), commit)
                 yield tree
             finally:
                 # Also where it was made in part; what git does not remove goes with the folder.
                 _git(self.root, "worktree", "remove", "--force", "--force", str(tree))
 
-    def _told(self, *words: str) -> str:
+    def _output(self, *words: str) -> str:
         result = _git(self.root, *words)
         if result.returncode:
             raise problems.GIT_FAILED(command=words[0], got=" ".join(result.stderr.split()))

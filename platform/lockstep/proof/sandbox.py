@@ -69,12 +69,12 @@ class _Layout:
     folder: Path
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of a confined process: those that hold no secret and lead to no other program."""
-    safe = redacted_variables(given)
+    safe = redacted_variables(variables)
     return {
         name: value
-        for name, value in given.items()
+        for name, value in variables.items()
         if safe.get(name) == value and name not in _SOCKETS and not name.startswith("MLFLOW_")
     } | {"TMPDIR": "/tmp"}
 
@@ -83,7 +83,7 @@ def _real(path: Path | str) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _needed(given: Iterable[Path]) -> list[Path]:
+def _needed(extra: Iterable[Path]) -> list[Path]:
     """What has to be seen below the folders that are covered, outermost first: the interpreter and its paths, Lockstep, and what is given."""
     paths: list[Path | str] = [
         sys.prefix,
@@ -92,7 +92,7 @@ def _needed(given: Iterable[Path]) -> list[Path]:
         *(folder for folder in sys.path if folder[:1] == "/"),
     ]
     covered = [_real(path) for path in COVERED]
-    real = {_real(path) for path in (*paths, *given)} - set(covered)
+    real = {_real(path) for path in (*paths, *extra)} - set(covered)
     return sorted(path for path in real if any(path.is_relative_to(folder) for folder in covered))
 
 

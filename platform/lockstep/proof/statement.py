@@ -23,10 +23,10 @@ from lockstep.proof import problems
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
     Disagreement,
-    beside_of,
+    file_disagreements,
+    files_beside,
     lacking_digests,
-    of_files,
-    of_metrics,
+    metric_disagreements,
     plan_of,
     read_weights,
     same_in_json,
@@ -48,7 +48,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
     files = {
         name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if summary.get(DIGEST_OF[name])
     }
-    beside_files = beside_of(summary, folder)
+    beside_files = files_beside(summary, folder)
     for path in [*files.values(), *map(beside_path, beside_files.values())]:
         if not path.is_file():
             raise problems.NO_WEIGHTS(run=run.run_id, file=path)
@@ -113,9 +113,9 @@ def parsed(payload: bytes) -> dict[str, Any]:
     return dict(value)
 
 
-def disagreements(stated: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Disagreement]:
-    """In what a statement differs from the one that the record gives now."""
-    yield from _differing("", json.loads(plain(stated)), json.loads(plain(found)))
+def disagreements(stated: Mapping[str, Any], recomputed: Mapping[str, Any]) -> Iterator[Disagreement]:
+    """In what a statement differs from the one that the record gives now (`recomputed`)."""
+    yield from _differing("", json.loads(plain(stated)), json.loads(plain(recomputed)))
 
 
 def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
@@ -134,8 +134,10 @@ def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -
         if actual != digest:
             yield Disagreement(f"source/{path}", digest, actual)
     yield from _rows(run)
-    yield from of_metrics(summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None)
-    yield from of_files(summary, folder, run.steps[max(run.steps)])
+    yield from metric_disagreements(
+        summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None
+    )
+    yield from file_disagreements(summary, folder, run.steps[max(run.steps)])
 
 
 def _rows(run: RecordedRun) -> Iterator[Disagreement]:
@@ -144,11 +146,11 @@ def _rows(run: RecordedRun) -> Iterator[Disagreement]:
     lacking = next((step for step in every if step not in run.steps), None)
     if lacking is not None:
         yield Disagreement("ledger", f"{every.stop - 1} steps", f"one without step {lacking}")
-    for what, steps in {"ledger": run.steps, "evaluations": run.evaluations}.items():
+    for table, steps in {"ledger": run.steps, "evaluations": run.evaluations}.items():
         outside = next((step for step in sorted(steps) if step not in every), None)
         if outside is not None:
             yield Disagreement(
-                what, f"of steps {every.start} to {every.stop - 1}", f"one with step {outside}"
+                table, f"of steps {every.start} to {every.stop - 1}", f"one with step {outside}"
             )
     plan, attempt = plan_of(run.spec, run.fields), run.placed_alike
     if plan is None:
@@ -162,15 +164,17 @@ def _rows(run: RecordedRun) -> Iterator[Disagreement]:
             return
 
 
-def _differing(where: str, stated: Any, found: Any) -> Iterator[Disagreement]:
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for name in sorted({*stated, *found}):
-            yield from _differing(f"{where}.{name}" if where else name, stated.get(name), found.get(name))
-    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        for i, pair in enumerate(zip(stated, found, strict=True)):
+def _differing(where: str, stated: Any, recomputed: Any) -> Iterator[Disagreement]:
+    if isinstance(stated, dict) and isinstance(recomputed, dict):
+        for name in sorted({*stated, *recomputed}):
+            yield from _differing(
+                f"{where}.{name}" if where else name, stated.get(name), recomputed.get(name)
+            )
+    elif isinstance(stated, list) and isinstance(recomputed, list) and len(stated) == len(recomputed):
+        for i, pair in enumerate(zip(stated, recomputed, strict=True)):
             yield from _differing(f"{where}[{i}]", *pair)
-    elif not same_in_json(stated, found):
-        yield Disagreement(where, stated, found)
+    elif not same_in_json(stated, recomputed):
+        yield Disagreement(where, stated, recomputed)
 
 
 def _chain(steps: Mapping[int, StepRow]) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A recorded run shown to be what it says: steps taken again from a checkpoint, every deterministic column and digest compared.
 
 What could explain a difference (versions, device, threads, source, data) is compared first. Where the run is taken
-again on another kind of device or by other versions, bits may differ rightly: the difference in bits is still told, and the
+again on another kind of device or by other versions, bits may rightly differ: the difference in bits is still reported, and the
 numbers are then compared within `TOLERANCE`, which the answer states.
 """
 
@@ -22,8 +22,8 @@ from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.causes import UNTOLD, Cause, causes
 from lockstep.proof.recorded_end import (
     DIGEST_OF,
+    file_disagreements,
     lacking_digests,
-    of_files,
     plan_of,
     read_weights,
     same_in_json,
@@ -108,7 +108,7 @@ class Verified:
 
 
 class Judge:
-    """Tells differences from what may rightly be so: it knows by what rows a run is held against its record."""
+    """Decides which differences count, from the identities of the run and of the process that takes its steps again."""
 
     def __init__(self, run: RecordedRun, fields: Mapping[str, Any]) -> None:
         self._run = run
@@ -119,24 +119,24 @@ class Judge:
             self.elsewhere.append("determinism: fast promises no bits")
         self.tolerance = TOLERANCE[run.spec.precision] if self.elsewhere else None
 
-    def of_step(self, step: int, found: StepRow | None) -> Iterator[FirstDifference]:
-        """Everything in which the recorded row of a step and the one that was found differ, whether or not it may."""
+    def of_step(self, step: int, row: StepRow | None) -> Iterator[FirstDifference]:
+        """Everything in which the recorded row of a step and `row`, which was computed again, differ, whether or not it may."""
         recorded = self._run.steps.get(step)
-        differ = list(_of_rows(step, recorded, found))
+        differ = list(_row_differences(step, recorded, row))
         yield from differ
         if recorded is None or self._plan is None or recorded.attempt != self._placed_alike:
             return
-        what = lacking_digests(self._run.spec, self._plan, recorded)
-        if what is not None and what not in [difference.quantity for difference in differ]:
-            yield FirstDifference(step, None, what, None, "there")
+        lacking = lacking_digests(self._run.spec, self._plan, recorded)
+        if lacking is not None and lacking not in [difference.quantity for difference in differ]:
+            yield FirstDifference(step, None, lacking, None, "there")
 
-    def counts(self, one: FirstDifference) -> bool:
-        """Whether it is more than may rightly be."""
-        return self.tolerance is None or not _within(one, self.tolerance)
+    def counts(self, difference: FirstDifference) -> bool:
+        """Whether a difference is larger than another kind of machine may cause."""
+        return self.tolerance is None or not _within(difference, self.tolerance)
 
 
 class Watch:
-    """Looks at rows as they are found: where a few differ by more than may be, no more steps need to be taken."""
+    """Looks at rows as their steps are taken again: once a few differ by more than they may, no more steps are needed."""
 
     def __init__(self, run: RecordedRun) -> None:
         self._run, self._differing = run, 0
@@ -145,12 +145,12 @@ class Watch:
     def begun(self, fields: Mapping[str, Any], _facts: Mapping[str, Any]) -> None:
         self._judge = Judge(self._run, fields)
 
-    def row(self, found: StepRow) -> None:
+    def row(self, row: StepRow) -> None:
         judge = self._judge
         if judge is not None:
-            self._differing += any(map(judge.counts, judge.of_step(found.step, found)))
+            self._differing += any(map(judge.counts, judge.of_step(row.step, row)))
 
-    def evaluation(self, found: EvaluationRow) -> None: ...
+    def evaluation(self, row: EvaluationRow) -> None: ...
 
     def enough(self) -> bool:
         return self._differing >= _ENOUGH
@@ -196,9 +196,9 @@ def _led_to(run: RecordedRun, span: Span, aside: Path) -> Path | None:
 
 
 def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
-    """What was found, with the digests of the result as they are computed here, from the tensors in the folder `weights`.
+    """The replayed steps, with the digests of the result as they are computed here, from the tensors in the folder `weights`.
 
-    Those that the executing process told of are not used. A file that it has not handed over has no digest.
+    Those that the executing process reports are not used. A file that it has not handed over has no digest.
     """
     row, summary = replayed.steps.get(last), {**replayed.summary}
     beside_digests: dict[str, str | None] = {}
@@ -218,6 +218,7 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
 
 
 def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answer: Verified) -> None:
+    """Add what a span of replayed steps shows to the answer."""
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
     answer.facts = [Cause(*difference) for difference in changed_facts(run.facts, replayed.facts)]
@@ -225,7 +226,7 @@ def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answ
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
     steps = range(max(span.start, run.forked_at) + 1, span.until + 1)
     differences = list(_differences(run, judge, replayed, steps))
-    differences += _of_saved(run, replayed, steps, aside)
+    differences += _checkpoint_differences(run, replayed, steps, aside)
     differences.sort(key=lambda difference: difference.step)
     answer.steps += sum(step in replayed.steps for step in steps)
     if run.ended and run.last_step in steps:
@@ -236,69 +237,70 @@ def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answ
     answer.tolerance = judge.tolerance
     if beyond := [difference for difference in differences if judge.counts(difference)]:
         answer.first_difference = beyond[0]
-        answer.cause = _told(judge.causes) or _told(answer.facts) or _alone(beyond) or UNTOLD
+        answer.cause = _cause_text(judge.causes) or _cause_text(answer.facts) or _lone_cause(beyond) or UNTOLD
 
 
 def _differences(
-    run: RecordedRun, judge: Judge, replayed: Replayed, wanted: range
+    run: RecordedRun, judge: Judge, replayed: Replayed, steps: range
 ) -> Iterator[FirstDifference]:
-    """Everything in which what is recorded and what was found differ, step by step."""
+    """Everything in which the record and the replayed steps differ, step by step."""
     last = run.last_step
-    for step in wanted:
+    for step in steps:
         yield from judge.of_step(step, replayed.steps.get(step))
         evaluation = run.evaluations.get(step)
         # After its last step a run that has not finished may have been ended before its evaluation.
         if evaluation is not None or step < last or run.ended:
-            yield from _of_rows(step, evaluation, replayed.evaluations.get(step))
-    if wanted.start == run.forked_at + 1:
-        yield from _outside(run, lambda step: step < wanted.start)
-    if last in wanted:
-        yield from _outside(run, lambda step: step > last)
+            yield from _row_differences(step, evaluation, replayed.evaluations.get(step))
+    if steps.start == run.forked_at + 1:
+        yield from _rows_outside_run(run, lambda step: step < steps.start)
+    if last in steps:
+        yield from _rows_outside_run(run, lambda step: step > last)
         if run.ended and last in replayed.steps:
-            yield from _of_result(run, replayed.summary)
+            yield from _result_differences(run, replayed.summary)
 
 
-def _outside(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
+def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
     """Rows and evaluations of steps that the run cannot have taken."""
     for kind, rows in {"row": run.steps, "evaluation": run.evaluations}.items():
         yield from (FirstDifference(step, None, kind, "there", None) for step in rows if where(step))
 
 
-def _of_result(run: RecordedRun, found: Mapping[str, Any]) -> Iterator[FirstDifference]:
-    """In what a finished run's summary is not that of the state after its last step, and its files of weights are not what its record says."""
+def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
+    """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights from its record."""
     last = run.last_step
     recorded = {**run.summary, **(run.summary.get("metrics") or {})}
-    found = {**found, **(found.get("metrics") or {})}
-    metrics = {*(run.summary.get("metrics") or {}), *(found.get("metrics") or {})}
+    replayed = {**replayed, **(replayed.get("metrics") or {})}
+    metrics = {*(run.summary.get("metrics") or {}), *(replayed.get("metrics") or {})}
     for name, digest in (run.summary.get("beside") or {}).items():
         recorded[f"beside_digest.{name}"] = digest
-        found[f"beside_digest.{name}"] = (found.get("beside") or {}).get(name)
+        replayed[f"beside_digest.{name}"] = (replayed.get("beside") or {}).get(name)
     beside_names = [name for name in recorded if name.startswith("beside_digest.")]
     for name in (*_OF_RESULT, *beside_names, *sorted(metrics)):
-        if not same_in_json(recorded.get(name), found.get(name)):
-            yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), found.get(name))
+        if not same_in_json(recorded.get(name), replayed.get(name)):
+            yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), replayed.get(name))
     if run.folder is not None:
-        for what, stated, actual in of_files(run.summary, run.folder, run.steps.get(last)):
-            yield FirstDifference(last, None, what, stated, actual)
+        for name, stated, actual in file_disagreements(run.summary, run.folder, run.steps.get(last)):
+            yield FirstDifference(last, None, name, stated, actual)
 
 
-def _of_rows(
-    step: int, recorded: StepRow | EvaluationRow | None, found: StepRow | EvaluationRow | None
+def _row_differences(
+    step: int, recorded: StepRow | EvaluationRow | None, replayed: StepRow | EvaluationRow | None
 ) -> Iterator[FirstDifference]:
-    if recorded is None and found is None:
+    """In what the recorded row, or evaluation, of a step and the replayed one differ; one that is missing differs as a whole."""
+    if recorded is None and replayed is None:
         return
-    if recorded is None or found is None:
-        kind = "evaluation" if isinstance(recorded or found, EvaluationRow) else "row"
-        presence = (None if one is None else "there" for one in (recorded, found))
+    if recorded is None or replayed is None:
+        kind = "evaluation" if isinstance(recorded or replayed, EvaluationRow) else "row"
+        presence = (None if row is None else "there" for row in (recorded, replayed))
         yield FirstDifference(step, None, kind, *presence)
-    elif isinstance(recorded, StepRow) and isinstance(found, StepRow):
-        yield from (_at(step, one) for one in differing(recorded, found))
-    elif isinstance(recorded, EvaluationRow) and isinstance(found, EvaluationRow):
-        yield from (_at(step, one) for one in differing_evaluation(recorded, found))
-
-
-def _at(step: int, one: Differing) -> FirstDifference:
-    return FirstDifference(step, one.micro_batch, one.quantity, one.before, one.after)
+        return
+    differences: Iterator[Differing] = iter(())
+    if isinstance(recorded, StepRow) and isinstance(replayed, StepRow):
+        differences = differing(recorded, replayed)
+    elif isinstance(recorded, EvaluationRow) and isinstance(replayed, EvaluationRow):
+        differences = differing_evaluation(recorded, replayed)
+    for quantity, first, second, micro_batch in differences:
+        yield FirstDifference(step, micro_batch, quantity, first, second)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -312,15 +314,15 @@ def _checkpoint(run: RecordedRun, step: int, aside: Path) -> tuple[str, FirstDif
         return "", FirstDifference(step, None, "checkpoint", "whole", str(error))
     row = run.steps.get(step)
     saved: Any = loaded.sections.get("check", {})
-    actual = _held(loaded)
-    for expected in (_of_row(row), {name: int(saved[name], 16) for name in actual if name in saved}):
+    actual = _checkpoint_digests(loaded)
+    for expected in (_state_digests(row), {name: int(saved[name], 16) for name in actual if name in saved}):
         for name, value in expected.items():
             if value != actual.get(name):
                 return storage, FirstDifference(step, None, name, Digest(value), _digest(actual.get(name)))
     return storage, None
 
 
-def _of_row(row: StepRow | None) -> dict[str, int]:
+def _state_digests(row: StepRow | None) -> dict[str, int]:
     """The digests of the state that a step left, by their names."""
     if row is None or row.digests is None:
         return {}
@@ -333,7 +335,7 @@ def _digest(value: int | None) -> Digest | None:
     return None if value is None else Digest(value)
 
 
-def _held(loaded: Loaded) -> dict[str, int]:
+def _checkpoint_digests(loaded: Loaded) -> dict[str, int]:
     """The digests of what a checkpoint holds."""
     digester, sections = Digester(torch.device("cpu")), loaded.sections
     model: Any = sections["model"]
@@ -346,19 +348,21 @@ def _held(loaded: Loaded) -> dict[str, int]:
     return digests if average is None else {**digests, "ema_digest": digester.digest(average)}
 
 
-def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) -> list[FirstDifference]:
-    """The checkpoints of the storage within the span, beside the state that was found there."""
+def _checkpoint_differences(
+    run: RecordedRun, replayed: Replayed, steps: range, aside: Path
+) -> list[FirstDifference]:
+    """In what the checkpoints of the storage within `steps` differ from the replayed state."""
     differ = []
     for step in run.saved:
         row = replayed.steps.get(step)
-        if step not in wanted or row is None or row.digests is None:
+        if step not in steps or row is None or row.digests is None:
             continue
         try:
-            saved = _held(run.checkpoint(step, aside)[1])
+            saved = _checkpoint_digests(run.checkpoint(step, aside)[1])
         except BadCheckpointError as error:
             differ.append(FirstDifference(step, None, "checkpoint", "whole", str(error)))
             continue
-        for name, digest in _of_row(row).items():
+        for name, digest in _state_digests(row).items():
             if saved.get(name) != digest:
                 differ.append(
                     FirstDifference(
@@ -371,17 +375,17 @@ def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) 
 # --- what is said of it -----------------------------------------------------------------------------------------
 
 
-def _told(differ: Sequence[Cause]) -> str | None:
+def _cause_text(differ: Sequence[Cause]) -> str | None:
     return "; ".join(str(cause) for cause in differ[:4]) or None
 
 
-def _alone(found: Sequence[FirstDifference]) -> str | None:
-    """A value that nothing follows from was not computed so."""
-    if all(_is_of_result(difference) for difference in found):
+def _lone_cause(differences: Sequence[FirstDifference]) -> str | None:
+    """Why only such values differ as no other value depends on: they were changed after they were computed. None where others differ."""
+    if all(_is_of_result(difference) for difference in differences):
         return "the weights or the summary were changed after they were written: all else is equal"
-    if len(found) > 1:
+    if len(differences) > 1:
         return None
-    (difference,) = found
+    (difference,) = differences
     if "checkpoint" in difference.quantity:
         return "the checkpoint was changed after it was saved: all else is equal"
     if difference.quantity in ("row", "evaluation"):
@@ -389,21 +393,27 @@ def _alone(found: Sequence[FirstDifference]) -> str | None:
     return "this one value was changed after it was recorded: all else is equal"
 
 
-def _is_of_result(one: FirstDifference) -> bool:
-    return one.quantity.endswith(_OF_SUMMARY) or one.quantity.startswith("weights/")
+def _is_of_result(difference: FirstDifference) -> bool:
+    return difference.quantity.endswith(_OF_SUMMARY) or difference.quantity.startswith("weights/")
 
 
-def _within(one: FirstDifference, tolerance: float) -> bool:
+def _within(difference: FirstDifference, tolerance: float) -> bool:
     """Whether a difference is one that another kind of machine may rightly make."""
-    if one.recorded is None or one.found is None or one.quantity.startswith("weights/"):
+    if difference.recorded is None or difference.found is None or difference.quantity.startswith("weights/"):
         return False  # what is lacking, and what the record says twice, is no matter of rounding
-    if one.micro_batch is not None or "digest" in one.quantity or one.quantity == f"best_step{_OF_SUMMARY}":
+    if (
+        difference.micro_batch is not None
+        or "digest" in difference.quantity
+        or difference.quantity == f"best_step{_OF_SUMMARY}"
+    ):
         return True
-    if one.quantity in _EXACT or not all(isinstance(value, float) for value in (one.recorded, one.found)):
+    if difference.quantity in _EXACT or not all(
+        isinstance(value, float) for value in (difference.recorded, difference.found)
+    ):
         return False
-    return math.isclose(one.recorded, one.found, rel_tol=tolerance, abs_tol=tolerance * 1e-3) or (
-        math.isnan(one.recorded) and math.isnan(one.found)
-    )
+    return math.isclose(
+        difference.recorded, difference.found, rel_tol=tolerance, abs_tol=tolerance * 1e-3
+    ) or (math.isnan(difference.recorded) and math.isnan(difference.found))
 
 
 def _plain(value: Any) -> Any:

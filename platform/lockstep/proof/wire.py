@@ -31,9 +31,9 @@ MOST_NAMES = 10_000
 _FLOAT = re.compile(r"[0-9a-f]{16}")
 
 
-def broken(what: str) -> ProtocolError:
+def broken(reason: str) -> ProtocolError:
     """The error for a process that does not keep to the protocol."""
-    return problems.PROTOCOL(got=what)
+    return problems.PROTOCOL(got=reason)
 
 
 class FileSent(NamedTuple):

@@ -87,16 +87,16 @@ class Alerts:
                 every += self._once(event)
                 continue
             every.append(event)
-            found = [one for alert in self._judged(event) for one in self._once(alert)]
+            alerts = [fired for alert in self._judged(event) for fired in self._once(alert)]
             past = isinstance(event, StepRow | EvaluationRow | Observation) and event.step <= self._restored
             if not past:
-                every += found
+                every += alerts
         return every
 
     def by_clock(self) -> list[Recorded]:
         """What has become due by itself: no progress for too long, a disk that is nearly full."""
         now = time.monotonic()
-        return [one for alert in self._due(now) for one in self._once(alert)]
+        return [fired for alert in self._due(now) for fired in self._once(alert)]
 
     def _due(self, now: float) -> Iterator[Alerted]:
         limit = self._alert.no_progress_s

@@ -20,7 +20,7 @@ from lockstep.record.events.metrics import LOSS
 from lockstep.record.events.union import Failed, Opened, Recorded, SetAside, TakenOver
 from lockstep.record.ledger.admission import Admission
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.replay import GONE, end_of
+from lockstep.record.ledger.journal_end import GONE, end_of
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.reconciler import Reconciler
 from lockstep.record.mirror.run_files import RunFiles
@@ -193,7 +193,9 @@ class OpenRecord:
 
     def _log_damage(self) -> None:
         if self.journal.damage:
-            contents = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self.journal.damage[:20])
+            contents = "; ".join(
+                f"byte {damage.start}: {damage.content}" for damage in self.journal.damage[:20]
+            )
             self.files.log(f"damaged lines of the journal are passed over: {contents}")
 
 

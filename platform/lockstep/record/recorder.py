@@ -1,4 +1,4 @@
-"""The recorder: it writes down what is told of a run, in a thread or a process of its own.
+"""The recorder: it writes down what a run reports, in a thread or a process of its own.
 
 Only `run_id`, `run_folder` and `close` wait for anything: the thread that trains or drives only puts values
 into a queue. The recorder is the run's only writer.

@@ -141,17 +141,17 @@ def _without_tokens(text: str) -> str:
     return "\n".join(_without_named(line) if _NAMED.search(line) else line for line in text.split("\n"))
 
 
-def _replaced(found: re.Match[str], kind: str) -> str:
+def _replaced(match: re.Match[str], kind: str) -> str:
     """A match with its token replaced: a group that is long enough, or else the whole match."""
-    matched = found[0]
+    matched = match[0]
     if _MARK.search(matched) or HIDDEN in matched:
         return matched
-    start, end = found.span(0)
-    for group in range(1, (found.re.groups or 0) + 1):
-        if found[group] and (len(found[group]) >= _SHORTEST_TOKEN or found.re is _ENVIRONMENT):
-            start, end = found.span(group)
+    start, end = match.span(0)
+    for group in range(1, (match.re.groups or 0) + 1):
+        if match[group] and (len(match[group]) >= _SHORTEST_TOKEN or match.re is _ENVIRONMENT):
+            start, end = match.span(group)
             break
-    return f"{found.string[found.start() : start]}{_mark(kind)}{found.string[end : found.end()]}"
+    return f"{match.string[match.start() : start]}{_mark(kind)}{match.string[end : match.end()]}"
 
 
 def _without_named(line: str) -> str:
@@ -161,12 +161,12 @@ def _without_named(line: str) -> str:
     return line
 
 
-def _value_replaced(found: re.Match[str]) -> str:
-    value = found["value"]
+def _value_replaced(match: re.Match[str]) -> str:
+    value = match["value"]
     if HIDDEN in value or _MARK.search(value):
-        return found[0]
-    start, end = (at - found.start() for at in found.span("value"))
-    return f"{found[0][:start]}{_mark(_NAMED_VALUE)}{found[0][end:]}"
+        return match[0]
+    start, end = (at - match.start() for at in match.span("value"))
+    return f"{match[0][:start]}{_mark(_NAMED_VALUE)}{match[0][end:]}"
 
 
 @cache

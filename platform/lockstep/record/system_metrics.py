@@ -34,7 +34,7 @@ class Sampler:
         self._psutil = psutil
         self._gpus = Gpus()
         self._at = time.monotonic()
-        self._before = self._counters()
+        self._previous = self._counters()
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
@@ -42,8 +42,8 @@ class Sampler:
         memory = self._psutil.virtual_memory()
         now, counters = time.monotonic(), self._counters()
         seconds = max(now - self._at, 1e-9)
-        rates = {name: (counters[name] - self._before.get(name, 0.0)) / seconds for name in counters}
-        self._at, self._before = now, counters
+        rates = {name: (counters[name] - self._previous.get(name, 0.0)) / seconds for name in counters}
+        self._at, self._previous = now, counters
         return {
             "cpu_utilization_percentage": float(self._psutil.cpu_percent()),
             "system_memory_usage_megabytes": memory.used / 1e6,

@@ -368,7 +368,7 @@ class Writer:
         """Note that the rows of damaged lines are recorded again, once all steps were told again."""
         damage = self._record.journal.damage
         if damage and self._record.admission.retold:
-            contents = ", ".join(damage.held for damage in damage[:20])
+            contents = ", ".join(damage.content for damage in damage[:20])
             mended = Mended(
                 [damage.start for damage in damage],
                 f"lines of it were damaged ({contents}); all steps and evaluations were told again",

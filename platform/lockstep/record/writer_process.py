@@ -229,13 +229,17 @@ def _taken_up(uri: str | None) -> subprocess.Popen[bytes] | None:
     if not _ahead:
         return None
     process, variables, started_for = _ahead.pop()
-    if started_for == uri and _of_mlflow(variables) == _of_mlflow(os.environ) and process.poll() is None:
+    if (
+        started_for == uri
+        and _mlflow_variables(variables) == _mlflow_variables(os.environ)
+        and process.poll() is None
+    ):
         return process
     _end(process)
     return None
 
 
-def _of_mlflow(variables: Mapping[str, str]) -> dict[str, str]:
+def _mlflow_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name.startswith("MLFLOW_")}
 
 

@@ -126,13 +126,13 @@ def open_agreed(job: Job, seed: int, group: Group, versions: Mapping[str, str]) 
     Returns the pins as well: they have all versions, and hold for what the job opens later on.
     """
     with in_force() as pins:
-        pins.given.update(versions)
+        pins.fixed.update(versions)
         data = open_data(job, seed, group)
         every = group.gather(pins.opened)
         # Where someone wrote into a table while the ranks opened it, all open theirs again: they may need each other for it.
         if any(opened != every[0] for opened in every):
             pins.opened.clear()
-            pins.given.update(every[0])
+            pins.fixed.update(every[0])
             data = open_data(job, seed, group)
     return data, pins
 

@@ -50,24 +50,20 @@ def compared(runs: Sequence[Curves], keys: Sequence[str]) -> Comparison:
     curves: dict[str, dict[str, Series]] = {}
     missing: SpecError | None = None
     for letter, run in zip(LETTERS, runs, strict=False):
-        for wanted in [[key] for key in keys] or [[]]:
+        for selection in [[key] for key in keys] or [[]]:
             try:
-                series = series_of(run, wanted)
+                series = series_of(run, selection)
             except SpecError as error:
                 missing = error
                 continue
             for curve in series:
                 curves.setdefault(curve.key, {})[letter] = curve
-    if missing is not None and not all(any(_meant(key, name) for name in curves) for key in keys):
+    if missing is not None and not all(any(key == name or "*" in key for name in curves) for key in keys):
         raise missing
     flats = [flat(run.fields) for run in runs]
     names = sorted({name for fields in flats for name in fields})
     fields = {name: [fields.get(name) for fields in flats] for name in names}
     return Comparison(runs, {name: values for name, values in fields.items() if len(set(values)) > 1}, curves)
-
-
-def _meant(key: str, name: str) -> bool:
-    return key == name or "*" in key
 
 
 def as_text(comparison: Comparison, screen: Screen) -> str:

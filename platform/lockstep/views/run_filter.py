@@ -32,16 +32,16 @@ class Condition(NamedTuple):
 
     name: str
     sign: str
-    wanted: float | str
+    operand: float | str
 
     def met(self, value: float | str) -> bool:
         """Whether a value meets it: as numbers where both are, else as texts, of which none is greater."""
-        wanted, given = self.wanted, _number(value)
-        if isinstance(given, str) != isinstance(wanted, str):
-            given, wanted = str(value), str(wanted)
-        if isinstance(wanted, str) and self.sign not in ("=", "==", "!="):
+        operand, actual = self.operand, _number(value)
+        if isinstance(actual, str) != isinstance(operand, str):
+            actual, operand = str(value), str(operand)
+        if isinstance(operand, str) and self.sign not in ("=", "==", "!="):
             return False
-        return _OPERATORS[self.sign](given, wanted)
+        return _OPERATORS[self.sign](actual, operand)
 
 
 def conditions(text: str) -> list[Condition]:
@@ -51,31 +51,31 @@ def conditions(text: str) -> list[Condition]:
         match = _CONDITION.fullmatch(part)
         if match is None:
             raise problems.WHERE_FORM(got=part)
-        name, sign, wanted = match.groups()
-        quoted = len(wanted) > 1 and wanted[0] == wanted[-1] and wanted[0] in "'\""
-        comparisons.append(Condition(name, sign, wanted[1:-1] if quoted else _number(wanted)))
+        name, sign, operand = match.groups()
+        quoted = len(operand) > 1 and operand[0] == operand[-1] and operand[0] in "'\""
+        comparisons.append(Condition(name, sign, operand[1:-1] if quoted else _number(operand)))
     return comparisons
 
 
 def matching(
     runs: Iterable[RunInfo],
-    wanted: Iterable[Condition],
+    required: Iterable[Condition],
     metrics_of: Callable[[RunInfo], Mapping[str, float]],
 ) -> list[RunInfo]:
     """The runs that meet all conditions, in their order; `metrics_of` gives the last values of a run's metrics.
 
     SpecError for a name that no run has a value of.
     """
-    wanted, known = list(wanted), set[str]()
+    required, known = list(required), set[str]()
     chosen = []
     looked_at = 0
     for run in runs:
         looked_at += 1
         values = _values(run, metrics_of(run))
         known |= values.keys()
-        if all(condition.name in values and condition.met(values[condition.name]) for condition in wanted):
+        if all(condition.name in values and condition.met(values[condition.name]) for condition in required):
             chosen.append(run)
-    for condition in wanted:
+    for condition in required:
         if looked_at and condition.name not in known:
             raise problems.WHERE_NAME(got=condition.name, hint=_suggested(condition.name, known))
     return chosen

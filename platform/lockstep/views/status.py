@@ -57,12 +57,12 @@ def status_of(run: RunInfo, uri: str, folder: Path, now: float) -> RunStatus:
             rows, events = curves.rows.steps(), curves.rows.events
         else:
             rows, events = iter(curves.rows.steps), []
-        spent = time_spent(events, _noted(rows, recent), run.started, run.ended or now)
+        spent = time_spent(events, _keeping_recent(rows, recent), run.started, run.ended or now)
         if run.status != "RUNNING":
             spent = next((event for event in reversed(events) if isinstance(event, TimeSpent)), spent)
         step = recent[-1].step
         if run.status == "RUNNING" and total is not None:
-            eta_s = _left_s(recent, total)
+            eta_s = _eta_s(recent, total)
     workers = run.tags.get("lockstep.workers", "")
     return RunStatus(
         run.run_id,
@@ -79,7 +79,8 @@ def status_of(run: RunInfo, uri: str, folder: Path, now: float) -> RunStatus:
     )
 
 
-def _noted(rows: Iterator[StepRow], recent: deque[StepRow]) -> Iterator[StepRow]:
+def _keeping_recent(rows: Iterator[StepRow], recent: deque[StepRow]) -> Iterator[StepRow]:
+    """The rows as they are read, the newest of them kept in `recent`."""
     for row in rows:
         recent.append(row)
         yield row
@@ -93,7 +94,7 @@ def _curves(run_id: str, uri: str, folder: Path) -> Curves | None:
         return None
 
 
-def _left_s(recent: deque[StepRow], total: int) -> float | None:
+def _eta_s(recent: deque[StepRow], total: int) -> float | None:
     """Seconds until the last step, at the pace of the newest steps of this attempt; None before there are two."""
     attempt = recent[-1].attempt
     first = next(row for row in recent if row.attempt == attempt)

@@ -81,12 +81,12 @@ def _add(file: BinaryIO, curves: Curves) -> tuple[int, int] | None:
     number, begun = 0, None
     for number, record in enumerate(_records(curves)):
         if begun is None:
-            there = file.read(len(record))
-            if there == record:
+            existing = file.read(len(record))
+            if existing == record:
                 continue
-            if not record.startswith(there):
+            if not record.startswith(existing):
                 return None
-            file.seek(-len(there), os.SEEK_CUR)
+            file.seek(-len(existing), os.SEEK_CUR)
             file.truncate()
             begun = number
         file.write(record)

@@ -68,14 +68,14 @@ def series_of(curves: Curves, keys: Sequence[str]) -> list[Series]:
     return [by_key[key] for key in keys or ["train/loss", *evaluations[:1], "train/lr"]]
 
 
-def drawn(found: Sequence[Series], screen: Screen) -> str:
+def drawn(curves: Sequence[Series], screen: Screen) -> str:
     """The curves one below the other, over the same steps: each with its title, its scale on the left and the steps below."""
-    steps = [step for series in found for step in (series.steps[0], series.steps[-1])]
-    scales = [_scale(series) for series in found]
+    steps = [step for series in curves for step in (series.steps[0], series.steps[-1])]
+    scales = [_scale(series) for series in curves]
     margin = max(len(label) for scale in scales for label in scale.labels)
     return "\n\n".join(
         _drawn(series, scale, margin, range(min(steps), max(steps) + 1), screen)
-        for series, scale in zip(found, scales, strict=True)
+        for series, scale in zip(curves, scales, strict=True)
     )
 
 

@@ -26,7 +26,7 @@ LONGEST_PROJECT = 128
 
 
 class Written(NamedTuple):
-    """What became of one run: the folder of its offline run, how many steps that has, and whether it is another than before."""
+    """What became of one run: the folder of its offline run, how many steps that has, and whether it has changed."""
 
     run_id: str
     folder: str
@@ -64,15 +64,15 @@ def _folder(directory: Path, curves: Curves) -> Path:
     began = time.strftime(
         "%Y%m%d_%H%M%S", time.gmtime(min(max(next(curves.moments()).wall_clock, 0.0), LATEST))
     )
-    there = directory.glob(f"offline-run-*-{curves.run_id}")
-    return next(there, directory / f"offline-run-{began}-{curves.run_id}")
+    existing = directory.glob(f"offline-run-*-{curves.run_id}")
+    return next(existing, directory / f"offline-run-{began}-{curves.run_id}")
 
 
 def _write(path: Path, curves: Curves) -> int:
     """Write all records of a run into a new file. How many steps it has."""
     from wandb.sdk.internal.datastore import DataStore
 
-    path.unlink(missing_ok=True)  # the writer takes no file that is there
+    path.unlink(missing_ok=True)  # the writer refuses a file that exists
     store = DataStore()
     store.open_for_write(str(path))
     steps = 0

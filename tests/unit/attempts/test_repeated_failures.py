@@ -28,7 +28,7 @@ def test_the_same_worker_another_place_or_another_failure_say_nothing() -> None:
     assert not seen.failed(PLACE, ("a", 1), 2)
     assert not seen.failed(PLACE._replace(step=8), ("b", 1), 3)
     assert not seen.failed(PLACE._replace(micro_batch=4), ("b", 1), 4)
-    assert not seen.failed(PLACE._replace(what="a GPU is gone"), ("b", 1), 5)
+    assert not seen.failed(PLACE._replace(failure="a GPU is gone"), ("b", 1), 5)
 
 
 def test_the_line_and_the_file_have_all_that_it_takes() -> None:

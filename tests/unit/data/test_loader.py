@@ -791,7 +791,7 @@ def test_with_one_position_for_all_they_read_other_samples(
     numbers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: processes that share what was open before them."""
-    monkeypatch.setattr(loader_module.forked_state, "make_own", lambda opened: None)
+    monkeypatch.setattr(loader_module.forked_state, "separate_from_parent", lambda opened: None)
     samples = OfAFile(numbers, buffered=False)
     try:
         got = fetched_after_a_look(samples, 2)

@@ -192,8 +192,8 @@ def test_the_bound_on_memory_is_held(tmp_path: Path) -> None:
     most, seen = 0, set()
     for start in range(0, ROWS, 20):
         table.__getitems__(np.arange(start, start + 20))
-        most = max(most, sum(size for _, size in table_cache._held.values()))
-        seen |= set(table_cache._held)
+        most = max(most, sum(size for _, size in table_cache._resident.values()))
+        seen |= set(table_cache._resident)
         on_disk = sum(f.stat().st_size for f in table_cache._folder.path.rglob("*.values"))
         assert on_disk <= table.bound
     assert len(seen) == len(table.block_sizes)
@@ -227,7 +227,7 @@ def test_a_window_is_read_before_it_begins(
         fetching = False
         if ahead:
             whole.fetched(batch)  # of what it holds already, then what is due
-        assert sum(size for _, size in table_cache._held.values()) <= table.bound
+        assert sum(size for _, size in table_cache._resident.values()) <= table.bound
     first_window = set(epoch_blocks(table, window)[:window])
     if ahead:
         assert set(waited) == first_window

@@ -16,7 +16,7 @@ from lockstep.export import artifact, problems
 from lockstep.export.arrays import check_outputs, inputs_of, write
 from lockstep.export.artifact import Value
 from lockstep.export.example import Example, example_of
-from lockstep.export.exporting import _artifacts_own, _value, aside_of
+from lockstep.export.exporting import _artifact_outputs, _value, aside_of
 from lockstep.export.formats import FORMATS, format_named, loaded
 from lockstep.export.parity import Tolerance, compare
 from lockstep.export.prediction import predicted
@@ -57,7 +57,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda _: check_outputs(Path("out.npy"), made(X, Y)), problems.OUTPUT_WITHOUT_NAMES, {"got": "x, y"}),
     (lambda _: check_outputs(Path("out.npz"), made(X, Y)), problems.OUTPUT_BFLOAT16, {}),
     (lambda here: write(here / "file" / "out.npy", {"x": ROWS}), problems.OUTPUT_UNWRITABLE, {"got": "File exists"}),
-    (lambda here: _artifacts_own(FORMATS["torchscript"], here / "file", [], fixed=False), problems.NOT_LOADED, {"format": "torchscript"}),
+    (lambda here: _artifact_outputs(FORMATS["torchscript"], here / "file", [], fixed=False), problems.NOT_LOADED, {"format": "torchscript"}),
     (lambda _: _value("x", [1, 2], [ROWS, ROWS[0]], 1, fixed=False), problems.OUTPUT_DIMENSIONS, {"name": "x"}),
     (lambda _: predicted(broken, made(X), Example(("x",), (ROWS,), (True,)), 2), problems.PREDICTION_FAILED, {"rows": "rows 0 to 1", "got": "ValueError: no"}),
     (exported, problems.UNWRITABLE, {"got": "No such file or directory"}),

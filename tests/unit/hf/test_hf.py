@@ -215,7 +215,7 @@ def test_a_model_that_computes_otherwise_with_a_mask_is_refused(
     job.model()
     with monkeypatch.context() as patched, pytest.raises(SpecError, match=said):
         patched.setattr(
-            causal_lm, "_mask", lambda model, documents: causal_lm._as_taken(model, _plain(documents))
+            causal_lm, "_mask", lambda model, documents: causal_lm._attention_mask(model, _plain(documents))
         )
         job.model()
 

@@ -89,7 +89,7 @@ for name, module in list(sys.modules.items()):
 
 CODE: dict[str, str] = {
     "the comparison of the judge is replaced": JUDGE.replace(
-        "{HOW}", "{'_differences': lambda *a: iter(()), '_of_saved': lambda *a: [], '_compare': lambda *a: None}"
+        "{HOW}", "{'_differences': lambda *a: iter(()), '_checkpoint_differences': lambda *a: [], '_compare': lambda *a: None}"
     ),
     "the comparison of rows is replaced": (
         "import lockstep.proof.verification as v, lockstep.record.ledger.comparison as c\n"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.proof.microscope import Look, Phase, Seen, parting
+from lockstep.proof.microscope import Look, ObservedValue, Phase, parting
 
 
-def seen(what: str, digest: int, phase: Phase = "forward") -> Seen:
-    return Seen(what, "", phase, digest, {})
+def seen(what: str, digest: int, phase: Phase = "forward") -> ObservedValue:
+    return ObservedValue(what, "", phase, digest, {})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep import Loss, Phase, train
 from lockstep.calls.replay_call import replay
 from lockstep.calls.verify import verify
-from lockstep.proof.microscope import Look, Seen, parting
+from lockstep.proof.microscope import Look, ObservedValue, parting
 from tests.distributed.kinds import document
 from tests.distributed.phase_kinds import Gan
 from tests.unit.proof.test_verify import first
@@ -61,8 +61,8 @@ def test_a_step_of_phases_is_verified_and_shown(recorded: Path, tmp_path: Path) 
 
 def test_what_parts_in_a_later_phase_is_found_behind_the_phases_before_it() -> None:
     def look(*gradients: int) -> Look:
-        found = [Seen("gradient of a", "a", "backward", digest, {}) for digest in gradients]
-        return Look(modules=[Seen("output of a", "a", "forward", gradients[0], {})], gradients=found)
+        found = [ObservedValue("gradient of a", "a", "backward", digest, {}) for digest in gradients]
+        return Look(modules=[ObservedValue("output of a", "a", "forward", gradients[0], {})], gradients=found)
 
     one, other, same = look(1), look(1), look(1)
     one.later, other.later = [same, look(2, 3)], [same, look(2, 4)]

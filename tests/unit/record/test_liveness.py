@@ -88,7 +88,7 @@ def test_what_was_seen_before_the_machine_was_started_again_says_nothing(
 ) -> None:
     silent = {**process_tags(NOW), "lockstep.process": ""}
     assert vanished("a", silent) == ""
-    monkeypatch.setattr(heartbeat, "place", lambda: "the next boot")
+    monkeypatch.setattr(heartbeat, "pid_namespace", lambda: "the next boot")
     clock[0] += 10 * SILENT_S
     assert vanished("a", silent) == ""
 
@@ -116,7 +116,7 @@ from lockstep.record.mirror.stores import reader
 shift, uri, run_id = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 now = time.time
 time.time = lambda: now() + shift
-heartbeat.place = lambda: "another machine"
+heartbeat.pid_namespace = lambda: "another machine"
 heartbeat.SILENT_S = 3.0
 print(reader(uri, Path(sys.argv[4])).run(run_id).status)
 """

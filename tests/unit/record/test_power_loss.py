@@ -132,7 +132,7 @@ def damage(folder: Path) -> list[str]:
     lacking = (
         [] if journal.last_step == STEPS and not journal.missing_steps() else ["its journal lacks steps"]
     )
-    return [*lacking, *(f"its journal is damaged: {one.held}" for one in journal.damage)]
+    return [*lacking, *(f"its journal is damaged: {one.content}" for one in journal.damage)]
 
 
 def found(recording: Recording, cases: Sequence[Case]) -> dict[Case, list[str]]:

@@ -16,7 +16,7 @@ from lockstep.cli.records import _page, _table
 from lockstep.errors import LockstepError
 from lockstep.parsing import with_hash
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.mirror.checkpoint_copies import _held, named_by
+from lockstep.record.mirror.checkpoint_copies import _linked, named_by
 from lockstep.record.mirror.folder import FolderReader
 from lockstep.record.mirror.sync import sync
 
@@ -195,7 +195,7 @@ def test_no_file_of_others_is_sent_as_part_of_a_checkpoint(tmp_path: Path, name:
     (folder / "link").symlink_to(tmp_path / "secret")
     text = with_hash({"files": [{"name": name.replace("{out}", str(tmp_path))}], "shared": []})
     (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"lead|path|link"), _held(folder):
+    with pytest.raises(ValueError, match=r"lead|path|link"), _linked(folder):
         pass
 
 

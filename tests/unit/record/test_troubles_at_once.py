@@ -39,7 +39,7 @@ from lockstep.record.runs import heartbeat
 from lockstep.record.mirror.stores import reader
 now = time.time
 time.time = lambda: now() + {AHEAD_S}
-heartbeat.place = lambda: "another machine"
+heartbeat.pid_namespace = lambda: "another machine"
 seen = []
 while not seen or seen[-1] == "RUNNING":
     status = reader(sys.argv[1], None).run(sys.argv[2]).status

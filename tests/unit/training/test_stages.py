@@ -172,7 +172,7 @@ def test_stages_pass_all_sums_on_and_never_cost_more_than_one_stage_for_all(micr
             for rank in range(workers):
                 met = {rank}
                 for stage in found:
-                    assert stage.peers(rank)[stage.place(rank)] == rank
+                    assert stage.peers(rank)[stage.position(rank)] == rank
                     met = {peer for one in met for peer in stage.peers(one)}
                 assert met == set(range(workers))
 

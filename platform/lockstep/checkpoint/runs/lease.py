@@ -26,7 +26,7 @@ from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenEr
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.parsing import canonical_json, flat_record, strict_json
-from lockstep.process import place, started
+from lockstep.process import pid_namespace, started
 
 BEAT_S = 1.0
 """Seconds between two updates of a holder's counter. In an object store each one is a put and a list."""
@@ -55,10 +55,10 @@ class Holder:
     released: bool = False
 
     @classmethod
-    def here(cls, number: int) -> Holder:
+    def of_this_process(cls, number: int) -> Holder:
         """The holder with this number that stands for this process."""
         pid = os.getpid()
-        return cls(number, uuid.uuid4().hex, socket.gethostname(), place(), pid, started(pid))
+        return cls(number, uuid.uuid4().hex, socket.gethostname(), pid_namespace(), pid, started(pid))
 
     @property
     def shown(self) -> str:
@@ -70,23 +70,23 @@ class Holder:
         """Whether it is known to have ended, without watching it: it said so, or its process on this machine is gone."""
         if self.released:
             return True
-        if not self.place or self.place != place():
+        if not self.place or self.place != pid_namespace():
             return False
         if self.pid == os.getpid() and self.started == started(self.pid):
             return self.token not in _tokens
         return started(self.pid) != self.started
 
     @property
-    def near(self) -> bool:
+    def lives_here(self) -> bool:
         """Whether its process lives on this machine."""
-        return bool(self.place) and self.place == place() and not self.gone
+        return bool(self.place) and self.place == pid_namespace() and not self.gone
 
 
 class Lease:
-    """Keeps the file of the process that holds a run up to date, in a thread of its own; `what` names the run to a person."""
+    """Keeps the file of the process that holds a run up to date, in a thread of its own; `label` names the run to a person."""
 
-    def __init__(self, storage: Storage, folder: str, what: str, holder: Holder) -> None:
-        self.storage, self.folder, self.what, self.holder = storage, folder, what, holder
+    def __init__(self, storage: Storage, folder: str, label: str, holder: Holder) -> None:
+        self.storage, self.folder, self.label, self.holder = storage, folder, label, holder
         self.taker: Holder | None = None
         """The process that has taken the run over."""
         self.deleted = False
@@ -95,7 +95,7 @@ class Lease:
         """At how many beats in succession the holder's own file was not there."""
         self._when_taken: Callable[[], None] = lambda: None
         self._beside: list[Lease] = []
-        """The holds of the same run in other places."""
+        """The holds of the same run in other storages."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="lockstep-lease", daemon=True)
         self._thread.start()
@@ -106,15 +106,15 @@ class Lease:
         for lease in self._beside:
             lease.reached(step, attempt)
 
-    def go_with(self, other: Lease) -> None:
-        """Count as taken over where `other` is, which holds the same run in another place; and report there how far it is."""
+    def follow(self, lease: Lease) -> None:
+        """Count as taken over once `lease`, a hold of the same run in another storage, is; and report to it how far the run is."""
 
-        def taken() -> None:
-            self.taker = self.taker or other.taker
+        def note_taker() -> None:
+            self.taker = self.taker or lease.taker
             self._when_taken()
 
-        self._beside.append(other)
-        other.when_taken(taken)
+        self._beside.append(lease)
+        lease.when_taken(note_taker)
 
     def when_taken(self, action: Callable[[], None]) -> None:
         """Call `action` as soon as another command has taken the run over, or its folder was deleted, from the thread that beats."""
@@ -124,16 +124,16 @@ class Lease:
 
     def ensure(self) -> None:
         """StaleAttemptError where another command has taken the run over, StorageError where its folder was deleted."""
-        self._look()
+        self._poll()
         if self.deleted:
             raise problems.FOLDER_DELETED(
-                what=self.what, folder=f"{self.storage.shown.rstrip('/')}/{self.folder}"
+                what=self.label, folder=f"{self.storage.shown.rstrip('/')}/{self.folder}"
             )
         if self.taker is not None:
             raise self._taken_over(self.taker)
 
     def _taken_over(self, taker: Holder) -> StaleAttemptError:
-        return problems.TAKEN_OVER(what=self.what, taker=taker.shown, step=self.holder.step)
+        return problems.TAKEN_OVER(what=self.label, taker=taker.shown, step=self.holder.step)
 
     def release(self) -> None:
         """Release the run, so that the next command need not wait."""
@@ -148,12 +148,12 @@ class Lease:
     def _beat_on(self) -> None:
         while not self._over.wait(BEAT_S):
             with suppress(StorageError):  # the next beat makes up for it; the fence protects the run anyway
-                self._look()
+                self._poll()
                 if not self._missing:
                     self.holder = replace(self.holder, beats=self.holder.beats + 1)
                     self._write(self.holder)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         numbers = _numbers(self.storage, self.folder)
         newest = max(numbers, default=0)
         self._note_missing(self.holder.number > newest)
@@ -176,7 +176,7 @@ class Lease:
         self.storage.put(_path(self.folder, holder.number), canonical_json(asdict(holder)))
 
 
-_held: dict[tuple[str, str], Lease] = {}
+_leases: dict[tuple[str, str], Lease] = {}
 """The holds of this process, by storage and folder."""
 _tokens: set[str] = set()
 """The tokens of this process's holds, added before their files exist."""
@@ -186,7 +186,7 @@ _tokens: set[str] = set()
 def leased(
     storage: Storage,
     folder: str,
-    what: str,
+    label: str,
     *,
     takeover: bool = False,
     say: Callable[[str], None] = lambda text: None,
@@ -196,78 +196,78 @@ def leased(
     SpecError where another process holds it, found out within WATCH_S. With `takeover` that process is asked to end, and
     waited for no longer than GRACE_S. StaleAttemptError, with who did it, where the run in the block was fenced off.
     """
-    lease = _take(storage, folder, what, takeover=takeover, say=say)
+    lease = _take(storage, folder, label, takeover=takeover, say=say)
     key = storage.shown, folder
-    _held[key] = lease
+    _leases[key] = lease
     try:
         yield lease
     except StaleAttemptError as error:
         with suppress(StorageError):
-            lease._look()
+            lease._poll()
         if lease.taker is None or error.code == problems.TAKEN_OVER.code:
             raise
         raise lease._taken_over(lease.taker) from error
     finally:
-        _held.pop(key, None)
+        _leases.pop(key, None)
         lease.release()
 
 
-def refuse_leased(storage: Storage, folder: str, what: str, *, but: int | None = None) -> None:
+def refuse_leased(storage: Storage, folder: str, label: str, *, but: int | None = None) -> None:
     """SpecError where a process holds `folder`, this one included; found out within WATCH_S. Nothing is written.
 
     Process `but` of this machine may hold it.
     """
     newest = _newest(storage, folder)
     holder = None if newest is None else _holder(newest[1])
-    if but is None or holder is None or (holder.place, holder.pid) != (place(), but):
-        _refuse(storage, folder, what, newest)
+    if but is None or holder is None or (holder.place, holder.pid) != (pid_namespace(), but):
+        _refuse(storage, folder, label, newest)
 
 
-def _refuse(storage: Storage, folder: str, what: str, newest: tuple[int, bytes] | None) -> None:
+def _refuse(storage: Storage, folder: str, label: str, newest: tuple[int, bytes] | None) -> None:
     if newest is not None and (heard := _heard(storage, folder, newest)) is not None:
-        raise _refused(what, *heard)
+        raise _refused(label, *heard)
 
 
 def ensure_leased(storage: Storage, folder: str) -> None:
     """StaleAttemptError where this process held `folder`, and another has taken it over."""
-    lease = _held.get((storage.shown, folder))
+    lease = _leases.get((storage.shown, folder))
     if lease is not None:
         lease.ensure()
 
 
-def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Lease:
+def _take(storage: Storage, folder: str, label: str, *, takeover: bool, say: Callable[[str], None]) -> Lease:
     newest = _newest(storage, folder)  # read once: a later holder may begin while this one is watched
     if not takeover:
-        _refuse(storage, folder, what, newest)
-    holder = Holder.here(1 if newest is None else newest[0] + 1)
+        _refuse(storage, folder, label, newest)
+    holder = Holder.of_this_process(1 if newest is None else newest[0] + 1)
     _tokens.add(holder.token)
     try:
-        _create(storage, folder, holder, what)
+        _create(storage, folder, holder, label)
     except BaseException:
         _tokens.discard(holder.token)
         raise
-    lease = Lease(storage, folder, what, holder)
+    lease = Lease(storage, folder, label, holder)
     if newest is not None:
         if takeover:
-            _await_end(storage, folder, *newest, what, say)
+            _await_end(storage, folder, *newest, label, say)
         _forget(storage, folder, holder.number)
     return lease
 
 
-def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:
+def _create(storage: Storage, folder: str, holder: Holder, label: str) -> None:
     """Take the next number. SpecError where another process has taken it, or a later one, meanwhile."""
-    path = _path(folder, own.number)
+    path = _path(folder, holder.number)
     try:
-        storage.create(path, canonical_json(asdict(own)))
+        storage.create(path, canonical_json(asdict(holder)))
     except TakenError as error:
         winner = _newest(storage, folder)
         raise _refused(
-            what, None if winner is None else _holder(winner[1]), "which has just begun"
+            label, None if winner is None else _holder(winner[1]), "which has just begun"
         ) from error
     newest = _newest(storage, folder)
-    if newest is not None and newest[0] > own.number:  # ours was used before, and its file deleted
+    if newest is not None and newest[0] > holder.number:  # ours was used before, and its file deleted
         storage.delete(path)
-        raise _refused(what, _holder(newest[1]), "which has just begun")
+        raise _refused(label, _holder(newest[1]), "which has just begun")
 
 
 def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Holder | None, str] | None:
@@ -285,13 +285,13 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
             return None if holder is not None and holder.gone else (holder, f"heard {_LOOK_S} s ago")
         if holder is not None and holder.gone:
             return None
-    if holder is not None and holder.near:  # it or its disk is stopped: no reason to take its run
+    if holder is not None and holder.lives_here:  # it or its disk is stopped: no reason to take its run
         return holder, f"which lives, but was not heard for {WATCH_S:g} s"
     return None
 
 
 def _await_end(
-    storage: Storage, folder: str, number: int, text: bytes, what: str, say: Callable[[str], None]
+    storage: Storage, folder: str, number: int, text: bytes, label: str, say: Callable[[str], None]
 ) -> None:
     """Wait until the holder that was asked to end has ended, stops updating its counter, or has used up its time."""
     began = moved = time.monotonic()
@@ -302,17 +302,17 @@ def _await_end(
             return
         if not announced:
             announced = True
-            say(f"{what} is taken over from {holder.shown}, which ends after its next step")
+            say(f"{label} is taken over from {holder.shown}, which ends after its next step")
         time.sleep(_LOOK_S)
         latest = _read(storage, folder, number)
         if latest != text:
             text, moved = latest, time.monotonic()
 
 
-def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:
+def _refused(label: str, holder: Holder | None, heard: str) -> SpecError:
     who = "another process" if holder is None else holder.shown
     step = "" if holder is None else f" at step {holder.step}"
-    return problems.HELD(what=what, holder=f"{who}{step}", heard=heard)
+    return problems.HELD(what=label, holder=f"{who}{step}", heard=heard)
 
 
 def _forget(storage: Storage, folder: str, number: int) -> None:

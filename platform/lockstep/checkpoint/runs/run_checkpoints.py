@@ -39,10 +39,10 @@ def claim(
     return AttemptOrigin(run_id, attempt.number, step)
 
 
-def check_step(run_id: str, step: int, there: Sequence[int]) -> None:
+def check_step(run_id: str, step: int, saved: Sequence[int]) -> None:
     """SpecError where `step` is none of the steps that have a checkpoint."""
-    if step not in there:
-        available = ", ".join(map(str, sorted(there))) or "none"
+    if step not in saved:
+        available = ", ".join(map(str, sorted(saved))) or "none"
         raise problems.NO_STEP(run=run_id, got=step, wanted=available)
 
 

@@ -48,12 +48,12 @@ class LocalStorage:
 
     def _moved(self, path: str) -> tuple[Path, str]:
         """The folder beneath which a name is resolved, and its path there: of a run whose folder was moved, that folder."""
-        first, _, rest = path.partition("/")
+        first, _, inner = path.partition("/")
         try:
             folder = moved(self.root, first) if first else None
         except OutsideError as error:
             raise _outside(error) from error
-        return (self.root, path) if folder is None else (folder, rest)
+        return (self.root, path) if folder is None else (folder, inner)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         with _storage_errors("write", self.root / path):

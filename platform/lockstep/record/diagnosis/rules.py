@@ -246,7 +246,11 @@ class Diagnosis:
             )
         elif len(self._windows) >= FLAT_WINDOWS:
             since = list(self._windows)[1 - FLAT_WINDOWS :]
-            if DEAD not in self.reported and _same([first], since) and _near(since, self._start):
+            if (
+                DEAD not in self.reported
+                and _means_are_equal([first], since)
+                and _is_at_start(since, self._start)
+            ):
                 yield self._flat(newest[-1], where)
 
     def _is_hot(self) -> bool:
@@ -294,7 +298,7 @@ class Diagnosis:
         if len(ended) < 3 or len(ended) * WINDOW < ENDED_SHARE * steps:
             return
         half = len(ended) // 2
-        if _same(ended[half:], ended[:half]):
+        if _means_are_equal(ended[half:], ended[:half]):
             yield Diagnosed(
                 "plateau",
                 ended[0].last,
@@ -465,14 +469,16 @@ def _error(window: Window) -> float:
     return window.noise / math.sqrt(WINDOW)
 
 
-def _same(some: Sequence[Window], others: Sequence[Window]) -> bool:
+def _means_are_equal(first: Sequence[Window], second: Sequence[Window]) -> bool:
     """Whether the mean losses of two groups of windows differ by next to nothing, and by no more than their noise."""
-    mean, other_mean = (statistics.fmean(window.loss for window in windows) for windows in (some, others))
+    mean, other_mean = (statistics.fmean(window.loss for window in windows) for windows in (first, second))
     difference = abs(mean - other_mean)
-    return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(_error_of(some), _error_of(others))
+    return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(
+        _error_of(first), _error_of(second)
+    )
 
 
-def _near(windows: Sequence[Window], start: float) -> bool:
+def _is_at_start(windows: Sequence[Window], start: float) -> bool:
     """Whether the mean loss of some windows equals that of the first ten steps, within their noise."""
     mean = statistics.fmean(window.loss for window in windows)
     return abs(mean - start) <= FLAT * abs(start) + 3 * windows[0].noise / math.sqrt(10)

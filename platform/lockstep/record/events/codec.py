@@ -131,8 +131,8 @@ _NUMBERED = re.compile(rb'\{"step":\[(\d{1,18}),')
 
 def step_number(line: bytes) -> int | None:
     """The number of a step by its line, if the checksum is right; None for any other line. Its values are not looked at: that is the faster by far."""
-    found = _NUMBERED.match(line)
-    return int(found[1]) if found and line[-9:] == b" %08x" % zlib.crc32(line[:-9]) else None
+    match = _NUMBERED.match(line)
+    return int(match[1]) if match and line[-9:] == b" %08x" % zlib.crc32(line[:-9]) else None
 
 
 class StepTime(NamedTuple):
@@ -252,7 +252,7 @@ def _whole(digests: Digests) -> list[int]:
     return [digests.weights, digests.optimizer, *(digests.gradients or ()), digests.average or 0]
 
 
-def held_by(line: bytes) -> str:
+def damaged_content(line: bytes) -> str:
     """What a damaged line seems to have been."""
     match = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
     if not match:

@@ -38,11 +38,13 @@ class Point(NamedTuple):
     step: int
 
 
-def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_at: float) -> Iterator[Point]:
-    """The points that an event becomes; `before` is the previous step's row, `started_at` when the run began (Unix seconds)."""
+def points_of(
+    event: Recorded, previous: StepRow | None, *, scaled: bool, started_at: float
+) -> Iterator[Point]:
+    """The points that an event becomes; `previous` is the previous step's row, `started_at` when the run began (Unix seconds)."""
     match event:
         case StepRow():
-            return step_points(event, before, scaled=scaled)
+            return step_points(event, previous, scaled=scaled)
         case EvaluationRow():
             return evaluation_points(event)
         case Observation():
@@ -69,8 +71,8 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             assert_never(event)
 
 
-def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterator[Point]:
-    """The points of a step; `before` is the previous step's row, if known, and `scaled` whether a loss scaler runs.
+def step_points(row: StepRow, previous: StepRow | None, *, scaled: bool) -> Iterator[Point]:
+    """The points of a step; `previous` is the previous step's row, if known, and `scaled` whether a loss scaler runs.
 
     The fixed names come first: a part with such a name never replaces them.
     """
@@ -84,7 +86,7 @@ def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterat
         "perf/data_wait_s": row.data_wait_s,
     }
     consumed_before = (
-        0 if row.step == 1 else before.samples if before and before.step == row.step - 1 else None
+        0 if row.step == 1 else previous.samples if previous and previous.step == row.step - 1 else None
     )
     if consumed_before is not None and row.step_s > 0:
         values["perf/samples_per_s"] = (row.samples - consumed_before) / row.step_s

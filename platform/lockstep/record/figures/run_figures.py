@@ -87,10 +87,10 @@ def _loss(x: Any, steps: Steps, evaluations: Sequence[EvaluationRow]) -> Any:
 
 def _gradient_norm(x: Any, steps: Steps) -> Any:
     figure, (above,) = panels("Gradient norm", ("global norm",))
-    before, after = steps["grad_norm"], steps["clipped_norm"]
-    _line(above, x, before, _ORANGE, "before clipping")
-    _line(above, x, after, _BLUE, "after")
-    if (before > 0).any():
+    norms, clipped = steps["grad_norm"], steps["clipped_norm"]
+    _line(above, x, norms, _ORANGE, "before clipping")
+    _line(above, x, clipped, _BLUE, "after")
+    if (norms > 0).any():
         _logarithmic(above)
     above.legend(frameon=False)
     return figure

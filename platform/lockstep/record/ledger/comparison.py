@@ -15,52 +15,52 @@ class Differing(NamedTuple):
     """One quantity whose bits differ between two executions of a step; None where one of them lacks it."""
 
     quantity: str
-    before: Any
-    after: Any
+    first: Any
+    second: Any
     micro_batch: int | None = None
 
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
-        return f"{self.quantity}{where} {shown(self.before)} → {shown(self.after)}"
+        return f"{self.quantity}{where} {shown(self.first)} → {shown(self.second)}"
 
 
-def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
+def differing(first: StepRow, second: StepRow) -> Iterator[Differing]:
     """The deterministic columns that differ, in the order in which a step computes them: gradients first, state last.
 
     Digests are compared where both have them. Gradients' are not if only one has them, as `reduction: native` has none.
     """
-    old, new = before.digests, after.digests
+    old, new = first.digests, second.digests
     if old is not None and new is not None:
         yield from _differing_gradients(old, new)
     for name in DETERMINISTIC:
         if name != "digests":
-            yield from _differing(name, getattr(before, name), getattr(after, name))
+            yield from _differing(name, getattr(first, name), getattr(second, name))
     if old is not None and new is not None:
         yield from _differing("weights_digest", Digest(old.weights), Digest(new.weights))
         yield from _differing("optimizer_digest", Digest(old.optimizer), Digest(new.optimizer))
         yield from _differing("ema_digest", _digest(old.average), _digest(new.average))
 
 
-def differing_evaluation(before: EvaluationRow, after: EvaluationRow) -> Iterator[Differing]:
+def differing_evaluation(first: EvaluationRow, second: EvaluationRow) -> Iterator[Differing]:
     """The metrics that differ, and the epoch."""
-    yield from _differing("epoch", before.epoch, after.epoch)
-    yield from _differing("", before.metrics, after.metrics)
+    yield from _differing("epoch", first.epoch, second.epoch)
+    yield from _differing("", first.metrics, second.metrics)
 
 
-def step_difference(before: StepRow, after: StepRow) -> str:
+def step_difference(first: StepRow, second: StepRow) -> str:
     """How two executions of a step differ, as `loss 0.5 → 0.25`; empty where all bits are equal."""
-    return ", ".join(map(str, differing(before, after)))
+    return ", ".join(map(str, differing(first, second)))
 
 
-def evaluation_difference(before: EvaluationRow, after: EvaluationRow) -> str:
+def evaluation_difference(first: EvaluationRow, second: EvaluationRow) -> str:
     """The metrics that differ, as text; empty where all bits are equal."""
-    return ", ".join(map(str, differing_evaluation(before, after)))
+    return ", ".join(map(str, differing_evaluation(first, second)))
 
 
-def same_row(one: StepRow | EvaluationRow, other: StepRow | EvaluationRow) -> bool:
+def same_row(first: StepRow | EvaluationRow, second: StepRow | EvaluationRow) -> bool:
     """Whether all columns of two rows are equal, bit for bit."""
     return not any(
-        difference for pair in zip(one, other, strict=True) for difference in _differing("", *pair)
+        difference for pair in zip(first, second, strict=True) for difference in _differing("", *pair)
     )
 
 
@@ -80,20 +80,20 @@ def _digest(value: int | None) -> Digest | None:
     return None if value is None else Digest(value)
 
 
-def _differing_gradients(before: Digests, after: Digests) -> Iterator[Differing]:
-    if before.gradients is None or after.gradients is None:
+def _differing_gradients(first: Digests, second: Digests) -> Iterator[Differing]:
+    if first.gradients is None or second.gradients is None:
         return
-    for m, (digest_before, digest_after) in enumerate(zip_longest(before.gradients, after.gradients)):
-        if digest_before != digest_after:
-            yield Differing("gradient_digest", _digest(digest_before), _digest(digest_after), m)
+    for m, (first_digest, second_digest) in enumerate(zip_longest(first.gradients, second.gradients)):
+        if first_digest != second_digest:
+            yield Differing("gradient_digest", _digest(first_digest), _digest(second_digest), m)
 
 
-def _differing(name: str, before: Any, after: Any) -> Iterator[Differing]:
-    if isinstance(before, Mapping):
-        for key in sorted({*before, *after}):
-            yield from _differing(key, before.get(key), after.get(key))
-    elif _bits(before) != _bits(after):
-        yield Differing(name, before, after)
+def _differing(name: str, first: Any, second: Any) -> Iterator[Differing]:
+    if isinstance(first, Mapping):
+        for key in sorted({*first, *second}):
+            yield from _differing(key, first.get(key), second.get(key))
+    elif _bits(first) != _bits(second):
+        yield Differing(name, first, second)
 
 
 def _bits(value: Any) -> Any:

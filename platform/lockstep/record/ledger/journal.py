@@ -1,7 +1,7 @@
 """The journal: the log of a run's recorded events, one JSON line each, on disk in its folder before any store gets them.
 
 * It is the spool: metric points can be made from it again, with the timestamps of their rows, however late a store answers.
-* It is the source of the ledger: a process that is killed loses only what it was not told yet.
+* It is the source of the ledger: a process that is killed loses only what was not reported to it yet.
 * A step or an evaluation is in it once. A float is kept bit for bit, NaN with its payload.
 * A line ends with its CRC-32. A damaged line is skipped; its rows are added again from a checkpoint's history.
 * One process writes it, under a lock that ends with that process. A torn last line, left by a machine that went down, is cut off.
@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 from lockstep.job.identity import forked_step
 from lockstep.paths import open_beneath
 from lockstep.record import problems
-from lockstep.record.events.codec import StepTime, from_line, held_by, step_number, step_time, to_line
+from lockstep.record.events.codec import StepTime, damaged_content, from_line, step_number, step_time, to_line
 from lockstep.record.events.union import (
     CheckpointRow,
     Delivered,
@@ -51,10 +51,10 @@ class Entry(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A damaged line that begins at byte `start`; `held` is what it seems to have been."""
+    """A damaged line that begins at byte `start`; `content` is what it seems to have been."""
 
     start: int
-    held: str
+    content: str
 
 
 class Journal:
@@ -99,7 +99,7 @@ class Journal:
             elif (event := from_line(line, self._folder)) is not None:
                 self._note(event, start)
             else:
-                self._damage.append(Damage(start, held_by(line)))
+                self._damage.append(Damage(start, damaged_content(line)))
 
     @property
     def damage(self) -> list[Damage]:

@@ -74,11 +74,11 @@ def check(segment: Segment, content: bytes) -> bytes:
 def _blocks(content: bytes) -> tuple[bytes, bytes]:
     head, _, body = content.partition(b"\n")
     try:
-        found = _HEAD.fullmatch(head)
-        if found is None:
+        match = _HEAD.fullmatch(head)
+        if match is None:
             raise ValueError("it is no segment of a ledger")
-        check_version(int(found[1]), VERSION)
-        sizes = json_mapping(found[2])
+        check_version(int(match[1]), VERSION)
+        sizes = json_mapping(match[2])
         steps, evaluations = int(sizes["steps"]), int(sizes["evaluations"])
         if min(steps, evaluations) < 0 or len(body) != steps + evaluations:
             raise ValueError(f"it has {len(body)} bytes of rows, wanted {steps + evaluations}")

@@ -98,9 +98,13 @@ def write_parquet(rows: Iterable[StepRow], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    left, blocks, fields = iter(rows), list[bytes](), {field.name: field for field in step_table(()).schema}
-    while some := list(islice(left, _ROWS_AT_ONCE)):
-        table = step_table(some)
+    remaining, blocks, fields = (
+        iter(rows),
+        list[bytes](),
+        {field.name: field for field in step_table(()).schema},
+    )
+    while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+        table = step_table(chunk)
         fields |= {field.name: field for field in table.schema}
         blocks.append(encoded(table))
     names = [*_STEP_TYPES, *sorted(fields.keys() - _STEP_TYPES.keys())]
@@ -123,12 +127,12 @@ def columns(steps: Iterable[StepRow], names: Sequence[str]) -> dict[str, np.ndar
     """Fields of all steps by name, as float64."""
     import numpy as np
 
-    get, found = attrgetter(*names), {name: array("d") for name in names}
-    append = [values.append for values in found.values()]
+    get, arrays = attrgetter(*names), {name: array("d") for name in names}
+    append = [values.append for values in arrays.values()]
     for row in steps:
         for add, value in zip(append, get(row), strict=True):
             add(value)
-    return {name: np.frombuffer(values) for name, values in found.items()}
+    return {name: np.frombuffer(values) for name, values in arrays.items()}
 
 
 def columns_in(path: Path, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -280,7 +284,7 @@ def _read(path: Path, types: Mapping[str, str]) -> Fields:
         raise problems.LEDGER_UNREADABLE(what=repr(str(path)), got=error) from error
 
 
-def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fields:
+def _rows(file: BinaryIO, size: int, types: Mapping[str, str], label: str) -> Fields:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -290,7 +294,7 @@ def _rows(file: BinaryIO, size: int, types: Mapping[str, str], what: str) -> Fie
         _check_columns(table.schema, types)
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise problems.LEDGER_UNREADABLE(what=what, got=one_line(error)) from error
+        raise problems.LEDGER_UNREADABLE(what=label, got=one_line(error)) from error
     return [
         (
             {field: row[field] for field in types},
@@ -323,6 +327,6 @@ def _check_columns(schema: pa.Schema, types: Mapping[str, str]) -> None:
         if name not in schema.names:
             raise ValueError(f"it has no column {name}")
     for field in schema:
-        wanted = types.get(field.name) or _DIGEST_TYPES.get(field.name) or "double"
-        if field.type != _arrow_type(wanted) and not (wanted == "double" and str(field.type) == "null"):
-            raise ValueError(f"its column {field.name[:80]!r} has {field.type}, wanted {wanted}")
+        expected = types.get(field.name) or _DIGEST_TYPES.get(field.name) or "double"
+        if field.type != _arrow_type(expected) and not (expected == "double" and str(field.type) == "null"):
+            raise ValueError(f"its column {field.name[:80]!r} has {field.type}, wanted {expected}")

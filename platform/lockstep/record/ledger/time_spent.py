@@ -27,7 +27,7 @@ from lockstep.record.events.union import (
 from lockstep.record.ledger.journal import Journal
 
 TIMED = (Opened, Started, AttemptsSummarised, Finished, Failed, TimeSpent)
-"""The events, beside the steps, that tell what became of a run's time."""
+"""The events, beside the steps, from which follows what became of a run's time."""
 
 
 class _Away(NamedTuple):
@@ -176,9 +176,9 @@ def _count(value: Any, default: int) -> int:
 def _away(events: Sequence[Recorded]) -> list[_Away]:
     """The times between the recorded end of one command and the beginning of the next that has prepared an attempt, or come to an end itself.
 
-    Who only reports an end again opens the journal as well.
+    A command that only reports an end again opens the journal as well.
     """
-    found: list[_Away] = []
+    absences: list[_Away] = []
     end: Finished | Failed | None = None
     opened: float | None = None
     for event in events:
@@ -186,9 +186,9 @@ def _away(events: Sequence[Recorded]) -> list[_Away]:
             opened = event.at
         elif isinstance(event, Started | Finished | Failed):
             if end is not None and end.at is not None and opened is not None and opened > end.at:
-                found.append(_Away(end.at, opened, _is_planned(end)))
+                absences.append(_Away(end.at, opened, _is_planned(end)))
             end, opened = None if isinstance(event, Started) else event, None
-    return found
+    return absences
 
 
 def _is_planned(end: Finished | Failed) -> bool:

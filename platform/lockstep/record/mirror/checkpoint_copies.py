@@ -54,7 +54,7 @@ class Copies(Part):
     def __init__(
         self, store: RunStore, report: Callable[[int, str | None], None], mb_per_s: float | None = None
     ) -> None:
-        lane = Lane("copies", lambda what, error: None, low=True)
+        lane = Lane("copies", lambda label, error: None, low=True)
         super().__init__(lane, "checkpoint", self._send_copy, delete=store.delete_checkpoint)
         self._store, self._report = store, report
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
@@ -68,12 +68,12 @@ class Copies(Part):
         self._closing = threading.Event()
 
     def keep(
-        self, wanted: Mapping[int, str], known: Container[int], kept: Mapping[int, str] | None = None
+        self, whole: Mapping[int, str], known: Container[int], kept: Mapping[int, str] | None = None
     ) -> None:
         """Make the store keep these checkpoints whole, of the others that the run has `kept` a reference, and drop the other `known` ones. Returns at once."""
         self._known = known
-        self._references = {step: Reference(uri) for step, uri in (kept or {}).items() if step not in wanted}
-        self.wanted = dict(sorted(wanted.items(), reverse=True))
+        self._references = {step: Reference(uri) for step, uri in (kept or {}).items() if step not in whole}
+        self.desired = dict(sorted(whole.items(), reverse=True))
         self.retry()
         self._lane.wake()
 
@@ -84,20 +84,20 @@ class Copies(Part):
             time.sleep(0.01)
         self._lane.stop()
         outage = self._lane.outage
-        missing = [item for item in self.wanted.items() if self.actual.get(item[0]) != item[1]]
+        missing = [item for item in self.desired.items() if self.actual.get(item[0]) != item[1]]
         for step, uri in missing:
             if self._refused.get(step) != uri:
                 self._report(step, str(outage.error) if outage else "the run ended before it was sent")
         return not missing
 
     def calls(self) -> Iterator[Call]:
-        """The newest checkpoint first; what is not wanted goes once that one is whole."""
-        newest = next(iter(self.wanted.items()), None)
+        """The newest checkpoint first; what is no longer desired goes once that one is whole."""
+        newest = next(iter(self.desired.items()), None)
         if newest is None:
             return
         if not self._is_known:
             if self._is_due(*newest):
-                yield Call(self._look, partial(self.refuse, [newest]))
+                yield Call(self._read_actual, partial(self.refuse, [newest]))
             return
         yield from self._pushes()
         if self.actual.get(newest[0]) == newest[1]:
@@ -109,21 +109,21 @@ class Copies(Part):
             yield from self._deletions()
 
     def _deletions(self) -> Iterator[Call]:
-        unreferenced = (name for name in list(self.actual) if name not in {*self.wanted, *self._references})
+        unreferenced = (name for name in list(self.actual) if name not in {*self.desired, *self._references})
         return self._delete_each(unreferenced)
 
     def refuse(self, items: Sequence[tuple[Any, Any]], error: Exception) -> None:
         self._refused.update(items)
         for step, _ in items:
-            if step in self.wanted or step in self.actual:  # else it was deleted during the call
+            if step in self.desired or step in self.actual:  # else it was deleted during the call
                 self._report(step, str(error) if isinstance(error, LockstepError) else first_line(error))
 
-    def _look(self) -> None:
-        wanted = self.wanted
+    def _read_actual(self) -> None:
+        desired = self.desired
         self.actual = {
-            step: wanted.get(step, "") if whole else None
+            step: desired.get(step, "") if whole else None
             for step, whole in self._store.checkpoints().items()
-            if step in self._known or step in wanted
+            if step in self._known or step in desired
         }
         for step in self.actual:
             self._count(step)
@@ -140,7 +140,7 @@ class Copies(Part):
     def _send_copy(self, items: Mapping[int, str]) -> None:
         ((step, folder),) = items.items()
         self.actual[step] = None
-        with _held(Path(folder)) as held_folder:
+        with _linked(Path(folder)) as held_folder:
             self._began = time.monotonic()
             self._store.log_checkpoint(step, checkpoint_tags(folder), held_folder, self._sent)
         self._count(step)
@@ -156,7 +156,7 @@ class Copies(Part):
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Path]:
+def _linked(folder: Path) -> Iterator[Path]:
     """Hold the files of a checkpoint while they are sent. OSError where they are already gone.
 
     The manifest is linked first and then the files that it names, so that all are of one checkpoint. On a file
@@ -186,29 +186,29 @@ def _held(folder: Path) -> Iterator[Path]:
         shutil.rmtree(held_folder.parent, ignore_errors=True)
 
 
-def _copy_shared(folder: Path, held: Path) -> None:
-    """Copy a checkpoint that shares files into `held`, which stays empty if it shares none."""
+def _copy_shared(folder: Path, target: Path) -> None:
+    """Copy a checkpoint that shares files into `target`, which stays empty if it shares none."""
     names = named_by(read_beneath(folder, MANIFEST, MOST_BYTES))
     if not names.shared:
         return
     for name in names.shared:
-        _copy(folder.parent / SHARED, name, held)
+        _copy(folder.parent / SHARED, name, target)
     for name in (*names.files, MANIFEST):
-        _copy(folder, name, held)
+        _copy(folder, name, target)
 
 
-def _link(folder: Path, name: str, held: Path) -> None:
-    """Give a file of `folder` a second name in `held`. OSError or ValueError for anything but a file in that folder."""
+def _link(folder: Path, name: str, target: Path) -> None:
+    """Give a file of `folder` a second name in `target`. OSError or ValueError for anything but a file in that folder."""
     os.close(open_beneath(folder, component(name)))
-    os.link(folder / component(name), held / component(name), follow_symlinks=False)
-    if not stat.S_ISREG((held / component(name)).lstat().st_mode):
+    os.link(folder / component(name), target / component(name), follow_symlinks=False)
+    if not stat.S_ISREG((target / component(name)).lstat().st_mode):
         raise OutsideError(f"{shown(name)} in {str(folder)!r} is no file of its own")
 
 
-def _copy(folder: Path, name: str, held: Path) -> None:
+def _copy(folder: Path, name: str, target: Path) -> None:
     with (
         os.fdopen(open_beneath(folder, component(name)), "rb") as original,
-        (held / component(name)).open("xb") as file,
+        (target / component(name)).open("xb") as file,
     ):
         shutil.copyfileobj(original, file)
 

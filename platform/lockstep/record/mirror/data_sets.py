@@ -41,10 +41,12 @@ _SAMPLES = re.compile(r"data\.(train|(?:eval|test)(?:/[\w-]+)?)_samples")
 
 
 def measured_by(key: str, data: Iterable[DataSet]) -> DataSet | None:
-    """The data set that an evaluation's metric is of, such as `eval/loss`, or of one of several sets `eval/clean/loss`; None if it is not known."""
-    context, _, rest = key.partition("/")
-    by_set = {one.name.partition("_data.")[2]: one for one in data if one.context == context}
-    return by_set.get(rest.partition("/")[0]) or by_set.get("")
+    """The data set on which a metric was measured: `eval/loss`, or `eval/clean/loss` where there are several sets; None if it is not known."""
+    context, _, name = key.partition("/")
+    by_set = {
+        data_set.name.partition("_data.")[2]: data_set for data_set in data if data_set.context == context
+    }
+    return by_set.get(name.partition("/")[0]) or by_set.get("")
 
 
 def _in_order(label: str) -> tuple[int, str]:

@@ -107,7 +107,7 @@ class Lane:
     @property
     def refused(self) -> dict[str, RecordError]:
         """What the store does not have, and why."""
-        return {what: error for part in self.parts for what, error in dict(part.refused).items()}
+        return {label: error for part in self.parts for label, error in dict(part.refused).items()}
 
     def retry(self) -> bool:
         """Make refused content due again. Returns whether there is any."""
@@ -123,10 +123,10 @@ class Lane:
         since = max(closing_at, outage.since) if outage else max(asked_at, self.moved_at)
         return self.idle or time.monotonic() > since + patience_s
 
-    def note(self, what: str, error: RecordError) -> None:
+    def note(self, label: str, error: RecordError) -> None:
         """Note a refusal in the journal. UnavailableError if that is impossible now."""
         try:
-            self._note(what, error)
+            self._note(label, error)
         except RecordError as disk:
             raise disk.as_kind(UnavailableError) from disk
 
@@ -205,23 +205,23 @@ class Lane:
 class Part:
     """One part of what a lane pushes, by name: what the store should have, and what it has as far as this process knows.
 
-    A name is due if the two values differ, unless the store has refused that value. `send` pushes some of the wanted content: one name at a time, or
-    all that are due (`together`). With `delete`, the store loses what is not wanted any more. `what` begins the name of the content in reports of failure.
+    A name is due if the two values differ, unless the store has refused that value. `send` pushes some of the desired content: one name at a time, or
+    all that are due (`together`). With `delete`, the store loses what is no longer desired. `label` begins the name of the content in reports of failure.
     """
 
     def __init__(
         self,
         lane: Lane,
-        what: str,
+        label: str,
         send: Callable[[Mapping[Any, Any]], object],
         *,
         together: bool = False,
         delete: Callable[[Any], object] | None = None,
     ) -> None:
         lane.parts.append(self)
-        self._lane, self._what, self._send = lane, what, send
+        self._lane, self._label, self._send = lane, label, send
         self._together, self._delete = together, delete
-        self.wanted: Mapping[Any, Any] = {}
+        self.desired: Mapping[Any, Any] = {}
         """What the store should have. Replaced as a whole by another thread, never changed."""
         self.actual: dict[Any, Any] = {}
         """What the store has."""
@@ -233,8 +233,8 @@ class Part:
         """The names behind each of these reports that the store still lacks."""
 
     def confirm(self) -> None:
-        """Take what is wanted for what the store has."""
-        self.actual = dict(self.wanted)
+        """Take the desired content for what the store has."""
+        self.actual = dict(self.desired)
 
     def calls(self) -> Iterator[Call]:
         """The calls that are due now, in order."""
@@ -242,13 +242,13 @@ class Part:
         yield from self._deletions()
 
     def _pushes(self) -> Iterator[Call]:
-        due = [item for item in self.wanted.items() if self._is_due(*item)]
+        due = [item for item in self.desired.items() if self._is_due(*item)]
         for items in ([due] if due else []) if self._together else [[item] for item in due]:
             yield Call(partial(self._push, items), partial(self.refuse, items))
 
     def _deletions(self) -> Iterator[Call]:
         if self._delete:
-            yield from self._delete_each(name for name in list(self.actual) if name not in self.wanted)
+            yield from self._delete_each(name for name in list(self.actual) if name not in self.desired)
 
     def _delete_each(self, names: Iterable[Any]) -> Iterator[Call]:
         for name in names:
@@ -295,7 +295,7 @@ class Part:
                 del self._lacking[title], self.refused[title]
 
     def _title(self, names: Sequence[Any]) -> str:
-        return f"{self._what} {', '.join(sorted(map(str, names))[:5])}".rstrip()
+        return f"{self._label} {', '.join(sorted(map(str, names))[:5])}".rstrip()
 
 
 Item = TypeVar("Item")

@@ -54,34 +54,34 @@ def shown_document(value: Any) -> Any:
 
 
 def _without_secrets(uri: str) -> str:
-    scheme, mark, rest = uri.partition("://")
-    rest = _without_user(scheme.lower(), rest)
+    scheme, mark, address = uri.partition("://")
+    address = _without_user(scheme.lower(), address)
     # Not urlsplit: it raises ValueError for text that is not a URI after all, such as `http://[{host}]` in a program's text.
-    base, hash_, fragment = rest.partition("#")
+    base, hash_, fragment = address.partition("#")
     base, question, query = base.partition("?")
     return f"{scheme}{mark}{base}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
 
 
-def _without_user(scheme: str, rest: str) -> str:
+def _without_user(scheme: str, address: str) -> str:
     """The part after `://` without its secret. An `@` after a path belongs to the path, unless only a password can stand before it."""
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    authority = re.split(r"[/?#]", address, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
     if not at:
-        user, at, host = rest.rpartition("@")
+        user, at, host = address.rpartition("@")
         name, colon, password = user.partition(":")
         if not (at and colon) or _PORT.match(password) or re.search(r"[/?#]", name) or name.startswith("["):
-            return rest
+            return address
         return f"{name}:{HIDDEN}@{host}"
-    host += rest[len(authority) :]
+    host += address[len(authority) :]
     name, colon, password = user.partition(":")
     if colon:
         return f"{name}:{HIDDEN}@{host.rpartition('@')[2] if _is_no_host(host) else host}"
-    return f"{HIDDEN}@{host}" if scheme in {"http", "https"} else rest
+    return f"{HIDDEN}@{host}" if scheme in {"http", "https"} else address
 
 
-def _is_no_host(rest: str) -> bool:
+def _is_no_host(text: str) -> bool:
     """Whether a password continues here: `b/c@host/db` of `me:a@b/c@host/db`."""
-    return "@" in re.split(r"[?#]", rest, maxsplit=1)[0]
+    return "@" in re.split(r"[?#]", text, maxsplit=1)[0]
 
 
 def _without_values(query: str) -> str:

@@ -63,7 +63,7 @@ def run_in_folder(
     try:
         return _read(folder / "run.json")
     except ValueError as error:
-        what = f"cannot be read ({error})"
+        damage = f"cannot be read ({error})"
     except PermissionError as error:
         raise problems.DENIED(run=run_id, folder=folder, got=error.strerror) from error
     except OSError as error:
@@ -71,8 +71,8 @@ def run_in_folder(
             raise problems.CANNOT_READ(path=folder, got=error.strerror) from error
         if not is_there(folder / NAME) or not _is_recorded_here(folder):
             raise no_such_run(run_id, repr(str(storage)), advice) from error
-        what = "is missing"
-    raise problems.RUN_JSON(run=run_id, folder=folder, got=what)
+        damage = "is missing"
+    raise problems.RUN_JSON(run=run_id, folder=folder, got=damage)
 
 
 def _is_recorded_here(folder: Path) -> bool:

@@ -23,13 +23,13 @@ MOST_REFUSED = 1000
 """The most refused points that are kept, to be sent once more at the run's end."""
 
 
-_REST = "rest"
+_BACKLOG = "backlog"
 """The name of what the journal has behind the cursor."""
 
 
 class _Cursor(NamedTuple):
     offset: int
-    before: StepRow | None
+    previous: StepRow | None
     """The step before the offset."""
 
 
@@ -89,9 +89,9 @@ class MetricCursor(Part):
 
     def calls(self) -> Iterator[Call]:
         """One call, which sends everything that the journal has when it is made; and those that repeat refused points."""
-        rest = (_REST, self._journal.size)
-        if self._cursor.offset < rest[1] and self._is_due(*rest):
-            yield Call(self._send_new, partial(self.refuse, [rest]))
+        backlog = (_BACKLOG, self._journal.size)
+        if self._cursor.offset < backlog[1] and self._is_due(*backlog):
+            yield Call(self._send_new, partial(self.refuse, [backlog]))
         yield from super().calls()
 
     def _send_new(self) -> None:
@@ -103,11 +103,11 @@ class MetricCursor(Part):
                 self._cursor = cursor
         except OSError as error:  # from the journal's disk
             raise problems.CANNOT_READ(path=NAME, got=error.strerror or error) from error
-        self._accepted([(_REST, None)])
+        self._accepted([(_BACKLOG, None)])
 
     def _refuse_points(self, points: Sequence[Point], error: Exception) -> None:
-        room = MOST_REFUSED - len(self.wanted)
-        self.wanted = {**self.wanted, **dict.fromkeys(points[:room], True)}
+        room = MOST_REFUSED - len(self.desired)
+        self.desired = {**self.desired, **dict.fromkeys(points[:room], True)}
         self.refuse([(point, True) for point in points], error)
 
     def _send_again(self, points: Mapping[Point, bool]) -> None:
@@ -129,7 +129,7 @@ class MetricCursor(Part):
         points: list[Point] = []
         cursor = self._cursor
         for event, next_cursor in self._events(cursor):
-            previous = cursor.before
+            previous = cursor.previous
             if isinstance(event, Corrupted):
                 least = event.since if self._replaced_after is None else self._replaced_after
                 self._replaced_after = min(event.since, least)
@@ -149,7 +149,7 @@ class MetricCursor(Part):
 
     def _events(self, cursor: _Cursor) -> Iterator[tuple[Recorded, _Cursor]]:
         """The events after the cursor, each with the cursor after it."""
-        previous = cursor.before
+        previous = cursor.previous
         for entry in self._journal.read(cursor.offset):
             if entry.event is not None:  # else damaged: its content comes again, or the run is not whole
                 previous = entry.event if isinstance(entry.event, StepRow) else previous

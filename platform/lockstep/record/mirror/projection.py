@@ -53,7 +53,7 @@ class Ending(NamedTuple):
 
 
 class Projection:
-    """What is wanted of one run. One thread changes it; a mapping that a property returns is a new one each time."""
+    """The desired state of one run. One thread changes it; a mapping that a property returns is a new one each time."""
 
     def __init__(self, spec: Spec, folder: Path, journal: Journal) -> None:
         self._spec, self._folder, self._journal = spec, folder, journal
@@ -136,8 +136,8 @@ class Projection:
                 self.documents["diagnosis.json"] = documents.as_json([asdict(d) for d in self._diagnoses])
             case union.Alerted():
                 self._alerts.append(event)
-                self._tags["alerts"] = "; ".join(f"step {one.step}: {one.rule}" for one in self._alerts)
-                self.documents["alerts.json"] = documents.as_json([asdict(one) for one in self._alerts])
+                self._tags["alerts"] = "; ".join(f"step {alert.step}: {alert.rule}" for alert in self._alerts)
+                self.documents["alerts.json"] = documents.as_json([asdict(alert) for alert in self._alerts])
             case union.Corrupted():
                 self._tags["corrupted"] = str(event)
             case union.ResumeChecked():
@@ -232,7 +232,7 @@ class Projection:
         tags |= self._time_tags(ended=end is not None)
         wrong = {"not exact": tags.get("violation"), "not recorded": trouble}
         verdict, details = (end.verdict, end.details) if end else (self._running, {})
-        verdict = verdict._replace(troubles=[f"{what}: {text}" for what, text in wrong.items() if text])
+        verdict = verdict._replace(troubles=[f"{kind}: {text}" for kind, text in wrong.items() if text])
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
         names = [f"{run_figures.FOLDER}/{path.name}" for path in figures]
@@ -300,7 +300,7 @@ class Projection:
         if missing:
             return _not_whole(missing)
         if self._journal.damage:
-            contents = ", ".join(damage.held for damage in self._journal.damage[:5])
+            contents = ", ".join(damage.content for damage in self._journal.damage[:5])
             return problems.NOT_WHOLE(got=f"lines of its journal are damaged ({contents})")
         return None
 

@@ -1,6 +1,6 @@
 """Makes a run's folder, and then its store, have what the run's log says.
 
-The same call while a run goes on, after an outage, at a resume, in `lockstep record sync` and in a repair: what is wanted is compared with
+The same call while a run goes on, after an outage, at a resume, in `lockstep record sync` and in a repair: the desired state is compared with
 what is there, and the differences are pushed. What the store has is known from the log: if its last line says that everything was
 delivered, that; otherwise nothing, and all of it is pushed again, which changes nothing where it is there.
 
@@ -61,8 +61,8 @@ class Reconciler:
         self._patience_s = patience_s
         self._advice = f"`lockstep record sync {files.folder.name}` sends it again"
 
-        def note(what: str, error: RecordError) -> None:
-            journal.add([SetAside(what, str(error))])
+        def note(label: str, error: RecordError) -> None:
+            journal.add([SetAside(label, str(error))])
 
         self._status, self._facts, self._points, self._uploads = (
             Lane(name, note) for name in ("status", "facts", "points", "files")
@@ -111,7 +111,7 @@ class Reconciler:
             dict(self._projection.documents),
         )
         self._published = dict.fromkeys(self._projection.references, 0)
-        self._want()
+        self._set_desired()
         for part in (
             self._params, self._data, self._tags, self._artifacts, self._references, self._evaluations, self._saves
         ):  # fmt: skip
@@ -167,33 +167,33 @@ class Reconciler:
     def push(self) -> None:
         """Let the lanes push what the store lacks, and report what it does not have."""
         self._report()
-        self._want()
+        self._set_desired()
         if self._shows_end and self.failure() is None and all(lane.idle for lane in self._content):
             self._allow_end()
         for lane in self._lanes:
             if not lane.idle:
                 lane.wake()
 
-    def _want(self) -> None:
-        """Set what the store should have."""
+    def _set_desired(self) -> None:
+        """Set the desired state of the store."""
         projection = self._projection
         tags = projection.tags(
             trouble=self._trouble, figures=self._files.figures.drawn, ended=self._shows_end
         )
-        self._params.wanted, self._data.wanted = dict(projection.params), dict(projection.data)
-        self._tags.wanted = {**tags, **dict(self._findings), _TROUBLE: self._trouble}
-        self._artifacts.wanted = dict(self._files.names)
-        self._saves.wanted = {"": projection.saves} if projection.saves else {}
-        self._model.wanted = {"": self._end.model} if self._end and self._end.model else {}
+        self._params.desired, self._data.desired = dict(projection.params), dict(projection.data)
+        self._tags.desired = {**tags, **dict(self._findings), _TROUBLE: self._trouble}
+        self._artifacts.desired = dict(self._files.names)
+        self._saves.desired = {"": projection.saves} if projection.saves else {}
+        self._model.desired = {"": self._end.model} if self._end and self._end.model else {}
         if not projection.makes_copies:
-            self._references.wanted = dict(projection.references)
-        elif self._kept != projection.references or self._copies.wanted != projection.copies:
+            self._references.desired = dict(projection.references)
+        elif self._kept != projection.references or self._copies.desired != projection.copies:
             self._kept = dict(projection.references)
             self._copies.keep(projection.copies, projection.known_steps, self._kept)
         published = self._copies.published if projection.makes_copies else self._published
         final = self._final_step
         steps = [*projection.references, *([] if final is None else [final])]
-        self._evaluations.wanted = {
+        self._evaluations.desired = {
             step: (measured, (published.get(step), step == final))
             for step in steps
             if (step in published or step == final) and (measured := projection.measured(step))
@@ -255,7 +255,7 @@ class Reconciler:
         """Wait until the store has a file, unless it does not answer or refuses something. No points are pushed yet: to read them would slow the start."""
         until = time.monotonic() + timeout_s
         uploads = self._uploads
-        self._want()
+        self._set_desired()
         for lane in (self._status, self._facts, uploads):
             lane.wake()
         while name not in self._artifacts.actual and time.monotonic() < until:
@@ -292,7 +292,7 @@ class Reconciler:
         end = self._projection.end
         # A reader takes FINISHED for a whole history: it waits for `record sync` where points were neither sent nor refused.
         lacks_points = end is not None and end.status == "FINISHED" and not self._points.idle
-        if self._final_status.wanted or (self._is_informed(settle) and not lacks_points):
+        if self._final_status.desired or (self._is_informed(settle) and not lacks_points):
             self._allow_end()
         elif end and end.status:  # with it, readers would believe the record complete
             self.refuse(problems.END_UNTOLD(remedy=advice))
@@ -304,7 +304,7 @@ class Reconciler:
         """Let the store learn how the run ended, if it has."""
         end = self._projection.end
         if end and end.status:
-            self._final_status.wanted = {end.status: end.at}
+            self._final_status.desired = {end.status: end.at}
 
     def _is_informed(self, settle: Callable[[Lane], None]) -> bool:
         """Whether the store knows what it lacks, and lacks nothing else."""
@@ -337,9 +337,9 @@ class Reconciler:
         if self._error is not None:
             return self._error
         refused = [item for lane in self._lanes for item in lane.refused.items()]
-        for what, error in refused[:1]:
+        for label, error in refused[:1]:
             more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
-            return problems.NOT_RECORDED(got=error, what=f"{what}{more}", remedy=self._advice)
+            return problems.NOT_RECORDED(got=error, what=f"{label}{more}", remedy=self._advice)
         for outage in self._outages():
             silent_s = time.monotonic() - outage.since
             if isinstance(outage.error, DeniedError) or silent_s > self._patience_s:
@@ -376,5 +376,5 @@ class _Beats(Part):
 
     def calls(self) -> Iterator[Call]:
         # Not set by the writer's thread: drawing or a slow disk keeps it busy for longer than a beat.
-        self.wanted = {} if self._final_status.wanted else {"": int(time.monotonic() // BEAT_S)}
+        self.desired = {} if self._final_status.desired else {"": int(time.monotonic() // BEAT_S)}
         return super().calls()

@@ -1,6 +1,6 @@
 """The files that a recorder makes in its run's folder: documents, tables, figures, the log, and what the workers print.
 
-Each is also wanted in the run's store. What the disk refuses is written again by the next call.
+The run's store should have each as well. What the disk refuses is written again by the next call.
 """
 
 from __future__ import annotations

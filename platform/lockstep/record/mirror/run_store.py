@@ -191,8 +191,8 @@ def recorded(
     if not isinstance(parsed_summary, dict) or (
         status == "FINISHED" and summary is None and isinstance(document, dict)
     ):
-        what = "is missing" if summary is None else "has no summary"
-        raise problems.DAMAGED(run=run_id, file="summary.json", where=where, got=what)
+        damage = "is missing" if summary is None else "has no summary"
+        raise problems.DAMAGED(run=run_id, file="summary.json", where=where, got=damage)
     if not isinstance(document, dict):
         raise problems.NO_SPEC(run=run_id, where=where)
     known_status: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]

@@ -35,7 +35,7 @@ _OF_MLFLOW = frozenset({"alembic_version", "experiments", "runs", "metrics", "pa
 
 def remedy(reason: str) -> str:
     """Advice for a store that fails for this reason; empty if there is none."""
-    return next((what for words, what in _REMEDIES.items() if words in reason), "")
+    return next((advice for words, advice in _REMEDIES.items() if words in reason), "")
 
 
 def unreachable(uri: str, reason: str, kind: type[RecordError]) -> RecordError:

@@ -66,8 +66,8 @@ def find_finished(uri: str, identity: str, folder: Path) -> Iterator[StoredRun]:
     return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
 
 
-def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there: Path) -> None:
-    """Copy the named files and folders of a run, as far as it has them, from its folder or else from its store into `there`."""
+def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, target: Path) -> None:
+    """Copy the named files and folders of a run, as far as it has them, from its folder or else from its store into `target`."""
     from lockstep.record.mirror.mlflow import files_from_mlflow
 
     try:
@@ -77,11 +77,11 @@ def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there:
         raise problems.LEADS_OUT(run=shown(run_id), got=error) from error
     for name in local_names:
         if (run / name).is_dir():
-            shutil.copytree(run / name, there / name, symlinks=True)
+            shutil.copytree(run / name, target / name, symlinks=True)
         else:
-            shutil.copyfile(run / name, there / name)
+            shutil.copyfile(run / name, target / name)
     if not local_names and uri != RECORD_OFF:
-        files_from_mlflow(uri, run_id, names, there)
+        files_from_mlflow(uri, run_id, names, target)
 
 
 def keep_files(uri: str, run_id: str, files: Sequence[Path], folder: str) -> None:
@@ -103,9 +103,9 @@ def find_history(uri: str, run_id: str, folder: Path) -> Rows:
     run_folder = folder / run_id
     if (run_folder / "ledger.parquet").exists() or uri == RECORD_OFF:
         return read_history(run_folder)
-    with tempfile.TemporaryDirectory() as there:
-        files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
-        return read_history(Path(there))
+    with tempfile.TemporaryDirectory() as download:
+        files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(download))
+        return read_history(Path(download))
 
 
 def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
@@ -117,9 +117,9 @@ def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
         return read_observations(path)
     if uri == RECORD_OFF or (path.parent / "ledger.parquet").exists():
         return []
-    with tempfile.TemporaryDirectory() as there:
-        downloaded = files_from_mlflow(uri, run_id, (OBSERVATIONS,), Path(there))
-        return read_observations(Path(there, OBSERVATIONS)) if downloaded else []
+    with tempfile.TemporaryDirectory() as download:
+        downloaded = files_from_mlflow(uri, run_id, (OBSERVATIONS,), Path(download))
+        return read_observations(Path(download, OBSERVATIONS)) if downloaded else []
 
 
 def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
@@ -132,10 +132,10 @@ def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
     elif uri == RECORD_OFF:
         return None
     else:
-        with tempfile.TemporaryDirectory() as there:
-            if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
+        with tempfile.TemporaryDirectory() as download:
+            if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(download)):
                 return None
-            text = _text(run_id, Path(there, SWEEP_FILE))
+            text = _text(run_id, Path(download, SWEEP_FILE))
     try:
         document = yaml_value(text)
     except ValueError as error:

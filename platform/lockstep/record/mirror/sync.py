@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import SpecError
-from lockstep.process import place
+from lockstep.process import pid_namespace
 from lockstep.record import problems
 from lockstep.record.events.union import Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_end import PROCESS, lost_end
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import PROCESS, lost_end
 from lockstep.record.mirror.documents import HIDDEN
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import reader
@@ -44,7 +44,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
     its store knows an end that the journal has lost.
     RecordError where another process records the run, or the store does not answer.
     """
-    check_there(folder)
+    require_journal(folder)
     with closing(Journal(folder)) as journal:
         step = journal.last_step
         if journal.delivered and not again:
@@ -84,14 +84,18 @@ def _refuse_continued(folder: Path, journal: Journal, run: RunInfo) -> None:
     """
     opened = [event.process.get(PROCESS) for event in journal.events if isinstance(event, Opened)]
     other_process = run.tags.get(PROCESS) not in (None, *opened)
-    there = Path(run.tags.get(_FOLDER, folder))
-    other_folder = there.resolve() != folder.resolve()  # or this one was moved
+    recorded_folder = Path(run.tags.get(_FOLDER, folder))
+    other_folder = recorded_folder.resolve() != folder.resolve()  # or this one was moved
     if not other_folder and lost_end(journal.events, run.status, run.tags.get(PROCESS)):
         return  # that is reported, and mended, by itself
     ahead = run.step > journal.last_step and (other_process or other_folder)
     if ahead or (other_process and other_folder and run.status in {"RUNNING", "FINISHED"}):
         raise problems.CONTINUED(
-            run=folder.name, folder=there, step=run.step, status=run.status, storage=there.parent
+            run=folder.name,
+            folder=recorded_folder,
+            step=run.step,
+            status=run.status,
+            storage=recorded_folder.parent,
         )
 
 
@@ -101,7 +105,7 @@ def _refuse_living(folder: Path, run: RunInfo) -> None:
     On this machine the lock of the journal tells. It does not where the folder is a copy, or its file system locks for one machine alone.
     """
     machine = run.tags.get(PROCESS, "").partition(" ")[0]
-    if run.status == "RUNNING" and machine != place():
+    if run.status == "RUNNING" and machine != pid_namespace():
         host = run.tags.get("lockstep.host", "?")
         raise problems.LIVING(run=folder.name, host=host, silent_s=f"{SILENT_S:.0f}")
 
@@ -113,13 +117,13 @@ def _refuse_lost_end(folder: Path, journal: Journal, run: RunInfo) -> None:
         )
 
 
-def check_there(folder: Path) -> None:
+def require_journal(folder: Path) -> None:
     """SpecError if a folder has no journal, RecordError if it may not be read."""
     try:
-        there = (folder / NAME).is_file()
+        exists = (folder / NAME).is_file()
     except OSError as error:
         raise problems.DENIED(run=folder.name, folder=folder, got=error.strerror) from error
-    if not there:
+    if not exists:
         raise problems.NO_JOURNAL(run=folder.name, file=NAME, folder=folder)
 
 

@@ -23,7 +23,7 @@ from lockstep.record.events.union import (
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
-from lockstep.record.ledger.replay import end_of, lost_end, status_of
+from lockstep.record.ledger.journal_end import end_of, lost_end, status_of
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import as_written
 from lockstep.spec.fields import Spec
@@ -63,8 +63,8 @@ def check_journal(
         journal.add([*steps, *evaluations])
     lacking = [f"step {row.step}" for row in steps]
     lacking += [f"the evaluation after step {row.step}" for row in evaluations]
-    for what in lacking:
-        yield RecordDifference("journal", f"lacks {what}, which the checkpoint has", repair)
+    for item in lacking:
+        yield RecordDifference("journal", f"lacks {item}, which the checkpoint has", repair)
     missing = journal.missing_steps() if repair or not steps else range(0)
     if missing:
         yield RecordDifference(
@@ -73,15 +73,17 @@ def check_journal(
     damage = journal.damage
     mended = [line for line in damage if repair and _is_back(line, journal, rows)]
     if mended:
-        contents = ", ".join(line.held for line in mended)
+        contents = ", ".join(line.content for line in mended)
         journal.add([Mended([line.start for line in mended], f"damaged lines ({contents}), by a check")])
     for line in damage:
-        yield RecordDifference("journal", f"a damaged line at byte {line.start}: {line.held}", line in mended)
+        yield RecordDifference(
+            "journal", f"a damaged line at byte {line.start}: {line.content}", line in mended
+        )
 
 
 def _is_back(damage: Damage, journal: Journal, history: tables.Rows) -> bool:
     """Whether the rows of a damaged line are in the journal again. Anything else on a line is stored nowhere else."""
-    kind, _, number = damage.held.partition(" ")
+    kind, _, number = damage.content.partition(" ")
     if kind == "step" and number:
         return journal.has_step(int(number))
     if kind == "evaluation" and number:
@@ -117,27 +119,27 @@ def check_ledger(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
         (tables.read_parquet, "ledger.parquet", list(journal.steps())),
         (tables.read_evaluations, "evaluations.parquet", journal.evaluations()),
     ):
-        if rows and (what := _other(read, folder / name, rows)):
-            yield RecordDifference("ledger", f"{name} {what}")
+        if rows and (difference := _other_rows(read, folder / name, rows)):
+            yield RecordDifference("ledger", f"{name} {difference}")
 
 
 def _ended(journal: Journal) -> bool:
     return bool(journal.events) and not isinstance(journal.events[-1], Opened)
 
 
-def _other(
+def _other_rows(
     read: Callable[[Path], Sequence[StepRow | EvaluationRow]],
     path: Path,
-    wanted: Sequence[StepRow | EvaluationRow],
+    recorded: Sequence[StepRow | EvaluationRow],
 ) -> str:
-    """How the rows of a file differ from the wanted ones, every column bit for bit; empty if they do not."""
+    """How the rows of a file differ from the journal's (`recorded`), every column bit for bit; empty if they do not."""
     try:
         rows = read(path)
     except StorageError as error:
         return f"cannot be read ({error})"
-    if len(rows) != len(wanted):
-        return f"has {len(rows)} rows, and the journal {len(wanted)}"
-    for row, expected in zip(rows, wanted, strict=True):
+    if len(rows) != len(recorded):
+        return f"has {len(rows)} rows, and the journal {len(recorded)}"
+    for row, expected in zip(rows, recorded, strict=True):
         if not same_row(row, expected):
             return f"has another row of step {expected.step} than the journal"
     return ""
@@ -162,8 +164,8 @@ def check_store(
         for name in COPIED:
             path = folder / name
             if path.exists() and store.digests.get(name) != digest(path):
-                what = "another file" if name in store.digests else "no file"
-                yield RecordDifference("store", f"has {what} {name}")
+                content = "another file" if name in store.digests else "no file"
+                yield RecordDifference("store", f"has {content} {name}")
 
 
 def check_folder(
@@ -174,32 +176,32 @@ def check_folder(
     projection.fold(journal.events)
     final = projection.end.documents if projection.end else {}
     for name, content in {**projection.documents, **final}.items():
-        if what := _other_document(folder, name, as_written(content)):
-            yield RecordDifference("folder", f"{name} {what}")
+        if difference := _other_document(folder, name, as_written(content)):
+            yield RecordDifference("folder", f"{name} {difference}")
     end = end_of(journal.events)
     for path in end.files if isinstance(end, Finished) else ():
-        if path.suffix == ".safetensors" and (what := _damaged(path)):
-            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {what}")
+        if path.suffix == ".safetensors" and (difference := _damaged(path)):
+            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {difference}")
     if store is not None and _ended(journal):
         yield from _status("folder", store.status, store.process, journal)
 
 
 def _status(where: str, status: str, process: str | None, journal: Journal) -> Iterator[RecordDifference]:
-    """A wrong status. One that is right, of an end that the journal has lost, is told of the journal."""
-    wanted = status_of(journal.events)
-    if status != wanted and not lost_end(journal.events, status, process):
-        yield RecordDifference(where, f"has status {status}, wanted {wanted}")
+    """A wrong status. A right one, of an end that the journal has lost, is reported as a difference of the journal."""
+    expected = status_of(journal.events)
+    if status != expected and not lost_end(journal.events, status, process):
+        yield RecordDifference(where, f"has status {status}, wanted {expected}")
 
 
-def _other_document(folder: Path, name: str, wanted: bytes) -> str:
-    """How a file differs from the wanted content; empty if it does not."""
+def _other_document(folder: Path, name: str, expected: bytes) -> str:
+    """How a file differs from the expected content; empty if it does not."""
     try:
-        actual = read_beneath(folder, name, max(MOST_BYTES, len(wanted)))
+        actual = read_beneath(folder, name, max(MOST_BYTES, len(expected)))
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
-    return "" if actual == wanted else "is another one than the journal has"
+    return "" if actual == expected else "is another one than the journal has"
 
 
 def _damaged(path: Path) -> str:
@@ -229,31 +231,31 @@ def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
 
 
 def _undoubted(
-    key: str, wanted: Mapping[int, Point], found: Sequence[Point], doubted: Collection[int]
+    key: str, expected: Mapping[int, Point], stored: Sequence[Point], doubted: Collection[int]
 ) -> tuple[Mapping[int, Point], Sequence[Point]]:
     """What to compare where a store has points of corrupted bits: it deletes none, and the right ones follow them.
 
     In these steps it may have the timing of either.
     """
     if not doubted:
-        return wanted, found
+        return expected, stored
     if key.startswith("perf/"):
-        undoubted = {step: point for step, point in wanted.items() if step not in doubted}
-        return undoubted, [point for point in found if point.step not in doubted]
+        undoubted = {step: point for step, point in expected.items() if step not in doubted}
+        return undoubted, [point for point in stored if point.step not in doubted]
 
     def is_right(point: Point) -> bool:
-        right = wanted.get(point.step)
+        right = expected.get(point.step)
         return right is None or (point.timestamp_ms, _value(point)) == (right.timestamp_ms, _value(right))
 
-    return wanted, [point for point in found if point.step not in doubted or is_right(point)]
+    return expected, [point for point in stored if point.step not in doubted or is_right(point)]
 
 
-def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[RecordDifference]:
-    steps = [point.step for point in found]
-    lacking = sorted(wanted.keys() - set(steps))
+def _points(key: str, expected: Mapping[int, Point], stored: Sequence[Point]) -> Iterator[RecordDifference]:
+    steps = [point.step for point in stored]
+    lacking = sorted(expected.keys() - set(steps))
     if lacking:
         yield RecordDifference("store", f"lacks {len(lacking)} points of {key}, from step {lacking[0]} on")
-    more = sorted(set(steps) - wanted.keys())
+    more = sorted(set(steps) - expected.keys())
     if more:
         yield RecordDifference(
             "store", f"has {len(more)} points of {key} more than the journal, from step {more[0]} on"
@@ -261,7 +263,7 @@ def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> It
     if len(steps) != len(set(steps)):
         double = sorted({step for step in steps if steps.count(step) > 1})
         yield RecordDifference("store", f"has step {double[0]} of {key} twice")
-    differing = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
+    differing = [p.step for p in stored if p.step in expected and _value(p) != _value(expected[p.step])]
     if differing:
         yield RecordDifference("store", f"has another value of {key} at step {differing[0]}")
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
-from lockstep.process import place, started
+from lockstep.process import pid_namespace, started
 from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, TakenOver
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import PROCESS
 from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import vanished
@@ -120,13 +120,13 @@ def _kill(recorders: Sequence[str]) -> None:
 
 def _alive(recorders: Sequence[str]) -> list[int]:
     """Those processes of this machine that have not ended."""
-    found = []
+    pids = []
     for process in recorders:
-        where, _, rest = process.partition(" ")
-        pid, _, began = rest.partition(" ")
-        if where == place() and pid.isdigit() and started(int(pid)) == began:
-            found.append(int(pid))
-    return found
+        where, _, identity = process.partition(" ")
+        pid, _, began = identity.partition(" ")
+        if where == pid_namespace() and pid.isdigit() and started(int(pid)) == began:
+            pids.append(int(pid))
+    return pids
 
 
 def ended_by_now(recorders: Sequence[str], release_s: float) -> None:
@@ -152,15 +152,15 @@ Recording = Callable[[Mapping[str, Any], Failed, Sequence[Document], float], str
 
 def answered(record: Recording) -> None:
     """Record the end that standard input describes, and print what came of it as JSON: the run's id, and what went wrong."""
-    told: Mapping[str, Any] = json.load(sys.stdin)
+    request: Mapping[str, Any] = json.load(sys.stdin)
     out = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     answer = {"run_id": None, "problem": ""}
     try:
-        sys.path[:0] = [path for path in told["path"] if path not in sys.path]
-        failed = Failed(told["message"], told["details"], told["status"], at=time.time())
-        documents = [Document(name, text) for name, text in told["documents"].items()]
-        answer["run_id"] = record(told, failed, documents, LOST_S if told["new"] else RELEASE_S)
+        sys.path[:0] = [path for path in request["path"] if path not in sys.path]
+        failed = Failed(request["message"], request["details"], request["status"], at=time.time())
+        documents = [Document(name, text) for name, text in request["documents"].items()]
+        answer["run_id"] = record(request, failed, documents, LOST_S if request["new"] else RELEASE_S)
     except LockedError:  # another command has resumed the run
         pass
     except (LockstepError, OSError) as error:
@@ -172,11 +172,11 @@ def main() -> None:
     """`answered` for a run."""
 
     def recorded(
-        told: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float
+        request: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float
     ) -> str | None:
-        spec, recorders = load_spec(told["spec"]), told["recorders"]
+        spec, recorders = load_spec(request["spec"]), request["recorders"]
         return record_end(
-            spec, told["run_id"], failed, documents, recorders, new=told["new"], release_s=release_s
+            spec, request["run_id"], failed, documents, recorders, new=request["new"], release_s=release_s
         )
 
     answered(recorded)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from lockstep.process import place, started
+from lockstep.process import pid_namespace, started
 
 BEAT_S = 20.0
 """Seconds between two beats of a recorder."""
@@ -36,13 +36,13 @@ def process_tags(now: float) -> dict[str, str]:
         "lockstep.heartbeat": f"{now:.0f}",
         "lockstep.beat": str(next(_beats)),
         "lockstep.host": socket.gethostname(),
-        "lockstep.process": f"{place()} {os.getpid()} {started(os.getpid())}",
+        "lockstep.process": f"{pid_namespace()} {os.getpid()} {started(os.getpid())}",
     }
 
 
-def same_beat(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Whether the process was silent between these two looks at a run's tags."""
-    return all(before.get(name) == after.get(name) for name in _SAID)
+def same_beat(earlier: Mapping[str, str], later: Mapping[str, str]) -> bool:
+    """Whether a run's recorder was silent between two looks at the run's tags."""
+    return all(earlier.get(name) == later.get(name) for name in _SAID)
 
 
 def vanished(run_id: str, tags: Mapping[str, str]) -> str:
@@ -52,7 +52,7 @@ def vanished(run_id: str, tags: Mapping[str, str]) -> str:
     where, _, process = tags.get("lockstep.process", "").partition(" ")
     pid, _, began = process.partition(" ")
     host = tags.get("lockstep.host", "?")
-    if where and where == place() and re.fullmatch("[0-9]{1,10}", pid):
+    if where and where == pid_namespace() and re.fullmatch("[0-9]{1,10}", pid):
         if started(int(pid)) == began:
             return ""
         return f"the process that recorded it is gone (host {host}, pid {pid})"
@@ -64,15 +64,15 @@ def vanished(run_id: str, tags: Mapping[str, str]) -> str:
 
 def _silent_s(run_id: str, beat: list[str]) -> float:
     """Seconds for which this user on this machine has found the same beat; 0 if it has changed since the last look, or at the first look."""
-    note = _notes() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    note = _notes_folder() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
     with suppress(OSError, ValueError, KeyError, TypeError):
         noted = json.loads(note.read_text())
-        if noted["beat"] == beat and noted["boot"] == place():
+        if noted["beat"] == beat and noted["boot"] == pid_namespace():
             return max(0.0, _now() - float(noted["at"]))
     with suppress(OSError):  # the home is not writable: then this reader never marks a run
         note.parent.mkdir(parents=True, exist_ok=True)
         aside = note.with_name(f"{note.name}.{os.getpid()}")
-        aside.write_text(json.dumps({"beat": beat, "boot": place(), "at": _now()}))
+        aside.write_text(json.dumps({"beat": beat, "boot": pid_namespace(), "at": _now()}))
         aside.replace(note)
     return 0.0
 
@@ -82,5 +82,5 @@ def _now() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _notes() -> Path:
+def _notes_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep", "beats")

@@ -829,8 +829,8 @@ class Stepper:
         lockstep_error = as_lockstep_error(error, self._where(phase, position, m))
         failure = kind_of(error)
         if failure.kind in ("device", "memory"):
-            lockstep_error.place = FailedAt(
-                failure.what, position.number, m, tuple(map(int, self.samples(position, m)))
+            lockstep_error.failed_at = FailedAt(
+                failure.description, position.number, m, tuple(map(int, self.samples(position, m)))
             )
         return lockstep_error
 

@@ -337,7 +337,7 @@ class TreeReduction(Reduction):
         del sums  # a generator keeps its arguments alive, and these must be freed with the first stage
         gathers = []
         for stage in self._stages:
-            peers, me = stage.peers(rank), stage.place(rank)
+            peers, me = stage.peers(rank), stage.position(rank)
             owned = [stage.nodes[stage.block(peer)] for peer in peers]
             length = stop - start
             sends_whole = stage.sends_whole(largest * buffer.element_size(), LATENCY_BYTES)

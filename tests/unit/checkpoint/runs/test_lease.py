@@ -33,7 +33,7 @@ RUN, WHAT = "run-a", "run run-a"
 
 def elsewhere(number: int, **more: Any) -> Holder:
     """A holder on another machine."""
-    return replace(Holder.here(number), host="far", place="another boot", pid=7, **more)
+    return replace(Holder.of_this_process(number), host="far", place="another boot", pid=7, **more)
 
 
 def put(storage: Storage, found: Holder) -> None:
@@ -114,7 +114,7 @@ def test_a_process_that_ended_here_is_known_to_be_dead_at_once(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "WATCH_S", 60.0)
-    script = "from tests.unit.checkpoint.runs.test_lease import *; import sys; put(open_storage(sys.argv[1]), Holder.here(3))"
+    script = "from tests.unit.checkpoint.runs.test_lease import *; import sys; put(open_storage(sys.argv[1]), Holder.of_this_process(3))"
     subprocess.run([sys.executable, "-c", script, storage.shown], check=True)
     with leased(storage, RUN, WHAT) as taken:
         assert taken.holder.number == 4
@@ -225,7 +225,7 @@ def test_a_number_that_was_forgotten_is_not_taken_again(storage: Storage) -> Non
     """Who looked before two others had come and gone, and is late, gives way to the newest."""
     put(storage, elsewhere(6))
     with raises(problems.HELD, heard="which has just begun"):
-        lease._create(storage, RUN, Holder.here(5), WHAT)
+        lease._create(storage, RUN, Holder.of_this_process(5), WHAT)
     assert files(storage) == ["0006.json"]
     assert json.loads(storage.read(f"{RUN}/holds/0006.json"))["host"] == "far"
 
@@ -236,7 +236,7 @@ __all__ = ["Holder", "open_storage", "put"]
 def test_a_run_that_is_held_in_two_places_is_taken_over_in_either(tmp_path: Path) -> None:
     places = [open_storage(str(tmp_path / name)) for name in ("old", "new")]
     with leased(places[0], RUN, WHAT) as old, leased(places[1], RUN, WHAT) as new:
-        new.go_with(old)
+        new.follow(old)
         asked = threading.Event()
         new.when_taken(asked.set)
         new.reached(17, 2)

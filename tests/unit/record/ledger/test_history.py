@@ -31,7 +31,7 @@ from lockstep.record.events.union import EvaluationRow, Finished, Restored, Segm
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.mirror.checkpoint_copies import _held
+from lockstep.record.mirror.checkpoint_copies import _linked
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
@@ -185,7 +185,7 @@ def test_a_copy_in_a_store_has_its_segments_with_it(run: RunFolder, tmp_path: Pa
     """G6: where the whole storage is lost, the copy alone is taken up."""
     trained(run.claim(), STEPS)
     folder = Path(run.storage.shown) / "run-a" / "step-000000032"  # type: ignore[arg-type]
-    with _held(folder) as held:
+    with _linked(folder) as held:
         verify(checkpoint_at(str(held)))
         (tmp_path / "other").mkdir()
         copy = tmp_path / "other" / "download"

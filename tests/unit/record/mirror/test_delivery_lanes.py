@@ -48,7 +48,7 @@ class Tags:
         self.has |= tags
 
     def want(self, wanted: Mapping[str, str]) -> None:
-        self.part.wanted = wanted
+        self.part.desired = wanted
         self.lane.wake()
 
     def settle(self) -> None:

@@ -87,7 +87,7 @@ def eight_at_once(uri: str, folder: Path) -> None:
     assert [(run.status, run.step) for run in runs] == [("FINISHED", 30)] * 8
 
 
-@pytest.mark.exact  # eight processes; test_mlflow_store opens a fresh database from several
+@pytest.mark.exact  # eight processes; test_mlflow opens a fresh database from several
 def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     """Each whole: no run lost to a migration that another one was making."""
     eight_at_once(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)

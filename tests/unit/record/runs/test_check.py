@@ -23,8 +23,8 @@ from lockstep.record.events.codec import from_line, to_line
 from lockstep.record.events.union import Event, Failed, Finished, Opened, Restored, Started
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_end import GONE
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.replay import GONE
 from lockstep.record.ledger.tables import read_evaluations, read_parquet, write_parquet
 from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import reader

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.process import place, started
+from lockstep.process import pid_namespace, started
 from lockstep.record import problems
 from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.stores import reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
@@ -48,7 +48,7 @@ def child(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def tag(pid: int) -> str:
-    return f"{place()} {pid} {started(pid)}"
+    return f"{pid_namespace()} {pid} {started(pid)}"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def run(spec: Callable[..., Spec]) -> tuple[Spec, str]:
     recorder.tell(Finished({}))
     recorder.close()
     folder = spec("off").folder / run_id
-    gone = {**process_tags(1.0), PROCESS: f"{place()} 999999999 1"}
+    gone = {**process_tags(1.0), PROCESS: f"{pid_namespace()} 999999999 1"}
     (folder / "journal.jsonl").unlink()
     with closing(Journal(folder)) as journal:
         journal.add([Opened(1.0, gone)])
@@ -110,7 +110,7 @@ def test_a_recorder_that_does_not_end_is_killed_and_no_other_process(run: tuple[
     folder = str(spec.folder / run_id)
     with child(HOLDS, folder) as other:
         with pytest.raises(LockedError):
-            record_end(spec, run_id, WHY, [], [f"{place()} {other.pid} 1"], new=True, release_s=0.2)
+            record_end(spec, run_id, WHY, [], [f"{pid_namespace()} {other.pid} 1"], new=True, release_s=0.2)
         assert other.poll() is None
         assert record_end(spec, run_id, WHY, [], [tag(other.pid)], new=True, release_s=0.2) == run_id
         assert other.wait() == -signal.SIGKILL
@@ -131,7 +131,7 @@ def test_a_recorder_that_has_released_the_journal_may_take_a_while_to_end(run: t
 
 def test_a_run_whose_id_nobody_was_told_is_known_by_its_recorder(run: tuple[Spec, str]) -> None:
     spec, run_id = run
-    assert record_end(spec, None, WHY, [], [f"{place()} 999999999 1"], new=False) == run_id
+    assert record_end(spec, None, WHY, [], [f"{pid_namespace()} 999999999 1"], new=False) == run_id
 
 
 def test_without_a_run_one_is_made_only_if_that_is_asked_for(spec: Callable[..., Spec]) -> None:
@@ -151,7 +151,7 @@ def test_a_run_of_another_machine_is_ended_only_once_it_was_silent(
     now = [1000.0]
     monkeypatch.setattr("lockstep.record.runs.heartbeat._now", lambda: now[0])
     text = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(text.replace(place(), "another-boot/pid:[1]"))
+    (folder / "run.json").write_text(text.replace(pid_namespace(), "another-boot/pid:[1]"))
     for silent_s in (0.0, 149.0):
         now[0] = 1000.0 + silent_s
         with raises(problems.LIVING):

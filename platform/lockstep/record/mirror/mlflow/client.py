@@ -173,7 +173,7 @@ def _verdict(error: Exception) -> type[RecordError]:
         return RecordError
     status = _status(error)
     if status is not None:
-        return _of_status(status)
+        return _error_class(status)
     if isinstance(error, MlflowException):
         code = error.error_code
         if code in _REJECTED:
@@ -190,7 +190,7 @@ def _verdict(error: Exception) -> type[RecordError]:
     return RejectedError if _REJECTED_IN_S3.search(str(error)) else UnavailableError
 
 
-def _of_status(status: int) -> type[RecordError]:
+def _error_class(status: int) -> type[RecordError]:
     if status in _REJECTED_STATUS:
         return RejectedError
     if status in _DENIED_STATUS:

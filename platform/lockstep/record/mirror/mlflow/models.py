@@ -279,7 +279,7 @@ def fill_final(folder: Path, model: FinalModel) -> Callable[[str, Path], None]:
     return lambda model_id, target: _write(folder, model, model_id, target)
 
 
-def _write(folder: Path, model: FinalModel, model_id: str, place: Path) -> None:
+def _write(folder: Path, model: FinalModel, model_id: str, target: Path) -> None:
     import mlflow.pyfunc
     import numpy
     from mlflow.models import Model, ModelSignature
@@ -293,7 +293,7 @@ def _write(folder: Path, model: FinalModel, model_id: str, place: Path) -> None:
     described = Model(model_id=model_id)
     described.add_flavor("pytorch", model_data=f"data/{graph.name}", pytorch_version=model.torch, code=None)
     mlflow.pyfunc.save_model(
-        place,
+        target,
         loader_module="mlflow.pytorch",
         data_path=graph,
         mlflow_model=described,

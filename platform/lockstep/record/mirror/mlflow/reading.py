@@ -15,7 +15,7 @@ from lockstep.parsing import MOST_BYTES
 from lockstep.paths import beneath, read_beneath, read_bounded, shown
 from lockstep.record import problems
 from lockstep.record.events.metrics import Point
-from lockstep.record.ledger.replay import PROCESS
+from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
 from lockstep.record.mirror.documents import Verdict, note, without_password
 from lockstep.record.mirror.mlflow.client import connecting, identified, page_url, translated
@@ -31,7 +31,7 @@ _MOST_FINISHED = 10
 
 def recorded_in_mlflow(uri: str, run_id: str) -> StoredRun:
     """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
-    _check_there(uri, f"run {run_id}")
+    _require_store(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         run = _run(client, uri, run_id)
         names = {item.path for item in client.list_artifacts(run_id)}
@@ -68,19 +68,19 @@ def _run(client: Any, uri: str, run_id: str) -> Any:
     return run
 
 
-def _check_there(uri: str, what: str) -> None:
+def _require_store(uri: str, subject: str) -> None:
     """RecordError where the store would be a new file, which MLflow would create under any name."""
     database = database_path(uri) if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
-        raise problems.NO_STORE(what=what, uri=without_password(uri))
+        raise problems.NO_STORE(what=subject, uri=without_password(uri))
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
     """Download the named files that the run has into `folder`. Returns their names."""
-    _check_there(uri, f"run {run_id}")
+    _require_store(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
-        there = {item.path for item in client.list_artifacts(run_id)}
-        available = [name for name in names if name in there]
+        stored = {item.path for item in client.list_artifacts(run_id)}
+        available = [name for name in names if name in stored]
         for name in available:
             client.download_artifacts(run_id, name, str(folder))
     return available
@@ -88,7 +88,7 @@ def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path)
 
 def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
     """What an MLflow store has of a run: its status, every point of every metric, and the digests of the named files."""
-    _check_there(uri, f"run {run_id}")
+    _require_store(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         run = _run(client, uri, run_id)
         points = {
@@ -135,24 +135,27 @@ def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
     The manifest comes first. Only if its hash is that of its content are the files that it names asked for, and no others, whatever
     the store lists. Whoever reads the checkpoint is told what is missing or wrong.
     """
-    with translated(uri), tempfile.TemporaryDirectory(dir=folder) as there:  # on its disk, and left with it
+    with (
+        translated(uri),
+        tempfile.TemporaryDirectory(dir=folder) as download,
+    ):  # on its disk, and left with it
         files = files_of(uri, model)
         listed = {item.path for item in files.list_artifacts()}
         if MANIFEST not in listed:
             return
-        Path(files.download_artifacts(MANIFEST, there)).replace(beneath(folder, MANIFEST))
+        Path(files.download_artifacts(MANIFEST, download)).replace(beneath(folder, MANIFEST))
         try:
             names = named_by(read_beneath(folder, MANIFEST, MOST_BYTES))
         except ValueError:
             return
         for name in {*names.files, *names.shared} & listed:
-            Path(files.download_artifacts(name, there)).replace(beneath(folder, name))
+            Path(files.download_artifacts(name, download)).replace(beneath(folder, name))
         if missing := set(names.shared) - listed:
             shared = models.shared_files()
             for path in {item.path for item in shared.list_artifacts(SHARED)} & {
                 f"{SHARED}/{name}" for name in missing
             }:
-                Path(shared.download_artifacts(path, there)).replace(beneath(folder, Path(path).name))
+                Path(shared.download_artifacts(path, download)).replace(beneath(folder, Path(path).name))
 
 
 _OURS = "tags.`lockstep.heartbeat` != ''"
@@ -164,7 +167,7 @@ class MlflowReader:
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self.passed_over: list[str] = []
-        _check_there(uri, "record.uri")
+        _require_store(uri, "record.uri")
         with connecting(uri) as (self._client, _):
             self._experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
 

@@ -99,10 +99,10 @@ def _taken_back_on_failure(name: str, alias: str) -> Iterator[ExitStack]:
 def _published(models: Models, step: int, checkpoint: str, folder: Path | None, undo: ExitStack) -> str:
     """The id of the checkpoint's model, which has the files of `folder`."""
     name, tags = f"checkpoint-{step}", checkpoint_tags(checkpoint)
-    before = [model for model in models.ready_models() if model.name == name]
-    if not before:
+    existing = [model for model in models.ready_models() if model.name == name]
+    if not existing:
         undo.callback(models.delete, name)
-    elif folder is not None and not any(map(models.has_files, before)):
+    elif folder is not None and not any(map(models.has_files, existing)):
         undo.callback(models.publish_reference, name, step, tags)
     return models.publish(name, step, tags, folder)
 
@@ -129,16 +129,16 @@ def _version(
                 client.set_model_version_tag(name, known.version, tag, value)
             return str(known.version)
 
-    def delete_made() -> None:  # whatever became of the answer
-        for made in _versions(client, name, f" and run_id = '{run_id}'"):
-            if made.source == f"models:/{model_id}":
-                client.delete_model_version(name, made.version)
+    def delete_created() -> None:  # whatever became of the answer
+        for created in _versions(client, name, f" and run_id = '{run_id}'"):
+            if created.source == f"models:/{model_id}":
+                client.delete_model_version(name, created.version)
 
-    undo.callback(delete_made)
-    made = client.create_model_version(
+    undo.callback(delete_created)
+    created = client.create_model_version(
         name, f"models:/{model_id}", run_id=run_id, tags=dict(tags), model_id=model_id, await_creation_for=0
     )
-    return str(made.version)
+    return str(created.version)
 
 
 def _versions(client: Any, name: str, further: str = "") -> list[Any]:

@@ -132,7 +132,7 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)
-        forked_state.make_own(
+        forked_state.separate_from_parent(
             [
                 descriptor
                 for descriptor in opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.record.events.union import Document, Failed, Finished, Opened, Started
-from lockstep.record.ledger.replay import GONE, PROCESS, end_of, lost_end
+from lockstep.record.ledger.journal_end import GONE, PROCESS, end_of, lost_end
 
 
 def test_an_end_before_the_last_start_is_none() -> None:

@@ -28,9 +28,9 @@ def status_of(events: Sequence[Recorded]) -> str:
 
 
 def lost_end(events: Sequence[Recorded], status: str, process: str | None) -> bool:
-    """Whether a store was told an end, by `process`, that is not among a journal's events: it was written down there first.
+    """Whether a store has an end of the run, from `process`, that the journal has lost: an end is written to the journal first.
 
-    The journal may also go on after what the store was told: then `process` has opened it, and another one after it.
+    It is not lost where the journal goes on after that end: then `process` has opened it, and another process after it.
     """
     opened = [event.process.get(PROCESS) for event in events if isinstance(event, Opened)]
     goes_on = process in opened and opened[-1] != process
