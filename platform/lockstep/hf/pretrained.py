@@ -241,7 +241,7 @@ class Pretrained(Job):
                 path=self.params.path, model=type(model).__name__, got=wrong[0], more=more
             )
         self._begun = missing
-        self._told = tuple(
+        self._model_warnings = tuple(
             f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {own.__name__}; it begins with random values"
             for name in missing
         )
