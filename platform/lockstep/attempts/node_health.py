@@ -122,11 +122,15 @@ def fleet_health(spec: Spec) -> list[Health]:
 
 
 def _offset(actor: Any, answer: Callable[[Any], float]) -> tuple[float, float]:
-    """How far a node's clock is ahead of this one's, and how far that may be wrong, in seconds: by the quickest of a few questions."""
+    """How far a node's clock is ahead of this one's, and how far that may be off, in seconds: of five measurements, the one with the fastest answer."""
     best = (0.0, float("inf"))
     for _ in range(5):
         asked = time.time()
-        there = answer(actor.clock.remote())
+        node_time = answer(actor.clock.remote())
         answered = time.time()
-        best = min(best, (there - (asked + answered) / 2, (answered - asked) / 2), key=lambda one: one[1])
+        best = min(
+            best,
+            (node_time - (asked + answered) / 2, (answered - asked) / 2),
+            key=lambda measurement: measurement[1],
+        )
     return best

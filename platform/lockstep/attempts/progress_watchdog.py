@@ -42,8 +42,8 @@ def end_with_stacks(members: Sequence[Joined]) -> str:
         by_node.setdefault(member.node, []).append(member)
     calls = []
     for node, node_members in by_node.items():
-        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_here)
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=affinity)(end_here)
         calls.append(remote.remote(node_members))
     stacks: dict[int, str] = {}
     for call in calls:
