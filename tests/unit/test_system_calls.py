@@ -27,8 +27,8 @@ from lockstep.job.inputs.external_reads import (
     WHOLE_BYTES,
     ExternalReads,
     content_of,
-    names_of,
     merged,
+    names_of,
 )
 from lockstep.job.inputs.process_queries import answers, asked, unrepeatable
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
