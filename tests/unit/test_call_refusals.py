@@ -88,10 +88,10 @@ def test_weights_that_are_another_runs_or_elsewhere_are_not_exported(
 ) -> None:
     monkeypatch.setattr(exporting, "named_run", lambda *_: ENDED._replace(summary={"reused_from": "e" * 32}))
     with raises(problems.REUSES, run=ENDED.run_id, owner="e" * 32):
-        exporting._found(ENDED.run_id, "off", tmp_path)
+        exporting._located_run(ENDED.run_id, "off", tmp_path)
     monkeypatch.setattr(exporting, "named_run", lambda *_: ENDED)
     with raises(problems.FOLDER_ELSEWHERE, run=ENDED.run_id):
-        exporting._found(ENDED.run_id, "off", tmp_path)
+        exporting._located_run(ENDED.run_id, "off", tmp_path)
 
 
 def test_a_step_without_a_checkpoint_is_not_pinned(tmp_path: Path) -> None:

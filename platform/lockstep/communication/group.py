@@ -281,7 +281,7 @@ class Group:
         self.called(lambda: dist.gather_object(value, gathered, dst=0, group=self.channel))
         return gathered
 
-    def broadcast(self, value: Any, source: int) -> Any:
+    def broadcast_object(self, value: Any, source: int) -> Any:
         """`value` of rank `source`, on every rank. For objects outside the step."""
         if self.size == 1:
             return value

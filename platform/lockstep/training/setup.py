@@ -312,7 +312,7 @@ def rehearse_sharded(
     state = rehearsal.state
     # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
     on_rank_0 = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
-    units = group.broadcast(on_rank_0, 0)
+    units = group.broadcast_object(on_rank_0, 0)
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
     fill = deferred.fill if deferred.weights is None else deferred.fill_blank
     shard(rehearsal.spec, rehearsal.job, state, group, calls, fill)
