@@ -21,7 +21,7 @@ from lockstep.cli.output import (
     running,
 )
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.sweeps.trial_standings import place
+from lockstep.sweeps.trial_standings import sort_key
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -95,7 +95,7 @@ def as_text(result: SweepResult) -> str:
     from lockstep.driver.resume_hint import look_at, resume_command
 
     ranked = sorted(
-        (t for t in result.trials if t["metric"] is not None), key=lambda t: place(t, result.mode)
+        (t for t in result.trials if t["metric"] is not None), key=lambda t: sort_key(t, result.mode)
     )
     counts = ", ".join(f"{count} {status}" for status, count in result.counts.items())
     lines = [f"{result.status.lower()}: {len(result.trials)} trials in {result.seconds:.0f} s ({counts})"]

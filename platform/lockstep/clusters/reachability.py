@@ -30,13 +30,13 @@ LOCAL = "local"
 """The address of a new cluster that belongs to the command and ends with it."""
 
 
-def cluster_address(given: str | None) -> str:
+def cluster_address(address: str | None) -> str:
     """Where to connect, as host:port, or LOCAL. SpecError for `auto` if no cluster is known, and in a rank of torchrun."""
     if launched_by_torchrun():
         raise problems.UNDER_TORCHRUN(
             rank=os.environ.get("RANK", "0"), ranks=os.environ.get("WORLD_SIZE", "1")
         )
-    named = given or os.environ.get("RAY_ADDRESS") or None
+    named = address or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         return _found_here()
     if named is not None:

@@ -78,7 +78,7 @@ class Guardian:
         module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it, and `webhook` its address.
         """
         self._path = [path for path in sys.path if path]
-        self.what = "run" if sweep is None else "sweep"
+        self.kind = "run" if sweep is None else "sweep"
         self.run_id: str | None = None
         """As far as it was told."""
         self._facts = {
@@ -95,7 +95,7 @@ class Guardian:
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
         self._signs = -1
-        self._seen = 0
+        self._signs_noted = 0
         self._answers: list[Mapping[str, Any]] = []
         self._answered = threading.Condition()
         self._recorders: list[str] = []
@@ -152,7 +152,7 @@ class Guardian:
 
     def alive(self, signs: int) -> None:
         """Note how many signs of life the run has given so far."""
-        new, self._seen = signs - self._seen, max(signs, self._seen)
+        new, self._signs_noted = signs - self._signs_noted, max(signs, self._signs_noted)
         if new > 0:
             with suppress(OSError):  # the pipe is full: it is alive enough
                 os.write(self._signs, b"." * new)
@@ -439,9 +439,9 @@ class _Guard:
     def _show(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
         message = end["message"]
         if message != self._said or answer["run_id"] is not None or answer["problem"]:  # something to add
-            what = "run" if self._facts.get("sweep") is None else "sweep"
+            kind = "run" if self._facts.get("sweep") is None else "sweep"
             folder = Path(self._facts["folder"])
-            _write(ending_line(message, answer["run_id"], folder, answer["problem"], what))
+            _write(ending_line(message, answer["run_id"], folder, answer["problem"], kind))
         self._notify(end, answer)
 
     def _notify(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
@@ -470,7 +470,7 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def ending_line(message: str, run_id: str | None, folder: Path, problem: str, what: str = "run") -> str:
+def ending_line(message: str, run_id: str | None, folder: Path, problem: str, kind: str = "run") -> str:
     """The line that says why a run or a sweep ended, which it is, and what of that is not recorded."""
-    where = "" if run_id is None else f"; {what} {run_id}, whose error.txt is in {str(folder / run_id)!r}"
+    where = "" if run_id is None else f"; {kind} {run_id}, whose error.txt is in {str(folder / run_id)!r}"
     return f"{message}{where}" + (f" ({problem})" if problem else "")

@@ -251,9 +251,9 @@ class _Driver:
         from lockstep.sweeps.recorders import recorders_here
 
         concurrency, bundles = self._places()
-        for text in (found := check_shared(self.spec.base, self.stop, self.progress.say)):
+        for text in (warnings := check_shared(self.spec.base, self.stop, self.progress.say)):
             self.progress.say(f"warning: {text}")
-        self.warnings += found
+        self.warnings += warnings
         self._guardian.tell(new=True)
         with ExitStack() as stack, recorders_here(concurrency, self._guardian.recorded_by) as recorders:
             facts = self._prepare(recorders, gpu="GPU" in bundles[0])
