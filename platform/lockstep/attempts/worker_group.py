@@ -27,6 +27,7 @@ from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events.union import Joined
+from lockstep.running_time import wait_for
 from lockstep.spec.fields import Spec
 
 END_S = 150.0
@@ -89,7 +90,7 @@ class WorkerGroup:
         self.joining_workers.end()
         if self._trainer is not None:
             self._trainer.end_workers()
-        if not self.over.wait(END_S):
+        if not wait_for(self.over.wait, END_S):
             raise problems.STILL_THERE(attempt=self.origin.attempt, seconds=f"{END_S:.0f}")
 
     def give_up(self) -> None:

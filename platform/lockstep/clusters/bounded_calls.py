@@ -14,12 +14,9 @@ import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters import problems
 from lockstep.errors import SilentError
-from lockstep.running_time import running_s
+from lockstep.running_time import SLICE_S, join, running_s
 
 T = TypeVar("T")
-
-SLICE_S = 1.0
-"""A wait is taken in pieces of so many seconds: if this process is stopped meanwhile, that time is not part of the limit."""
 
 DEAF_S = 2.0
 """How long a process may take to obey Ray's order to end; one that is stopped never does."""
@@ -59,9 +56,7 @@ def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, name="lockstep-call", daemon=True)
     thread.start()
-    until = running_s() + limit_s
-    while thread.is_alive() and (remaining_s := until - running_s()) > 0:
-        thread.join(min(SLICE_S, remaining_s))
+    join(thread, limit_s)
     for error in raised:
         raise error
     for value in returned:

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from lockstep.clusters.reachability import check_answers, host_and_port, reached
 from lockstep.driver.guardian import RECORD_S, Guardian, ending_line
 from lockstep.driver.signals import end_command, ends_commands
 from lockstep.errors import ClusterError, LockstepError
+from lockstep.running_time import running_s
 
 PARTS: Mapping[str, str] = {
     "raylet": "the raylet, Ray's process on this node,",
@@ -160,7 +160,7 @@ class CoreWatch:
     def _watch_joined(self, address: str, raylet: tuple[str, int]) -> None:
         def gcs_answers() -> bool:
             try:
-                check_answers(address)
+                check_answers(address, look=running_s)
             except ClusterError:
                 return False
             return True
@@ -172,17 +172,16 @@ class CoreWatch:
             "raylet": (lambda: reached(*raylet), RAYLET_SILENT_S),
             "gcs_server": (gcs_answers, limit_s),
         }
-        silent_s = dict.fromkeys(asked, 0.0)
-        while not self._over.wait(ASK_S if not any(silent_s.values()) else LOOK_S):
+        silent_since: dict[str, float] = {}
+        while not self._over.wait(LOOK_S if silent_since else ASK_S):
             for name, (ask, limit) in asked.items():
-                began = time.monotonic()
+                asked_at = running_s()
                 if ask():
-                    silent_s[name] = 0.0
+                    silent_since.pop(name, None)
                     continue
-                # Counted rather than timed: while this process is stopped, nobody is silent.
-                silent_s[name] += min(time.monotonic() - began, ASK_S) + LOOK_S
-                if silent_s[name] > limit:
-                    self._lose(_silent(name, address, f"has not answered for {silent_s[name]:.0f} s"), "", [])
+                silent_s = running_s() - silent_since.setdefault(name, asked_at)
+                if silent_s > limit:
+                    self._lose(_silent(name, address, f"has not answered for {silent_s:.0f} s"), "", [])
                     return
 
     def _lose(self, error: ClusterError, details: str, parts: Sequence[Part]) -> None:

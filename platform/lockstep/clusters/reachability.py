@@ -81,7 +81,7 @@ def reached(host: str, port: int) -> bool:
 def _nothing() -> None: ...
 
 
-def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
+def check_answers(address: str, look: Callable[[], object] = _nothing) -> None:
     """ClusterError, within TCP_S + HEALTH_S, where no live Ray cluster answers at `address`. `look` is called meanwhile, and may raise."""
     host, port = host_and_port(address)
     try:
@@ -95,7 +95,7 @@ def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
         raise problems.NO_HEAD_NODE(got=address, why=problem)
 
 
-def _unhealthy(target: str, look: Callable[[], None]) -> str | None:
+def _unhealthy(target: str, look: Callable[[], object]) -> str | None:
     """What is wrong with the GCS at `target`, by gRPC's own health check, which every GCS serves. None where it answers."""
     import grpc  # type: ignore[import-untyped]  # comes with ray[default]
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in
 from lockstep.errors import SilentError
 from lockstep.process import place, started
+from lockstep.running_time import wait_for
 
 LOOK_S = 0.2
 """How often the guardian looks whether its driver lives, and makes progress."""
@@ -165,7 +167,10 @@ class Guardian:
         """Have the guardian record the run's end. Returns the run's id, if it is known, and why it may not be recorded."""
         self.tell(end={"message": message, "details": details, "status": status})
         with self._answered:
-            self._answered.wait_for(lambda: any("run_id" in answer for answer in self._answers), RECORD_S)
+            recorded = partial(
+                self._answered.wait_for, lambda: any("run_id" in answer for answer in self._answers)
+            )
+            wait_for(recorded, RECORD_S)
             for answer in self._answers:
                 if "run_id" in answer:
                     return answer["run_id"], answer["problem"]

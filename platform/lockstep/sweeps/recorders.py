@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +34,7 @@ from lockstep.record.events.union import (
 from lockstep.record.mirror.run_store import Status, StoredRun
 from lockstep.record.mirror.stores import find_history, warm_up
 from lockstep.record.recorder import Recorder
+from lockstep.running_time import join, running_s, wait_for
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
@@ -103,7 +103,7 @@ class TrialRecorder:
 
     def known_or_reused(self) -> str | None:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
-        if not self._looked.wait(ANSWER_S):
+        if not wait_for(self._looked.wait, ANSWER_S):
             raise unanswered("rank 0, which should have described the trial,", ANSWER_S)
         return self.run_id() if self.reused_run is None else None
 
@@ -341,9 +341,9 @@ class RecordersActor:
         for recorder in self._recorders.values():
             if not recorder.closed:
                 self._end(recorder, message, "KILLED")
-        until = time.monotonic() + CLOSING_S
+        until = running_s() + CLOSING_S
         for thread in self._closing:
-            thread.join(max(0.0, until - time.monotonic()))
+            join(thread, until - running_s())
         if any(thread.is_alive() for thread in self._closing):
             return [*self._failures, problems.UNWRITTEN(seconds=f"{CLOSING_S:.0f}")]
         return self._failures

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -45,10 +46,11 @@ from lockstep.errors import (
 from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events.union import EvaluationRow, Warned
+from lockstep.record.events.union import EvaluationRow, StageEnded, Warned
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_history, find_run
+from lockstep.running_time import join, wait_for
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
@@ -204,8 +206,7 @@ class Training:
     def leave(self) -> bool:
         """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers are all there, and have ended it too."""
         self._rank_zero.leave()
-        self._thread.join(3 * PATIENCE_S)
-        if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
+        if not join(self._thread, 3 * PATIENCE_S):  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
         others = [*self._others.values()]
         if not others or self._outlived:
@@ -244,6 +245,7 @@ class Training:
         answer_of(opened, RECORDER, ANSWER_S)
         sender = self._rank_zero.begin(origin.attempt)
         sender.tell(listening(0))
+        sender.tell(StageEnded("arrival", time.time()))
         if run_id is not None:
             self.run_id = run_id
         else:
@@ -355,7 +357,7 @@ class Training:
                 except ray.exceptions.RayError as error:
                     if self._outlives(client, rank, error):
                         continue
-                    if not over.wait(PATIENCE_S):
+                    if not wait_for(over.wait, PATIENCE_S):
                         lost = problems.PROCESS_LOST(what="a worker of the trial", got=why_lost(str(error)))
                         self._broke(first_cause([*self._others.values()], lost))
                     return

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.attempts.sender import ALIVE_S, Sender
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.running_time import wait_for
 from lockstep.sweeps import problems
 from lockstep.sweeps.recorders import ANSWER_S
 
@@ -73,7 +75,7 @@ class TrialRun:
     def wait_for_checkpoint(self, step: int) -> None:
         """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
         with self._saved:
-            self._saved.wait_for(lambda: step in self._save_errors, SAVE_S)
+            wait_for(partial(self._saved.wait_for, lambda: step in self._save_errors), SAVE_S)
         error = self._save_errors.get(step, f"no result of the save after {SAVE_S:.0f} s")
         if error is not None:
             raise problems.UNSAVED(step=step, got=error)
