@@ -357,7 +357,7 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 
 
 def optimizer_bytes(spec: Spec, measured: Measured, workers: int) -> int:
-    """The optimizer's state, where it is sharded that of the worker that holds most of it; with its mirror, and both as before an update."""
+    """Bytes of the optimizer's state on the worker that holds most of it; with a mirror, also of the state that it mirrors, and of a copy of both from before the update."""
     if not is_sharded(spec, workers):
         whole = sum(state.scalars + state.others + state.on_all for state in measured.optimizer)
         return 2 * whole if is_mirrored(spec) else whole
@@ -370,7 +370,7 @@ def optimizer_bytes(spec: Spec, measured: Measured, workers: int) -> int:
 
 
 def updating_bytes(spec: Spec, measured: Measured, workers: int) -> int:
-    """What an update makes and lets go of: of a worker's own spans, and then the rounds that gather the others'."""
+    """Bytes that an update allocates and frees: for the worker's own spans, then for the rounds that gather the other workers'."""
     if not is_sharded(spec, workers):
         return measured.updating
     if is_fully_sharded(spec, workers):

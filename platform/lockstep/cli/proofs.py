@@ -375,7 +375,7 @@ def attested_as_text(attested: Attested) -> str:
 
 
 def checked_as_text(checked: Checked) -> str:
-    """What a statement came to, for a person."""
+    """The result of checking a statement, for a person."""
     signature = {"good": "good", "bad": "bad", "none": "none", "not checked": "not checked (--key PUB does)"}
     by = "" if checked.signed_by is None else f", of key {checked.signed_by[:16]}…"
     lines = [f"signature         {signature[checked.signature]}{by}"]
@@ -397,7 +397,7 @@ def checked_as_text(checked: Checked) -> str:
 
 
 def _of_weights(verified: Verified) -> list[str]:
-    """Whether the weights that are stated were shown to be those of the steps."""
+    """Whether the steps that were repeated lead to the stated weights, as lines."""
     if verified.weights:
         return ["weights           as stated: the last steps lead to them"]
     return [
@@ -406,7 +406,7 @@ def _of_weights(verified: Verified) -> list[str]:
 
 
 def inspected_as_text(inspected: Inspected) -> str:
-    """What a step came to, for a person."""
+    """What a repeated step showed, for a person."""
     lines = [f"step {inspected.step}: loss {inspected.loss!r}, gradient norm {inspected.grad_norm!r}"]
     lines.append(
         f"different: {inspected.difference}" if inspected.difference else "same: its row is as recorded"
@@ -474,7 +474,7 @@ _MOST_FACTS = 4
 
 
 def as_text(verified: Verified) -> str:
-    """What a verification came to, for a person."""
+    """The result of a verification, for a person."""
     steps = ", ".join(f"{span.start + 1} to {span.until}" for span in verified.spans)
     within = "" if verified.tolerance is None else f" within {verified.tolerance:g}"
     lines = []

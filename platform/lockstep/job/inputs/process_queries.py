@@ -139,7 +139,7 @@ _OF_QUESTIONS = ENVIRONMENT.union(*(question.names for question in QUESTIONS.val
 
 
 def asked(files: Iterable[str]) -> dict[str, str]:
-    """The names among those of the questions that code in these files has, each with where it is first, such as `job.py:12`."""
+    """The names by which the code in these files asks one of the questions, each with its first line, such as `job.py:12`."""
     lines = dict[str, str]()
     for file in sorted(files):
         for name, line in _asked_in(_source(file)).items():
@@ -148,7 +148,7 @@ def asked(files: Iterable[str]) -> dict[str, str]:
 
 
 def answers(names: Iterable[str]) -> dict[str, Any]:
-    """What the questions that these names ask come to here."""
+    """The answers in this process to the questions that these names ask, by fact."""
     asked_names = set(names)
     return {
         fact: question.value()
@@ -158,7 +158,7 @@ def answers(names: Iterable[str]) -> dict[str, Any]:
 
 
 def unrepeatable(names: Iterable[str]) -> list[str]:
-    """The names that give another value each time."""
+    """Those of the names whose value is another one each time."""
     return sorted(
         name
         for name in names
