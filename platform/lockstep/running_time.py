@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 MOST_S = 3.0
 """The most that counts of the time between two readings: whoever waits reads the clock more often. This process hardly ran in a longer gap."""
@@ -33,3 +34,25 @@ class _RunningTime:
 
 running_s = _RunningTime().read_s
 """Seconds, from an arbitrary start. While something is waited for, read it at least once every MOST_S."""
+
+SLICE_S = 1.0
+"""Seconds of one call of what waits, so that the clock is read often enough."""
+
+
+def wait_for(wait: Callable[[float], bool], limit_s: float) -> bool:
+    """Call `wait`, such as an `Event.wait`, with a few seconds at a time, until it returns True or `limit_s` are over. Returns what it returned last."""
+    until = running_s() + limit_s
+    while (remaining_s := until - running_s()) > 0:
+        if wait(min(SLICE_S, remaining_s)):
+            return True
+    return wait(0.0)
+
+
+def join(thread: threading.Thread, limit_s: float) -> bool:
+    """Wait for at most `limit_s` until a thread has ended. Returns whether it has."""
+
+    def joined(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    return wait_for(joined, limit_s)

@@ -63,7 +63,7 @@ class SlowDigits(UntracedDigits):
     params: Params
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        if not self.params.gate or os.path.exists(self.params.gate):
+        if not self.params.gate or Path(self.params.gate).exists():
             time.sleep(self.params.pause_s)
         return super().loss(model, batch)
 

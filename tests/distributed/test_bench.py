@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checks.bench import WARM_UP, Benched, as_text, first_difference, shortened, speed_of
-from lockstep.checks.bench_worker import taken
+from lockstep.checks.bench import WARM_UP, BenchResult, as_text, first_difference, shortened, speed_of
+from lockstep.checks.bench_worker import take_steps
 from lockstep.communication.group import Group
 from lockstep.spec.loading import load_spec
 from tests.distributed.pool import Pool
@@ -29,12 +29,12 @@ def document(job: str, **more: Any) -> Document:
 def worker(spec: Document, workers: int) -> dict[str, Any]:
     """What a worker of a bench does, in the process group at hand."""
     short = shortened(load_spec(spec), workers, STEPS)
-    return taken(short, Group.join(torch.device("cpu")), WARM_UP, STEPS)
+    return take_steps(short, Group.join(torch.device("cpu")), WARM_UP, STEPS)
 
 
-def benched(pool: Pool, spec: Document, *workers: int) -> Benched:
+def benched(pool: Pool, spec: Document, *workers: int) -> BenchResult:
     speeds = [speed_of(pool.run(count, worker, spec, count)[0]) for count in workers]
-    return Benched(STEPS, speeds, True, first_difference(speeds), 2)
+    return BenchResult(STEPS, speeds, True, first_difference(speeds), 2)
 
 
 def test_two_workers_take_the_steps_of_one_and_of_a_run(pool: Pool) -> None:
@@ -45,8 +45,8 @@ def test_two_workers_take_the_steps_of_one_and_of_a_run(pool: Pool) -> None:
     assert one.losses == tuple(row.loss.hex() for row in run.steps)
     assert set(one.digests) | set(two.digests) == {run.weights_digest}
     assert (one.workers, two.workers, len(two.digests)) == (1, 2, 2)
-    assert one.taken.reduction_s == 0 < two.taken.reduction_s
-    assert all(part >= 0 for speed in found.speeds for part in speed.taken)
+    assert one.step_times.reduction_s == 0 < two.step_times.reduction_s
+    assert all(part >= 0 for speed in found.speeds for part in speed.step_times)
     assert one.samples_per_s == pytest.approx(16 / one.step_s)
     assert found.efficiency(one) == 1
     assert found.efficiency(two) + sum(found.lost(two).values()) == pytest.approx(1)

@@ -14,7 +14,7 @@ from lockstep.calls.checking import bench_spec
 from lockstep.calls.continuation import refuse_changes
 from lockstep.calls.executions import execution_of
 from lockstep.calls.guarding import _spec_path
-from lockstep.calls.lost_storage import refuse_lost
+from lockstep.calls.lost_storage import Known, refuse_lost
 from lockstep.calls.pinning import _check_saved
 from lockstep.calls.runs import train
 from lockstep.calls.sample_removal import read_ids
@@ -88,10 +88,10 @@ def test_weights_that_are_another_runs_or_elsewhere_are_not_exported(
 ) -> None:
     monkeypatch.setattr(exporting, "named_run", lambda *_: ENDED._replace(summary={"reused_from": "e" * 32}))
     with raises(problems.REUSES, run=ENDED.run_id, owner="e" * 32):
-        exporting._found(ENDED.run_id, "off", tmp_path)
+        exporting._located_run(ENDED.run_id, "off", tmp_path)
     monkeypatch.setattr(exporting, "named_run", lambda *_: ENDED)
     with raises(problems.FOLDER_ELSEWHERE, run=ENDED.run_id):
-        exporting._found(ENDED.run_id, "off", tmp_path)
+        exporting._located_run(ENDED.run_id, "off", tmp_path)
 
 
 def test_a_step_without_a_checkpoint_is_not_pinned(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_a_storage_that_lost_what_the_record_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control is a record that knows of no checkpoint."""
-    known = SimpleNamespace(step=7, place="in the folder 'old'")
+    known = Known(step=7, location="in the folder 'old'")
     given = spec(checkpoint={"storage": str(tmp_path)})
     monkeypatch.setattr("lockstep.calls.lost_storage._known", lambda *_: None)
     refuse_lost(given, "f00", copies=False)
     monkeypatch.setattr("lockstep.calls.lost_storage._known", lambda *_: known)
-    with raises(problems.STORAGE_LOST, run="f00", step=7, wanted=known.place, got=tmp_path):
+    with raises(problems.STORAGE_LOST, run="f00", step=7, wanted=known.location, got=tmp_path):
         refuse_lost(given, "f00", copies=False)
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from lockstep import problems
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import JobError, SpecError
+from lockstep.errors import JobError
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.first_trial import first_trial
+from lockstep.training import problems as training_problems
 from tests.raised import raises
 
 AGAIN = "give the command again"
@@ -109,6 +110,9 @@ def test_a_mistake_is_told_at_once(tmp_path: Path) -> None:
             Stop(),
             told,
         )
-    with pytest.raises(SpecError, match="metric: the job gives no"):
+    lost = raises(training_problems.NO_METRIC, field="metric", got="eval/lost")
+    with lost as raised:
         prepared(sweep_of(tmp_path).model_copy(update={"metric": "eval/lost"}), Stop(), told)
+    assert raised.value.field == "metric"
+    assert "keep_best" not in f"{raised.value} {raised.value.evidence} {raised.value.remedy}"
     assert told == []

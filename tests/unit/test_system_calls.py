@@ -27,8 +27,8 @@ from lockstep.job.inputs.external_reads import (
     WHOLE_BYTES,
     ExternalReads,
     content_of,
+    merged,
     names_of,
-    taken,
 )
 from lockstep.job.inputs.process_queries import answers, asked, unrepeatable
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
@@ -113,11 +113,11 @@ def test_what_the_job_writes_is_no_input_but_what_it_makes_of_it(module: Any) ->
         for name in ("a.txt", "cache.txt"):
             module.write(name)
             module.read(name)
-    found = taken([noted])
+    found = merged([noted])
     assert found.steady == {}
     assert set(found.others) == {str(module.HERE / "a.txt"), str(module.HERE / "cache.txt")}
     (module.HERE / "cache.txt").unlink()
-    assert set(taken([noted]).others) == {str(module.HERE / "a.txt")}
+    assert set(merged([noted]).others) == {str(module.HERE / "a.txt")}
 
 
 def test_the_functions_stand_in_for_pythons_own(module: Any, tmp_path: Path) -> None:

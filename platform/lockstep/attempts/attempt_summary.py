@@ -43,20 +43,20 @@ class AttemptSummary:
 
     def follows(
         self,
-        before: AttemptSummary,
+        previous: AttemptSummary,
         last_step_at: float,
-        ends_before: Mapping[str, float],
+        previous_ends: Mapping[str, float],
         ends: Mapping[str, float],
     ) -> None:
         """Record what the end of the previous attempt has cost, once this one has done its first step.
 
-        `last_step_at` is the time of the previous attempt's last step, 0 where it did none. `ends_before` and `ends` are when the stages of each ended.
+        `last_step_at` is the time of the previous attempt's last step, 0 if it did none. `previous_ends` and `ends` are the times at which the stages of each ended.
         """
         # The previous attempt saved this checkpoint itself; the row of that step may still have been on its way here.
-        if self.from_step > before.from_step:
-            before.last_step = max(before.last_step, self.from_step)
-        self.repeated = max(0, before.last_step - self.from_step)
-        self.seconds = breakdown(last_step_at or before.began, ends_before, ends)
+        if self.from_step > previous.from_step:
+            previous.last_step = max(previous.last_step, self.from_step)
+        self.repeated = max(0, previous.last_step - self.from_step)
+        self.seconds = breakdown(last_step_at or previous.began, previous_ends, ends)
         self.lost_s = sum(self.seconds.values())
 
     def cost(self) -> str:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from lockstep.attempts import problems
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, PlannedChange
+from lockstep.attempts.progress_watchdog import hung
 from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
-from lockstep.attempts.restart_stages import underway
 from lockstep.attempts.run_account import RunAccount
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.hang_limit import Patience
@@ -24,7 +23,7 @@ from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events.union import Document
-from lockstep.running_time import running_s
+from lockstep.running_time import running_s, wait_for
 from lockstep.spec.fields import Spec
 
 NAMING_LOOK_S = 0.1
@@ -198,7 +197,7 @@ class AttemptWatch:
     def _end_saved(self) -> None:
         """Have the workers save and end; whoever has not within the longest silence is ended."""
         self._recording.ask_stop()
-        if not self._workers.over.wait(self._spec.faults.longest_silence_s):
+        if not wait_for(self._workers.over.wait, self._spec.faults.longest_silence_s):
             self._workers.end()
 
     # --- what the workers do ----------------------------------------------------------------------------------
@@ -235,17 +234,12 @@ class AttemptWatch:
 
     def _end_hung(self, patience: Patience, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
-        bound_s, workers = patience.bound_s, self._workers
-        self._account.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
+        workers = self._workers
+        self._account.say(f"no progress for {patience.bound_s:.0f} s: the attempt is ended")
         self._recording.refuse("it made no progress")
         name = f"stacks-attempt-{self._account.current.attempt}.txt"
         stacks = self._around.end_workers([view.members[rank] for rank in sorted(view.members)])
         if stacks:
             self._recording.tell(Document(name, stacks))
-        where = f"what each was doing is in {name}" if stacks else ""
         workers.end()
-        if patience.begun:
-            workers.error = problems.NO_PROGRESS(seconds=f"{bound_s:.0f}", where=where)
-        else:
-            stage = underway({**workers.stage_ends.at, **view.stage_ends})
-            workers.error = problems.NO_FIRST_STEP(seconds=f"{bound_s:.0f}", stage=stage, where=where)
+        workers.error = hung(patience, {**workers.stage_ends.at, **view.stage_ends}, name if stacks else "")

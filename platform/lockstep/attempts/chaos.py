@@ -47,14 +47,16 @@ class Chaos:
 
     def __init__(self, rates: Mapping[str, float], seed: int, say: Callable[[str], None]) -> None:
         self._rates, self._seed, self._say = rates, seed, say
-        self._seen: tuple[int, int] | None = None
+        self._last_look: tuple[int, int] | None = None
 
     def look(
         self, attempt: int, step: int, members: Callable[[], Sequence[Joined]], recorder: Callable[[], Any]
     ) -> None:
         """Called when an attempt is seen at a step: kill what is due after it, and after the steps since the last look."""
-        first = self._seen[1] + 1 if self._seen is not None and self._seen[0] == attempt else step
-        self._seen = attempt, step
+        first = (
+            self._last_look[1] + 1 if self._last_look is not None and self._last_look[0] == attempt else step
+        )
+        self._last_look = attempt, step
         for number in range(first, step + 1):
             for target in due(self._rates, self._seed, attempt, number):
                 draw = random.Random(f"{self._seed}/{attempt}/{number}/{target}")
@@ -78,8 +80,8 @@ class Chaos:
             member = draw.choice(members)
             name = f"node {member.node[:8]}" if target == "node" else f"rank {member.rank}"
             self._say(f"chaos: {name} is killed")
-            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node, soft=False)
-            kill = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(kill_here)
+            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node, soft=False)
+            kill = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=affinity)(kill_here)
             kill.remote(None if target == "node" else member.pid)  # its answer may be lost with its node
 
 

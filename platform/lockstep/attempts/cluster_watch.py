@@ -13,8 +13,8 @@ import ray
 from lockstep.attempts.demand import RoomRequest
 from lockstep.attempts.placement import (
     WorkerPlacement,
+    fit_workers,
     most_of,
-    place,
     room_on,
     rooms_for_more,
     total,
@@ -61,7 +61,7 @@ def _place_outside(spec: Spec, without: frozenset[str]) -> WorkerPlacement:
         else:
             fit.add(node["NodeID"])
             resources.append(node["Resources"])
-    return WorkerPlacement(*place(spec, resources), frozenset(fit), frozenset(unfit))
+    return WorkerPlacement(*fit_workers(spec, resources), frozenset(fit), frozenset(unfit))
 
 
 def _workers_at_most(spec: Spec, without: frozenset[str]) -> int:
@@ -78,7 +78,7 @@ def can_grow(spec: Spec) -> bool:
     if largest is None:
         return False
     try:
-        place(spec, [largest])  # which nodes the autoscaler would add is not known
+        fit_workers(spec, [largest])  # which nodes the autoscaler would add is not known
     except SpecError:
         return False
     return True
@@ -142,16 +142,16 @@ class Advice(NamedTuple):
 
 
 class ClusterWatch:
-    """Watches the cluster for one attempt, which runs at `place`; nodes in `without` are left out."""
+    """Watches the cluster for one attempt, which runs at `placement`; nodes in `without` are left out."""
 
-    def __init__(self, spec: Spec, place: WorkerPlacement, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, spec: Spec, placement: WorkerPlacement, without: frozenset[str] = frozenset()) -> None:
         self._without = without
-        self.spec, self.workers, self.each = spec, place.workers, place.each
+        self.spec, self.workers, self.each = spec, placement.workers, placement.each
         self._looked = 0.0
         self._noticed = 0
         """Saves so far for a notice without room elsewhere: 1 after the first, 2 after the one near the deadline."""
         self._roomy_since: float | None = None
-        self._left, self._left_at = place.workers, 0.0
+        self._living, self._lost_at = placement.workers, 0.0
         self._request = RoomRequest()
 
     def close(self) -> None:
@@ -159,12 +159,12 @@ class ClusterWatch:
         self._request.release()
 
     def outlived(self, workers: int) -> None:
-        """Note that so many workers go on without the others; after `REFILL_S` they may move to be as many again."""
-        self._left, self._left_at = workers, time.monotonic()
+        """Note that only so many workers go on, after a loss. From `REFILL_S` later on, a move may replace the others."""
+        self._living, self._lost_at = workers, time.monotonic()
 
     def changed(self, workers: int) -> None:
         """Note that the attempt has so many workers after a planned change."""
-        self.workers = self._left = workers
+        self.workers = self._living = workers
         self._roomy_since = None
 
     def advice(self, members: Sequence[Joined]) -> Advice:
@@ -195,7 +195,7 @@ class ClusterWatch:
     def _room_to_grow(self, now: float) -> str | None:
         most = most_of(self.spec)
         self._request.want(most - self.workers, self.each)
-        if self._left < self.workers:
+        if self._living < self.workers:
             return self._room_to_refill(now)
         if self.workers >= most:
             return None
@@ -212,9 +212,9 @@ class ClusterWatch:
 
     def _room_to_refill(self, now: float) -> str | None:
         """Whether to move for lost workers. Ray still reserves what they held for the attempt, so the nodes' totals count, not what is free."""
-        if now - self._left_at < REFILL_S:
+        if now - self._lost_at < REFILL_S:
             return None
         possible = min(_workers_at_most(self.spec, self._without), self.workers)
-        if possible <= self._left:
+        if possible <= self._living:
             return None
-        return f"there is room for {possible} workers in place of the {self._left} that are left"
+        return f"there is room for {possible} workers in place of the {self._living} that are left"

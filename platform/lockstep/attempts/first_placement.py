@@ -60,9 +60,9 @@ def _when_there_is_room(
                     got=error.evidence, seconds=f"{spec.faults.wait_for_workers_s:g}", remedy=error.remedy
                 ) from error
             if not announced:
-                what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+                resources = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
                 say(
-                    f"waiting for workers: {error}; the cluster is asked for {spec.workers.min} of {what} each"
+                    f"waiting for workers: {error}; the cluster is asked for {spec.workers.min} of {resources} each"
                 )
                 announced = True
             stop.wait(1.0)

@@ -59,16 +59,16 @@ class JoiningWorkers:
         `group` is Ray Train's placement group. `names` names the nodes whose load nobody samples yet.
         """
         unsampled = dict(names)
-        for number, place in places.items():
-            where: Any = NodeAffinitySchedulingStrategy(place.node, soft=False)
-            if place.bundle is not None:
-                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
+        for number, location in places.items():
+            where: Any = NodeAffinitySchedulingStrategy(location.node, soft=False)
+            if location.bundle is not None:
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=location.bundle)
             remote = ray.remote(num_cpus=each["CPU"], max_restarts=0)(JoiningWorker)
             environment = RuntimeEnv.deserialize(runtime_env)
             actor = remote.options(scheduling_strategy=where, runtime_env=environment).remote()
             with self._lock:
-                self._actors[number], self.places[number] = actor, place
-            work = actor.train.remote(self._config, number, unsampled.pop(place.node, None))
+                self._actors[number], self.places[number] = actor, location
+            work = actor.train.remote(self._config, number, unsampled.pop(location.node, None))
             in_background(self._await, number, work, name="lockstep-joining_worker")
 
     def living(self) -> frozenset[int]:

@@ -31,12 +31,12 @@ def start_lifeline() -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=strategy)(Lifeline).remote()
 
 
-def end_with(held: Any) -> None:
+def end_with(reference: Any) -> None:
     """Have this process end with the lifeline on which it made the call `hold`, even while a thread of it hangs."""
 
     def wait() -> None:
         with suppress(ray.exceptions.RayError):
-            ray.get(held)
+            ray.get(reference)
         os._exit(1)
 
     threading.Thread(target=wait, name="lockstep-lifeline", daemon=True).start()

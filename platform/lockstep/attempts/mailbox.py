@@ -112,9 +112,9 @@ class TrainerSlot(NamedTuple):
 class TrainerSlots(NamedTuple):
     """The workers that Ray's public trainer has started in an attempt."""
 
-    held: Mapping[int, list[Any]]
+    references: Mapping[int, list[Any]]
     """By number, a reference that fails when the worker's process has ended, in a list."""
-    left: frozenset[int]
+    ended: frozenset[int]
     """The numbers of those that have ended by themselves."""
 
 
@@ -148,9 +148,9 @@ class Mailbox:
         self._call: Callable[[], object] = lambda: None
         """Has the recorder look at once."""
         self._went_on: WentOn | None = None
-        self._held: dict[int, list[Any]] = {}
+        self._references: dict[int, list[Any]] = {}
         """By the number that it was given, what each worker of Ray's public trainer hangs on."""
-        self._left: set[int] = set()
+        self._ended: set[int] = set()
         """The numbers of those that have ended by themselves."""
         self._address: tuple[str, int] | None = None
         self._early: list[Callable[[], object]] = []
@@ -202,19 +202,19 @@ class Mailbox:
             return None
         if attempt < self._first:
             return TrainerSlot(None)
-        if rank not in self._held:
-            self._held[rank] = reference
+        if rank not in self._references:
+            self._references[rank] = reference
             return TrainerSlot(rank)
-        if not self._calls.able or len(self._held) > MOST_REPLACED:
+        if not self._calls.able or len(self._references) > MOST_REPLACED:
             return TrainerSlot(None)
-        number = 1 + max([*self._held, *self._numbers])
-        self._held[number] = reference
+        number = 1 + max([*self._references, *self._numbers])
+        self._references[number] = reference
         return TrainerSlot(number, self._view.table_versions)
 
     def leave_slot(self, attempt: int, number: int) -> None:
         """The worker with this number has ended by itself."""
         if attempt == self._first:
-            self._left.add(number)
+            self._ended.add(number)
 
     def meet_at(self, attempt: int, address: tuple[str, int]) -> None:
         """Rank 0 serves the rendezvous of the first workers there."""
@@ -289,7 +289,7 @@ class Mailbox:
         self._calls, self._first = RendezvousRounds(attempt, workers, fewest), attempt
         self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
-        self._left, self._held, self._address = set(), {}, None
+        self._ended, self._references, self._address = set(), {}, None
         early, self._early = self._early, []
         for call in early:
             call()
@@ -298,7 +298,7 @@ class Mailbox:
         """The workers that Ray's public trainer has started in the attempt."""
         if attempt != self._first:
             return TrainerSlots({}, frozenset())
-        return TrainerSlots(dict(self._held), frozenset(self._left))
+        return TrainerSlots(dict(self._references), frozenset(self._ended))
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""

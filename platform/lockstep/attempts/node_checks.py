@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from lockstep.attempts.node_health import fleet_health
@@ -10,9 +9,11 @@ from lockstep.attempts.shared_files import check_shared, patience_s
 from lockstep.checks.findings import Finding, advised, failure_of
 from lockstep.checks.health import findings as health_findings
 from lockstep.checks.node_view import Sight, compared, look_from_here
+from lockstep.clusters.bounded_calls import get_within
 from lockstep.clusters.connection import connected
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SpecError, first_line
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 
@@ -42,11 +43,11 @@ def _asked(spec: Spec) -> dict[str, Sight]:
             refs[node["NodeManagerAddress"]] = look.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_gpus=gpus
             ).remote(spec.document())
-    until = time.monotonic() + patience_s(spec)
+    until = running_s() + patience_s(spec)
     sights = {}
     for address, answer in refs.items():
         try:
-            sights[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+            sights[address] = get_within(answer, until - running_s())
         except ray.exceptions.RayError as error:
             line = f"it did not answer within {patience_s(spec):g} s ({first_line(error)}); look at the nodes with ray list nodes"
             sights[address] = Sight({"answer": line})

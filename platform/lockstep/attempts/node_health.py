@@ -12,7 +12,9 @@ from typing import Any
 
 from lockstep.attempts.shared_files import patience_s
 from lockstep.checks.health import Health, Link, Vitals, judged, measure, measure_link
+from lockstep.clusters.bounded_calls import get_within
 from lockstep.errors import first_line
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 SECONDS = 2.0
@@ -53,7 +55,7 @@ def fleet_health(spec: Spec) -> list[Health]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     limit_s = patience_s(spec)
-    until = time.monotonic() + limit_s
+    until = running_s() + limit_s
     actors: dict[str, Any] = {}
     for node in ray.nodes():
         resources = node["Resources"]
@@ -71,7 +73,7 @@ def fleet_health(spec: Spec) -> list[Health]:
     problems: dict[str, str] = {}
 
     def answer(call: Any) -> Any:
-        return ray.get(call, timeout=max(0.0, until - time.monotonic()))
+        return get_within(call, until - running_s())
 
     def answers(asked: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         """What the nodes answer; of those that fail or are late, `problems` gets why."""
@@ -122,11 +124,15 @@ def fleet_health(spec: Spec) -> list[Health]:
 
 
 def _offset(actor: Any, answer: Callable[[Any], float]) -> tuple[float, float]:
-    """How far a node's clock is ahead of this one's, and how far that may be wrong, in seconds: by the quickest of a few questions."""
+    """How far a node's clock is ahead of this one's, and how far that may be off, in seconds: of five measurements, the one with the fastest answer."""
     best = (0.0, float("inf"))
     for _ in range(5):
         asked = time.time()
-        there = answer(actor.clock.remote())
+        node_time = answer(actor.clock.remote())
         answered = time.time()
-        best = min(best, (there - (asked + answered) / 2, (answered - asked) / 2), key=lambda one: one[1])
+        best = min(
+            best,
+            (node_time - (asked + answered) / 2, (answered - asked) / 2),
+            key=lambda measurement: measurement[1],
+        )
     return best

@@ -32,16 +32,18 @@ def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
     return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
 
 
-def nodes_for(place: WorkerPlacement, free: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]] | None:
+def nodes_for(
+    placement: WorkerPlacement, free: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, str]] | None:
     """Ray's selector of one node for each worker, by what is free on the nodes: those with the most room, as few as hold the workers.
 
     None if there is no room for all of them.
     """
-    room = {node: room_for(place.each, free[node]) for node in free.keys() & place.fit}
+    room = {node: room_for(placement.each, free[node]) for node in free.keys() & placement.fit}
     nodes: list[str] = []
     for node in sorted(room, key=lambda node: (-room[node], node)):
-        nodes += [node] * min(room[node], place.workers - len(nodes))
-    return [{NODE_ID: node} for node in nodes] if len(nodes) == place.workers else None
+        nodes += [node] * min(room[node], placement.workers - len(nodes))
+    return [{NODE_ID: node} for node in nodes] if len(nodes) == placement.workers else None
 
 
 def rooms_for_more(
@@ -90,7 +92,7 @@ def room_on(each: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> 
     return sum(room_for(each, resources) for resources in nodes)
 
 
-def place(spec: Spec, nodes: Sequence[Mapping[str, float]]) -> tuple[int, dict[str, float]]:
+def fit_workers(spec: Spec, nodes: Sequence[Mapping[str, float]]) -> tuple[int, dict[str, float]]:
     """How many workers fit on nodes with these resources, and the resources of each worker. SpecError for fewer than `workers.min`."""
     resources = total(nodes)
     limits, each = spec.workers, each_of(spec, resources)

@@ -10,15 +10,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
 import psutil  # type: ignore[import-untyped]
 import ray
 
+from lockstep.attempts import problems
+from lockstep.attempts.restart_stages import underway
+from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in, write_stacks_on_signal
+from lockstep.errors import SilentError
 from lockstep.record.events.union import Joined
+
+
+def hung(patience: Patience, stage_ends: Mapping[str, float], stacks_file: str) -> SilentError:
+    """The error of an attempt that was ended because it hung. `stacks_file` is the file of its record with the stacks; empty if there are none."""
+    seconds = f"{patience.bound_s:.0f}"
+    where = f"what each was doing is in {stacks_file}" if stacks_file else ""
+    if patience.begun:
+        return problems.NO_PROGRESS(seconds=seconds, where=where)
+    return problems.NO_FIRST_STEP(seconds=seconds, stage=underway(stage_ends), where=where)
 
 
 @cache
@@ -42,8 +55,8 @@ def end_with_stacks(members: Sequence[Joined]) -> str:
         by_node.setdefault(member.node, []).append(member)
     calls = []
     for node, node_members in by_node.items():
-        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_here)
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=affinity)(end_here)
         calls.append(remote.remote(node_members))
     stacks: dict[int, str] = {}
     for call in calls:

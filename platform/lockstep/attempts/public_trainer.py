@@ -138,17 +138,17 @@ class ReplacingTrainer(PublicTrainer):
         while not over.is_set():
             slots = answer_of(self._mailbox.slots.remote(self._attempt), "the run's mailbox", ANSWER_S)
             living |= {
-                reference: number for number, (reference,) in slots.held.items() if number not in begun
+                reference: number for number, (reference,) in slots.references.items() if number not in begun
             }
-            begun |= slots.held.keys()
+            begun |= slots.references.keys()
             gone, _ = ray.wait([*living], timeout=LOOK_S, fetch_local=False) if living else ([], [])
             if gone:  # it may have ended since
                 slots = answer_of(self._mailbox.slots.remote(self._attempt), "the run's mailbox", ANSWER_S)
             for reference in gone:
                 number = living.pop(reference)
-                if number not in slots.left and not self._lost(number, GONE):
+                if number not in slots.ended and not self._lost(number, GONE):
                     return False
-            if begun and slots.left >= set(living.values()):
+            if begun and slots.ended >= set(living.values()):
                 return True
             if not living:
                 time.sleep(LOOK_S)

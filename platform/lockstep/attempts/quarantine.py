@@ -57,14 +57,14 @@ class Blame:
             view.corrupted, {rank: member.node for rank, member in view.members.items()}
         )
         left_out = self._nodes.computed_wrong(verdict.nodes)
-        summary.corrupted.append(str(verdict.found))
+        summary.corrupted.append(str(verdict.corruption))
         summary.left_out = sorted({*summary.left_out, *left_out})
         names = ", ".join(node[:8] for node in sorted(left_out))
-        self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
+        self._warn(f"{verdict.corruption}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
             self._fault_of_job = verdict.fault_of_job
-        elif verdict.found != view.corrupted:  # two attempts together decide what this one could not
-            self._tell(verdict.found)
+        elif verdict.corruption != view.corrupted:  # two attempts together decide what this one could not
+            self._tell(verdict.corruption)
         return left_out
 
     def _count_devices(self, view: RunView, summary: AttemptSummary) -> None:

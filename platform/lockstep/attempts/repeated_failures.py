@@ -20,27 +20,31 @@ class Repeats:
     """The failures within micro-batches in a run's attempts. A `worker` is identified by its node and its rank."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int, int], dict[tuple[str, int], int]] = {}
+        self._failures: dict[tuple[str, int, int], dict[tuple[str, int], int]] = {}
 
-    def failed(self, place: FailedAt, worker: tuple[str, int], attempt: int) -> str:
+    def failed(self, failed_at: FailedAt, worker: tuple[str, int], attempt: int) -> str:
         """Note a failure. Returns which workers failed alike at the same place, and in which attempts; empty if no other did."""
-        workers = self._seen.setdefault((place.failure, place.step, place.micro_batch), {})
+        workers = self._failures.setdefault((failed_at.failure, failed_at.step, failed_at.micro_batch), {})
         others = [
-            f"{_shown(other)} in attempt {number}" for other, number in workers.items() if other != worker
+            f"{_shown(earlier)} in attempt {number}"
+            for earlier, number in workers.items()
+            if earlier != worker
         ]
         workers[worker] = attempt
         return f"{', '.join(others)} and {_shown(worker)} in attempt {attempt}" if others else ""
 
 
-def repeat(error: LockstepError, place: FailedAt, who: str, run_id: str, storage: str, start: int) -> Repeat:
+def repeat(
+    error: LockstepError, failed_at: FailedAt, who: str, run_id: str, storage: str, start: int
+) -> Repeat:
     """The error and the script for a failure that `who` had alike; the script starts at `start`, the step of the newest checkpoint."""
-    name = f"reproduce-step-{place.step}.py"
+    name = f"reproduce-step-{failed_at.step}.py"
     repeated = problems.REPEATED(
-        step=place.step, micro_batch=place.micro_batch, workers=who, got=error, file=name
+        step=failed_at.step, micro_batch=failed_at.micro_batch, workers=who, got=error, file=name
     )
     text = _SCRIPT.format(
-        place=place,
-        samples=", ".join(map(str, place.samples)),
+        failed_at=failed_at,
+        samples=", ".join(map(str, failed_at.samples)),
         error=str(error).replace("\\", "/").replace('"', "'"),
         run=run_id,
         storage=storage,
@@ -57,9 +61,9 @@ def _shown(worker: tuple[str, int]) -> str:
     return f"rank {rank} on node {node[:8]}"
 
 
-_SCRIPT = '''"""Takes steps {first} to {place.step} of run {run} again in this process, from {begun}.
+_SCRIPT = '''"""Takes steps {first} to {failed_at.step} of run {run} again in this process, from {begun}.
 
-Step {place.step}, micro-batch {place.micro_batch} failed there on different workers:
+Step {failed_at.step}, micro-batch {failed_at.micro_batch} failed there on different workers:
 {error}
 Its samples: {samples}
 
@@ -86,5 +90,5 @@ class Unwatched:
 
 
 spec = load_spec(Path(__file__).with_name("spec.yaml"))
-replay_here(spec, Replay({run!r}, {storage!r}, {start}, {place.step}), Unwatched())
+replay_here(spec, Replay({run!r}, {storage!r}, {start}, {failed_at.step}), Unwatched())
 '''

@@ -36,12 +36,12 @@ def replica_main(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     if is_over(lifeline):
         return
-    held = lifeline.hold.remote()
+    reference = lifeline.hold.remote()
     # In one call: between two this process could be lost, and nobody would know that it had taken a slot.
-    slot: TrainerSlot = _until_known(mailbox.take_slot, attempt, rank, [held])
+    slot: TrainerSlot = _until_known(mailbox.take_slot, attempt, rank, [reference])
     if slot.number is None:
         return
-    end_with(held)
+    end_with(reference)
     try:
         if slot.number == rank:
             train_as(config, rank, lambda: _first_group(config, rank))

@@ -37,14 +37,16 @@ def underway(ends: Mapping[str, float]) -> str:
     return STAGES[min(max(ended, default=1) + 1, len(STAGES) - 1)]
 
 
-def breakdown(last_step_at: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, from the last step of an attempt that ended (`before`) to the first step of the next (`now`).
+def breakdown(
+    last_step_at: float, previous_ends: Mapping[str, float], ends: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds by stage, from the last step of an attempt that ended to the first step of the next. `previous_ends` and `ends` are the times at which the stages of each ended.
 
-    They add up to the whole. A stage whose end is unknown counts in the one after it.
+    They add up to the whole. The seconds of a stage whose end is unknown count for the stage after it.
     """
-    ends = {stage: (before if stage in STAGES[:2] else now).get(stage) for stage in STAGES}
     seconds, mark = {}, last_step_at
-    for stage, end in ends.items():
+    for stage in STAGES:
+        end = (previous_ends if stage in STAGES[:2] else ends).get(stage)
         if end is not None:
             seconds[stage] = max(0.0, end - mark)
             mark = max(mark, end)

@@ -27,8 +27,8 @@ class RunEnd:
     ) -> None:
         self._recording, self._run_registry = recording, run_registry
         self._say, self._verbose = say, verbose
-        self._told = False
-        """Whether the recorder was told that the run ended early."""
+        self._recorded_early_end = False
+        """Whether the recorder has been told that the run ended early."""
 
     def finished(
         self, summary: Mapping[str, Any], files: Sequence[Path], signal_number: int | None
@@ -63,7 +63,9 @@ class RunEnd:
             self._tell(Failed("ended at once by a second signal", "", "KILLED"))
         elif not isinstance(error, LockstepError):
             self._tell(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
-        elif not self._told and self._recording.run_id is not None:  # what failed was no attempt
+        elif (
+            not self._recorded_early_end and self._recording.run_id is not None
+        ):  # what failed was no attempt
             self._tell_failed(error, traceback.format_exc())
         try:
             self._recording.close()
@@ -79,7 +81,7 @@ class RunEnd:
 
     def _tell(self, end: Failed | TakenOver) -> None:
         """What could not be recorded of the end comes second."""
-        self._told = True
+        self._recorded_early_end = True
         with suppress(*LOST):
             self._recording.tell(end)
 

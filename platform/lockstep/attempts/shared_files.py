@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from lockstep.attempts import problems
 from lockstep.checkpoint.runs.run_checkpoints import on_disk
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import first_line
+from lockstep.running_time import running_s
 from lockstep.spec.fields import Spec
 
 PATIENCE_S = 60.0
@@ -96,7 +96,7 @@ def _seen_from(
         for address, node in others.items()
     }
     unseen_fields: dict[str, list[str]] = {}
-    began, announced = time.monotonic(), False
+    began, announced = running_s(), False
     while pending and not stop.asked:
         for answer in ray.wait([*pending], num_returns=len(pending), timeout=min(1.0, limit_s))[0]:
             address = pending.pop(answer)
@@ -110,7 +110,7 @@ def _seen_from(
                 continue
             except ray.exceptions.RayError as error:
                 raise problems.NODE_FAILED(node=address, got=first_line(error)) from error
-        waited_s, silent = time.monotonic() - began, " and ".join(sorted(pending.values()))
+        waited_s, silent = running_s() - began, " and ".join(sorted(pending.values()))
         if pending and waited_s > limit_s:
             raise problems.NODE_SILENT(nodes=silent, seconds=f"{limit_s:g}")
         if pending and waited_s > ANNOUNCED_S and not announced:

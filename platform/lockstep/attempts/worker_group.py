@@ -27,6 +27,7 @@ from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.communication.credentials import Secret
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events.union import Joined
+from lockstep.running_time import wait_for
 from lockstep.spec.fields import Spec
 
 END_S = 150.0
@@ -41,7 +42,7 @@ class WorkerGroup:
         spec: Spec,
         origin: AttemptOrigin,
         mailbox: Any,
-        place: WorkerPlacement,
+        placement: WorkerPlacement,
         environment: Mapping[str, str],
         shown_as: str,
         source: Mapping[str, bytes] | None = None,
@@ -73,7 +74,7 @@ class WorkerGroup:
             "source": source,
             "secret": Secret(),
         }
-        self._place = place
+        self._placement = placement
         self._environment = environment
         self.joining_workers = JoiningWorkers(self._config, self._joining_worker_lost)
         self._inside: frozenset[int] = frozenset()
@@ -89,7 +90,7 @@ class WorkerGroup:
         self.joining_workers.end()
         if self._trainer is not None:
             self._trainer.end_workers()
-        if not self.over.wait(END_S):
+        if not wait_for(self.over.wait, END_S):
             raise problems.STILL_THERE(attempt=self.origin.attempt, seconds=f"{END_S:.0f}")
 
     def give_up(self) -> None:
@@ -99,7 +100,7 @@ class WorkerGroup:
     @property
     def each(self) -> dict[str, float]:
         """The resources of one worker."""
-        return self._place.each
+        return self._placement.each
 
     def let_in(self, numbers: Collection[int]) -> None:
         """Note the numbers of the workers in the group that now trains."""
@@ -108,11 +109,11 @@ class WorkerGroup:
     def vacant(self, everyone: Mapping[int, Joined]) -> dict[int, str]:
         """The places of lost workers that Ray Train's placement group keeps: the node of each, by the index of its bundle."""
         _, bundles = self._bundles()
-        taken = {self.joining_workers.places[number].bundle for number in self.joining_workers.living()}
+        occupied = {self.joining_workers.places[number].bundle for number in self.joining_workers.living()}
         return {
             bundles[rank]: everyone[rank].node
             for rank in sorted(bundles.keys() & self.lost.keys() & everyone.keys())
-            if bundles[rank] not in taken
+            if bundles[rank] not in occupied
         }
 
     def start_joining_workers(
@@ -126,13 +127,13 @@ class WorkerGroup:
         `table_versions` are those in which the others read tables that change.
         """
         self._config["origin"] = replace(self.origin, table_versions=table_versions)
-        first = 1 + max([*everyone, *self.joining_workers.places, self._place.workers - 1])
+        first = 1 + max([*everyone, *self.joining_workers.places, self._placement.workers - 1])
         nodes = list(dict.fromkeys(worker.node for worker in everyone.values()))
-        new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]
+        new = [node for node in dict.fromkeys(location.node for location in places) if node not in nodes]
         names = {node: f"node-{len(nodes) + i}" for i, node in enumerate(new)}
         numbered = dict(enumerate(places, first))
         runtime_env = next(iter(everyone.values())).runtime_env
-        self.joining_workers.start(numbered, self._place.each, runtime_env, self._bundles()[0], names)
+        self.joining_workers.start(numbered, self._placement.each, runtime_env, self._bundles()[0], names)
         return tuple(numbered)
 
     def _bundles(self) -> tuple[Any, dict[int, int]]:
@@ -166,7 +167,7 @@ class WorkerGroup:
             if self._inside and rank not in self._inside:  # it had already left the run
                 continue
             self.lost[rank] = problems.RANK_LOST(
-                rank=rank, workers=self._place.workers, got=why_lost(lost[rank])
+                rank=rank, workers=self._placement.workers, got=why_lost(lost[rank])
             )
             try:
                 goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
@@ -179,12 +180,12 @@ class WorkerGroup:
 
     def _replica_lost(self, number: int, text: str) -> bool:
         """Whether the others go on without a worker that Ray's public trainer has started. Called in the thread of the attempt."""
-        if number >= self._place.workers:
+        if number >= self._placement.workers:
             goes_on = self._joining_worker_lost(number, text) and not self._given_up
         else:
             goes_on = self._outlived({number: text})
         if not goes_on and self.error is None:
-            self.error = problems.RANK_LOST(rank=number, workers=self._place.workers, got=text)
+            self.error = problems.RANK_LOST(rank=number, workers=self._placement.workers, got=text)
         return goes_on
 
     def _fit(self) -> None:
@@ -197,7 +198,7 @@ class WorkerGroup:
                 self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
             self.names_lost = self.error is None and names_lost(error)
-            self.error = self.error or ended_by(error, self._place.workers)
+            self.error = self.error or ended_by(error, self._placement.workers)
         finally:
             if self.error is None and self.lost:
                 lost = [self.lost[number] for number in sorted(self.lost)]
@@ -215,7 +216,7 @@ class WorkerGroup:
         from lockstep.attempts.process_group import AuthenticatedTorch
         from lockstep.clusters.ray_internals import unavailable
 
-        placement, gpu = self._place, "GPU" in self._place.each
+        placement, gpu = self._placement, "GPU" in self._placement.each
         scaling = {
             "num_workers": placement.workers,
             "use_gpu": gpu,
@@ -286,8 +287,8 @@ def ended_by(error: BaseException, workers: int) -> ClusterError:
 def _telling_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message; where that line only announces others, with the last of those."""
     line = first_line(error)
-    rest = [text.strip() for text in f"{error}\n{error.__cause__ or ''}".splitlines() if text.strip()]
-    return f"{line} {rest[-1]}" if line.endswith(":") and len(rest) > 1 else line
+    lines = [text.strip() for text in f"{error}\n{error.__cause__ or ''}".splitlines() if text.strip()]
+    return f"{line} {lines[-1]}" if line.endswith(":") and len(lines) > 1 else line
 
 
 _ANNOUNCED = "A worker health check failed."

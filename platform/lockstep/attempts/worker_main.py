@@ -63,7 +63,7 @@ class RankZeroRequests:
 
 
 def end_cut_off() -> None:
-    """End this process, whatever it waits for: it cannot reach its run any more, as beyond a cut of the network. Those who can go on without it."""
+    """End this process, whatever it waits for: it cannot reach its run any more, as beyond a cut of the network. The others go on without it."""
     os.write(
         2,
         b"lockstep: this worker cannot reach the run's mailbox any more, and ends; the others go on without it\n",
@@ -71,8 +71,8 @@ def end_cut_off() -> None:
     os._exit(1)
 
 
-class WorkerPlace:
-    """A worker's place in the run: its attempt, and its number, which is the rank that it began with.
+class WorkerContext:
+    """What a worker is in its run: its attempt, its number, which is the rank that it began with, and its link to the driver.
 
     The driver gives a joining worker its number; it belongs to no attempt before it is let in.
     """
@@ -87,8 +87,8 @@ class WorkerPlace:
     def rendezvous(self) -> RendezvousHandler:
         """The rendezvous at which this worker forms another group with the others."""
 
-        def seated(group: Group, attempt: int, before: Seat) -> Seat:
-            return self.seated(group, attempt, next_attempt(before.origin, attempt))
+        def seated(group: Group, attempt: int, previous: Seat) -> Seat:
+            return self.seated(group, attempt, next_attempt(previous.origin, attempt))
 
         joined = listening(self._number) if self._joining_worker else None
         client = MailboxRendezvousClient(self._mailbox, self._first, self._number, joined)
@@ -128,17 +128,17 @@ def worker_main(config: dict[str, Any]) -> None:
 def train_as(config: dict[str, Any], rank: int, ready: Callable[[], str | None]) -> None:
     """Train as one of the first workers. `ready` sees to the default process group; it returns the name of this worker's node if it is the first there."""
     arrived = time.time()
-    place = WorkerPlace(config, rank)
-    place.sender.tell(listening(rank))
+    context = WorkerContext(config, rank)
+    context.sender.tell(listening(rank))
     if rank == 0:
-        place.sender.tell(StageEnded("arrival", arrived))
-    with _errors_reported(place.sender, f"rank {rank}", rank):
+        context.sender.tell(StageEnded("arrival", arrived))
+    with _errors_reported(context.sender, f"rank {rank}", rank):
         node = ready()
         group = Group.join(ray.train.torch.get_device())
-        seat = place.seated(group, place.attempt, config["origin"])
+        seat = context.seated(group, context.attempt, config["origin"])
         with (
-            memory_watched(place.sender.tell, rank, place.attempt),
-            _worker_setup(config, place, rank, node) as (spec, job, rendezvous),
+            memory_watched(context.sender.tell, rank, context.attempt),
+            _worker_setup(config, context, rank, node) as (spec, job, rendezvous),
         ):
             fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, rendezvous)
 
@@ -148,11 +148,11 @@ def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -
 
     `config` is that of the other workers.
     """
-    place = WorkerPlace(config, number, joining_worker=True)
+    context = WorkerContext(config, number, joining_worker=True)
     with (
-        _errors_reported(place.sender, f"worker {number}", number),
-        memory_watched(place.sender.tell, number, config["origin"].attempt),
-        _worker_setup(config, place, number, node) as (spec, job, rendezvous),
+        _errors_reported(context.sender, f"worker {number}", number),
+        memory_watched(context.sender.tell, number, config["origin"].attempt),
+        _worker_setup(config, context, number, node) as (spec, job, rendezvous),
     ):
         join(spec, job, torch.device("cpu"), rendezvous, config["origin"])
 
@@ -172,10 +172,10 @@ def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
 
 @contextmanager
 def _worker_setup(
-    config: dict[str, Any], place: WorkerPlace, number: int, node: str | None
+    config: dict[str, Any], context: WorkerContext, number: int, node: str | None
 ) -> Iterator[tuple[Spec, Job, RendezvousHandler]]:
     """Set up a worker's surroundings: its output is recorded and its node sampled. Yields the spec, the job, and the rendezvous with the others."""
-    folder, tell = config["folder"], place.sender.tell
+    folder, tell = config["folder"], context.sender.tell
     if folder not in sys.path:
         sys.path.insert(0, folder)
     name = f"attempt-{config['origin'].attempt}-rank-{number}"
@@ -188,5 +188,5 @@ def _worker_setup(
         keep_private()
     source = replay.source if replay is not None else config["source"]
     recorded = imported_from(source) if source else nullcontext()
-    with system_recorded(tell, node), output_sent(print_on), recorded, place.rendezvous() as rendezvous:
+    with system_recorded(tell, node), output_sent(print_on), recorded, context.rendezvous() as rendezvous:
         yield spec, load_job(spec.job.use, spec.job.params), rendezvous

@@ -17,7 +17,7 @@ from lockstep.spec.loading import load_spec, named_store
 from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
-    from lockstep.checks.bench import Benched
+    from lockstep.checks.bench import BenchResult
     from lockstep.checks.estimate import Estimate
     from lockstep.checks.lr_finder import RateRange
     from lockstep.record.measurement import Kept
@@ -71,7 +71,7 @@ def bench_spec(
     local: bool = False,
     plot: Path | None = None,
     say: Callable[[str], None] | None = None,
-) -> Benched:
+) -> BenchResult:
     """Take the first steps of a run on each number of `workers`, in processes of this machine; `plot` is a figure to write.
 
     SpecError for a wrong spec, for a cluster that a run would join unless `local` leaves it out, and for numbers that cannot be

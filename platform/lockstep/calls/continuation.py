@@ -63,7 +63,7 @@ def continue_run(
         if on_disk(spec.checkpoint.storage) is not None:
             fetch_copy(spec, store, run_id, step, options.progress)
         refuse_lost(spec, run_id, copies=False)
-        used = attempts_recorded(spec, run_id, told=lost)  # else the storage itself knows them
+        used = attempts_recorded(spec, run_id, in_store=lost)  # else the storage itself knows them
         origin = claim(spec.checkpoint.storage, run_id, step, used + 1)
     newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
     if step is not None:
@@ -79,10 +79,10 @@ def continue_run(
     return run_attempt(spec, origin, options, lease=lease)
 
 
-def finished(found: StoredRun, spec: Spec, step: int | None, options: RunOptions) -> Result:
+def finished(stored_run: StoredRun, spec: Spec, step: int | None, options: RunOptions) -> Result:
     """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`, RecordError where it is not what it says."""
-    run_id = found.run_id
-    refuse_doubtful(found, spec.record.uri or "", spec.folder)
+    run_id = stored_run.run_id
+    refuse_doubtful(stored_run, spec.record.uri or "", spec.folder)
     if step is not None:
         copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
         check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
@@ -90,28 +90,28 @@ def finished(found: StoredRun, spec: Spec, step: int | None, options: RunOptions
         f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
     )
     return result_of(
-        {"first_step_at": None, "stopped": False, **found.summary},
+        {"first_step_at": None, "stopped": False, **stored_run.summary},
         run_id=run_id,
-        url=found.url,
+        url=stored_run.url,
         tracking_uri=spec.record.uri or "",
         folder=str(spec.folder / run_id),
         began_at=options.began_at,
         warnings=[],
-        attempts=int(found.summary.get("attempts", 1)),
+        attempts=int(stored_run.summary.get("attempts", 1)),
         signal_number=None,
     )
 
 
-def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
+def refuse_changes(run_id: str, recorded: Spec, spec: Spec) -> None:
     """SpecError for the first field that a resume may not change, and for one whose secret the record has not and nobody gives."""
-    hidden = set(redacted_fields(before.document()))
-    for name in redacted_fields({**after.document(), "record": {}}):
+    hidden = set(redacted_fields(recorded.document()))
+    for name in redacted_fields({**spec.document(), "record": {}}):
         raise problems.SECRET_FIELD(field=name, run=run_id)
-    source = recorded_main(before, run_id)
+    source = recorded_main(recorded, run_id)
     with imported_from(source) if source else nullcontext():
-        changed = changed_fields(before, after)
-        if before.job.params != after.job.params:
-            check_params(after.job.use, after.job.params)
+        changed = changed_fields(recorded, spec)
+        if recorded.job.params != spec.job.params:
+            check_params(spec.job.use, spec.job.params)
     for name, old, new in changed:
         if any(name.startswith(field) for field in hidden):
             continue  # the workers compare it with the checkpoint

@@ -65,7 +65,7 @@ def serve(asked: BinaryIO, pipe: BinaryIO) -> None:
         execution = Executed(pipe, source, fields)
         while True:
             kind, content = pickle.load(asked)
-            with _told(execution), execution.imported(content["spec"]), pinned(pins_of(fields)):
+            with _errors_sent(execution), execution.imported(content["spec"]), pinned(pins_of(fields)):
                 getattr(execution, kind)(**content)
             execution.tell("done")
 
@@ -78,7 +78,7 @@ def _limit() -> None:
 
 
 @contextmanager
-def _told(execution: Executed) -> Iterator[None]:
+def _errors_sent(execution: Executed) -> Iterator[None]:
     """Tell the parent of an error, as one line."""
     try:
         yield
@@ -118,14 +118,14 @@ class Executed:
         """Have the parent show a line."""
         self.tell("said", text=text)
 
-    def row(self, found: StepRow) -> None:
-        self.tell("row", row=wire.step_document(found))
+    def row(self, row: StepRow) -> None:
+        self.tell("row", row=wire.step_document(row))
 
     def begun(self, fields: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         self.tell("begun", fields=dict(fields), facts=dict(facts))
 
-    def evaluation(self, found: EvaluationRow) -> None:
-        self.tell("evaluation", row=wire.evaluation_document(found))
+    def evaluation(self, row: EvaluationRow) -> None:
+        self.tell("evaluation", row=wire.evaluation_document(row))
 
     def enough(self) -> bool:
         return False
@@ -166,29 +166,29 @@ class Executed:
             for path in sorted(Path(aside, "led-to", "weights").glob("*")):
                 self.send(path.name, path)
 
-    def inspection(self, spec: Spec, replay: Replay, wanted: InspectionRequest) -> None:
+    def inspection(self, spec: Spec, replay: Replay, request: InspectionRequest) -> None:
         """Take steps again and show the last one of them."""
         with tempfile.TemporaryDirectory(prefix="lockstep-look-") as aside:
-            shown = Inspection(wanted, Path(aside))
-            ids = sample_ids(spec, wanted.step)
-            if wanted.micro_batch is not None and wanted.micro_batch not in ids:
-                raise problems.MICRO_BATCH(got=wanted.micro_batch, wanted=len(ids), step=wanted.step + 1)
+            shown = Inspection(request, Path(aside))
+            ids = sample_ids(spec, request.step)
+            if request.micro_batch is not None and request.micro_batch not in ids:
+                raise problems.MICRO_BATCH(got=request.micro_batch, wanted=len(ids), step=request.step + 1)
             self.tell("beginning")
             replay_here(spec, replace(replay, source=self.recorded, probe=shown), shown)
             assert shown.replayed_row is not None  # the step was taken, or an error raised
-            if wanted.micro_batch is not None:
-                shown.keep_samples({wanted.micro_batch: ids[wanted.micro_batch]})
+            if request.micro_batch is not None:
+                shown.keep_samples({request.micro_batch: ids[request.micro_batch]})
             self.row(shown.replayed_row)
             self.tell("micro-batches", micro_batches=shown.micro_batches(ids))
             for path in shown.files:
                 self.send(path.name, path)
 
-    def export(self, **wanted: Any) -> None:
+    def export(self, **arguments: Any) -> None:
         """Export a model, and send the files of the artifact with its description."""
         from lockstep.calls.model_export import export_here
 
         with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside:
-            artifact = export_here(**wanted, folder=Path(aside))
+            artifact = export_here(**arguments, folder=Path(aside))
             for path in sorted(Path(aside).rglob("*")):
                 if path.is_file() and not path.is_symlink():
                     self.send(path.relative_to(artifact.parent).as_posix(), path)

@@ -101,7 +101,7 @@ def export(
         raise problems.RTOL(got=f"{rtol:g}")
     export_format.check_installed()
     store, storage = tracking_uri(uri), Path(storage).absolute()
-    stored_run, spec, folder = _found(run_id, store, storage)
+    stored_run, spec, folder = _located_run(run_id, store, storage)
     weights = _weights(stored_run, folder, best=best)
     with private(spec.record.private), determinism("fast", spec.threads):
         if isinstance(export_format, Safetensors):
@@ -145,7 +145,7 @@ def predict(
     arrays.check_suffix("inputs", inputs_path)
     if out is not None and Path(out).exists() and inputs_path.exists() and inputs_path.samefile(out):
         raise problems.REPLACES_INPUTS(got=out)
-    stored_run, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
+    stored_run, spec, folder = _located_run(run_id, tracking_uri(uri), Path(storage).absolute())
     path = artifact_path(folder, export_format, _name(stored_run, best=best))
     command = f"lockstep export {run_id} --format {export_format.name}{' --best' if best else ''}"
     if not path.exists():
@@ -179,7 +179,7 @@ def _keep(store: str, run_id: str, artifact: Path, folder: str) -> None:
         keep_files(store, run_id, (artifact, description(artifact)), folder)
 
 
-def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
+def _located_run(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
     """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
     stored_run = named_run(run_id, store, storage)
     if owner := stored_run.summary.get("reused_from"):
@@ -191,30 +191,30 @@ def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Pat
     return stored_run, spec, folder
 
 
-def _name(found: StoredRun, *, best: bool) -> str:
+def _name(stored_run: StoredRun, *, best: bool) -> str:
     """Which file of weights is meant. SpecError where the run has none."""
     if best:
-        if not found.summary.get(DIGEST_OF["best"]):
-            raise problems.NO_BEST(run=found.run_id)
+        if not stored_run.summary.get(DIGEST_OF["best"]):
+            raise problems.NO_BEST(run=stored_run.run_id)
         return "best"
-    if not found.summary.get(DIGEST_OF["final"]):
-        raise problems.NO_FINAL_WEIGHTS(run=found.run_id, got=found.status)
-    return "ema" if found.summary.get(DIGEST_OF["ema"]) else "final"
+    if not stored_run.summary.get(DIGEST_OF["final"]):
+        raise problems.NO_FINAL_WEIGHTS(run=stored_run.run_id, got=stored_run.status)
+    return "ema" if stored_run.summary.get(DIGEST_OF["ema"]) else "final"
 
 
-def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
+def _weights(stored_run: StoredRun, folder: Path, *, best: bool) -> Weights:
     """The weights of a run, which are those of its record: else ExportError."""
-    name = _name(found, best=best)
+    name = _name(stored_run, best=best)
     path = folder / "weights" / f"{name}.safetensors"
     try:
         state = stored_folder(path)
     except (OSError, ValueError, StorageError, safetensors.SafetensorError) as error:
         raise problems.WEIGHTS_UNREADABLE(file=path, got=error) from error
     digest = weights_digest(state, in_memory)
-    if digest != (recorded := found.summary[DIGEST_OF[name]]):
+    if digest != (recorded := stored_run.summary[DIGEST_OF[name]]):
         raise export_problems.WEIGHTS_CHANGED(file=path, got=digest, wanted=recorded)
-    step = found.summary["best_step" if best else "step"]
-    return Weights(found.run_id, int(step), name, digest, state)
+    step = stored_run.summary["best_step" if best else "step"]
+    return Weights(stored_run.run_id, int(step), name, digest, state)
 
 
 def _export_model(
@@ -226,25 +226,25 @@ def _export_model(
     options: RunOptions,
     *,
     sandboxed: bool,
-    **wanted: Any,
+    **arguments: Any,
 ) -> Path:
     """Have a process that may import the job make the artifact, and keep what it hands over as far as it is one of these weights."""
     run = recorded_run(weights.run, store, folder.parent)
     extra_state = _beside(summary, weights, folder)
     file = artifact_path(folder, form, weights.name)
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside, aside_of(folder, file) as path:
-        weights_file = Path(aside, "given.safetensors")
+        weights_file = Path(aside, "weights.safetensors")
         safetensors.torch.save_file(
             {name: in_memory(value) for name, value in weights.state.items()}, weights_file
         )
         if extra_state:
             save_beside(weights_file, extra_state)
-        needed = [Path(aside), *([] if wanted["inputs"] is None else [wanted["inputs"]])]
+        needed = [Path(aside), *([] if arguments["inputs"] is None else [arguments["inputs"]])]
         request = {
-            **wanted,
+            **arguments,
             "spec": run.spec,
             "form": form.name,
-            "given": weights_file,
+            "weights_file": weights_file,
             "weights": weights._replace(state={}),
             "beside": bool(extra_state),
         }

@@ -84,7 +84,7 @@ def _trained(repository: Repository, train: Trainer, commit: str) -> Trained:
 def _bisect(
     repository: Repository,
     train: Trainer,
-    before: Trained,
+    base_run: Trained,
     good: str,
     line: list[str],
     answer: Guarded,
@@ -95,7 +95,7 @@ def _bisect(
     def same(commit: str) -> bool | None:
         options.progress.say(f"commit {commit[:12]} is trained: {repository.title(commit)}")
         try:
-            return compare(before, _trained(repository, train, commit))[1] is None
+            return compare(base_run, _trained(repository, train, commit))[1] is None
         except UnfitError as error:
             options.progress.say(f"warning: {error}; it is passed over")
             return None
@@ -114,16 +114,16 @@ def _bisect(
         answer.note = "; ".join(filter(None, [answer.note, passed_over]))
 
 
-def _spec_path(spec: Path, here: Path, root: Path) -> str:
+def _spec_path(spec: Path, working_directory: Path, root: Path) -> str:
     """The spec as each tree finds its own: relative to the working directory. One outside the repository is the same for all."""
     if not spec.is_file():
         raise problems.GUARD_NO_FILE(got=spec)
     resolved = spec.resolve()
     if not resolved.is_relative_to(root):
         return str(resolved)
-    if not resolved.is_relative_to(here):
+    if not resolved.is_relative_to(working_directory):
         raise problems.GUARD_OUTSIDE(got=spec)
-    return str(resolved.relative_to(here))
+    return str(resolved.relative_to(working_directory))
 
 
 def _paths(root: Path) -> list[Path]:

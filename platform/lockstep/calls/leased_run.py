@@ -69,12 +69,12 @@ def _has(storage: Storage, run_id: str) -> bool:
     return False
 
 
-def _same(one: Storage, other: Storage, run_id: str) -> bool:
+def _same(first: Storage, second: Storage, run_id: str) -> bool:
     """Whether a run that is in the first storage is the very same folder in the other one."""
-    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+    if isinstance(first, LocalStorage) and isinstance(second, LocalStorage):
         with suppress(OSError):
-            return (one.root / run_id).samefile(other.root / run_id)
-    return one.shown == other.shown
+            return (first.root / run_id).samefile(second.root / run_id)
+    return first.shown == second.shown
 
 
 def refuse_leased_run(run_id: str, overrides: Sequence[str]) -> None:
@@ -90,17 +90,17 @@ def refuse_leased_run(run_id: str, overrides: Sequence[str]) -> None:
         refuse_leased(storage, run_id, f"{kind} {run_id}")
 
 
-def refuse_held_job(what: str, overrides: Sequence[str], name: str | None) -> None:
+def refuse_held_job(target: str, overrides: Sequence[str], name: str | None) -> None:
     """SpecError where another command works on what is to be sent to a cluster, as far as can be told from here.
 
-    `what` is a run's id or a spec's file. A run by its name is looked for in an object store alone: a path may be another
+    `target` is a run's id or a spec's file. A run by its name is looked for in an object store alone: a path may be another
     one there. What this machine cannot read is for the cluster to ask.
     """
     with suppress(StorageError):
-        if not Path(what).exists():
-            refuse_leased_run(what, overrides)
+        if not Path(target).exists():
+            refuse_leased_run(target, overrides)
         elif name is not None:
-            uri = load_spec(what, overrides).checkpoint.storage
+            uri = load_spec(target, overrides).checkpoint.storage
             if not isinstance(storage := open_storage(uri), LocalStorage):
                 run_id = run_of_name(storage, name)
                 if run_id is not None:

@@ -19,7 +19,7 @@ class Known(NamedTuple):
     """The newest checkpoint that a run's record knows of."""
 
     step: int
-    place: str
+    location: str
 
 
 def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
@@ -36,14 +36,14 @@ def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
     ):
         return
     raise problems.STORAGE_LOST(
-        run=run_id, step=recorded.step, wanted=recorded.place, got=open_storage(storage).shown
+        run=run_id, step=recorded.step, wanted=recorded.location, got=open_storage(storage).shown
     )
 
 
-def attempts_recorded(spec: Spec, run_id: str, *, told: bool) -> int:
-    """The number of the newest attempt of which the run's folder has a step and, with `told`, of those that its store was told of."""
+def attempts_recorded(spec: Spec, run_id: str, *, in_store: bool) -> int:
+    """The number of the newest attempt of which the run's folder has a step and, with `in_store`, of those that its store knows."""
     newest = newest_step(spec.folder / run_id)
-    tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags if told else {}
+    tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags if in_store else {}
     attempts_tag = tags.get("lockstep.attempts", "")
     return max(0 if newest is None else newest.attempt, int(attempts_tag) if attempts_tag.isdigit() else 0)
 

@@ -27,7 +27,7 @@ from lockstep.training.failure import as_lockstep_error
 def export_here(
     spec: Spec,
     weights: Weights,
-    given: Path,
+    weights_file: Path,
     beside: bool,
     form: str,
     folder: Path,
@@ -36,9 +36,9 @@ def export_here(
     fixed: bool,
     rtol: float | None,
 ) -> Path:
-    """Make an artifact of the weights in the file `given`, in `folder`. `beside`: whether anything is beside them."""
-    weights = weights._replace(state=safetensors.torch.load_file(given))
-    tree = load_beside(given) if beside else {}
+    """Make an artifact of the weights in `weights_file`, in `folder`. `beside`: whether other state is stored beside them."""
+    weights = weights._replace(state=safetensors.torch.load_file(weights_file))
+    tree = load_beside(weights_file) if beside else {}
     with determinism("fast", spec.threads):
         job = load_job(spec.job.use, spec.job.params)
 

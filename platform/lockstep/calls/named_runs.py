@@ -60,11 +60,11 @@ def train_named(
             if run_id is None:
                 from lockstep.calls.runs import run_attempt
 
-                def begun(found: str) -> None:
-                    give_name(storage, name, found)
+                def begun(new_run_id: str) -> None:
+                    give_name(storage, name, new_run_id)
                     stack.close()  # from here on the run itself is held
                     if on_run_id is not None:
-                        on_run_id(found)
+                        on_run_id(new_run_id)
 
                 return run_attempt(spec, AttemptOrigin(), options, on_run_id=begun)
     if takeover:

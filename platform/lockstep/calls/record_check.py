@@ -140,7 +140,7 @@ def _differences(
     return [*unreadable, *check_ledger(folder, journal), *differences]
 
 
-def _history(spec: Spec, run_id: str, found: list[RecordDifference]) -> Rows | None:
+def _history(spec: Spec, run_id: str, differences: list[RecordDifference]) -> Rows | None:
     """The rows that the newest good checkpoint has; those that are passed over are told."""
     storage = open_storage(spec.checkpoint.storage)
     try:
@@ -149,7 +149,7 @@ def _history(spec: Spec, run_id: str, found: list[RecordDifference]) -> Rows | N
         return None
 
     def tell(text: str) -> None:
-        found.append(RecordDifference("checkpoint", text))
+        differences.append(RecordDifference("checkpoint", text))
 
     newest = load_newest(run, tell)
     if newest is None:

@@ -76,7 +76,7 @@ def replay(
     options = options or RunOptions(local=True)
     run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
     run.check_step(step, "step")
-    wanted = InspectionRequest(step - 1, micro_batch, inspect, profile, debug)
+    request = InspectionRequest(step - 1, micro_batch, inspect, profile, debug)
     target = Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute()
     begin = span(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
@@ -85,7 +85,7 @@ def replay(
         with execution_of(run, options, sandboxed=sandboxed, terminal=debug) as execution:
             spec, again = handed(run.spec, Replay(run_id, origin, begin, step), execution.visible_folder)
             inspected = Inspected(run_id, step, "", math.nan, math.nan)
-            for message in execution.ask("inspection", spec=spec, replay=again, wanted=wanted):
+            for message in execution.ask("inspection", spec=spec, replay=again, request=request):
                 match message["kind"]:
                     case "beginning":
                         options.progress.say(taken_again(run, begin, step))
@@ -102,12 +102,14 @@ def replay(
     return inspected
 
 
-def _tell_row(found: Inspected, run: RecordedRun, row: StepRow) -> None:
-    if row.step != found.step:
+def _tell_row(inspected: Inspected, run: RecordedRun, row: StepRow) -> None:
+    if row.step != inspected.step:
         raise wire.broken(f"step {row.step}")
-    recorded = run.steps.get(found.step)
-    found.difference = "the ledger has no row of it" if recorded is None else step_difference(recorded, row)
-    found.loss, found.grad_norm = row.loss, row.grad_norm
+    recorded = run.steps.get(inspected.step)
+    inspected.difference = (
+        "the ledger has no row of it" if recorded is None else step_difference(recorded, row)
+    )
+    inspected.loss, inspected.grad_norm = row.loss, row.grad_norm
 
 
 def _plain(value: Any) -> list[dict[str, Any]]:
@@ -120,12 +122,12 @@ def _plain(value: Any) -> list[dict[str, Any]]:
     return micro_batches
 
 
-def _keep(execution: Execution, sent: wire.FileSent, folder: Path, found: Inspected) -> None:
+def _keep(execution: Execution, sent: wire.FileSent, folder: Path, inspected: Inspected) -> None:
     """Write one of the files that a step may have."""
     path = folder / sent.name
-    if sent.name not in FILES or str(path) in found.files:
+    if sent.name not in FILES or str(path) in inspected.files:
         raise wire.broken(f"a file {sent.name!r}")
     folder.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     execution.receive(sent, path, MOST_BYTES)
-    found.files.append(str(path))
+    inspected.files.append(str(path))

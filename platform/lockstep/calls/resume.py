@@ -68,14 +68,14 @@ def resume_with(
     if fork:
         from lockstep.calls.runs import run_attempt
 
-        there = steps_of(recorded_spec.checkpoint.storage, run_id)
+        steps = steps_of(recorded_spec.checkpoint.storage, run_id)
         if step is not None:
-            check_step(run_id, step, there)
-        elif not there:
+            check_step(run_id, step, steps)
+        elif not steps:
             raise problems.NOTHING_TO_FORK(
                 run=run_id, storage=open_storage(recorded_spec.checkpoint.storage).shown
             )
-        options.progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
+        options.progress.say(f"a new run starts from step {step or steps[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
         forked = spec.model_copy(update={"fork": parent, "initial_weights": None})
         return run_attempt(forked, AttemptOrigin(), options)

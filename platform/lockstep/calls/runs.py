@@ -121,10 +121,10 @@ def _run_attempt(
     options = replace(options, on_alert=notifications.alerted)
     with ExitStack() as stack, StopSignal() as stop:
 
-        def keep(held: Lease | None) -> None:
-            shown.lease = held
-            if held is not None:
-                held.when_taken(stop.ask)
+        def keep(held_lease: Lease | None) -> None:
+            shown.lease = held_lease
+            if held_lease is not None:
+                held_lease.when_taken(stop.ask)
 
         def begun(run_id: str) -> None:
             if lease is None:

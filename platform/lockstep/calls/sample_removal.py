@@ -72,15 +72,15 @@ def read_ids(path: Path) -> set[int]:
     return sample_ids
 
 
-def _first_use(spec: Spec, wanted: LeftOut, run_id: str, versions: Mapping[str, str]) -> FirstUse:
+def _first_use(spec: Spec, left_out: LeftOut, run_id: str, versions: Mapping[str, str]) -> FirstUse:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with pinned(versions):
         job = load_job(spec.job.use, spec.job.params)
         train_data = open_data(job, spec.seed).train
         plan = make_plan(spec, job, train_data)
-    check_ids(wanted, train_data, "without")
-    first_use = make_sampler(spec, plan, train_data).first_use(wanted)
+    check_ids(left_out, train_data, "without")
+    first_use = make_sampler(spec, plan, train_data).first_use(left_out)
     if first_use is None:
         raise problems.NOT_USED(run=run_id)
     return first_use

@@ -63,16 +63,16 @@ def names_of(host: str) -> list[str]:
     return sorted({socket.gethostname(), socket.getfqdn(), "localhost", *addresses})
 
 
-def guarded(host: str, given: Mapping[str, str]) -> dict[str, str]:
+def guarded(host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """What a server on `host` has to find in its environment. SpecError where it would be open to others without a password."""
     if is_loopback(host):
         return {}
-    if not given.get(USERS) and len(given.get(PASSWORD, "")) < SHORTEST_PASSWORD:
+    if not environment.get(USERS) and len(environment.get(PASSWORD, "")) < SHORTEST_PASSWORD:
         raise problems.UI_WITHOUT_PASSWORD(got=host, password=PASSWORD, least=SHORTEST_PASSWORD, users=USERS)
-    environment = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
-    if not given.get(USERS):
-        environment[USERS] = str(_write_users(state_folder()))
-    return {name: value for name, value in environment.items() if not given.get(name)}
+    required = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
+    if not environment.get(USERS):
+        required[USERS] = str(_write_users(state_folder()))
+    return {name: value for name, value in required.items() if not environment.get(name)}
 
 
 def _write_users(folder: Path) -> Path:

@@ -12,7 +12,7 @@ _DROPOUTS = frozenset(
     {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 )
 _P, _TRAINING, _DROPOUT_P = 1, 2, 4
-"""The places of these parameters, where they are not given by name."""
+"""The positions of these parameters, if they are not given by name."""
 
 
 class DropoutSeen(TorchFunctionMode):
@@ -25,15 +25,15 @@ class DropoutSeen(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
 
-        def given(name: str, place: int, default: Any) -> Any:
-            return named.get(name, args[place] if len(args) > place else default)
+        def argument(name: str, position: int, default: Any) -> Any:
+            return named.get(name, args[position] if len(args) > position else default)
 
         if func in _DROPOUTS:
-            drops = given(
+            drops = argument(
                 "training", _TRAINING, func is not F.alpha_dropout and func is not F.feature_alpha_dropout
             )
-            if drops and given("p", _P, 0.5) > 0:
+            if drops and argument("p", _P, 0.5) > 0:
                 self.called = func.__name__
-        elif func is F.scaled_dot_product_attention and given("dropout_p", _DROPOUT_P, 0.0) > 0:
+        elif func is F.scaled_dot_product_attention and argument("dropout_p", _DROPOUT_P, 0.0) > 0:
             self.called = func.__name__
         return func(*args, **named)

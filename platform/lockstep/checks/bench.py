@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checks import bench_worker, problems
-from lockstep.checks.bench_worker import Taken
+from lockstep.checks.bench_worker import StepTimes
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.spec.fields import Length, Spec
@@ -45,11 +45,11 @@ def start_python(request: str, environment: Mapping[str, str]) -> Process:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One number of workers. `taken` is the mean of its workers' steps."""
+    """One number of workers. `step_times` is the mean of its workers' steps."""
 
     workers: int
     samples_per_s: float
-    taken: Taken
+    step_times: StepTimes
     losses: tuple[str, ...]
     """Of every step, the first ones too, each as `float.hex` writes it."""
     digests: tuple[str, ...]
@@ -58,11 +58,11 @@ class Speed:
 
     @property
     def step_s(self) -> float:
-        return sum(self.taken)
+        return sum(self.step_times)
 
 
 @dataclass(frozen=True, slots=True)
-class Benched:
+class BenchResult:
     """What a bench found. `first_difference` tells the first bits that were not those of the first run, or is empty."""
 
     steps: int
@@ -92,7 +92,7 @@ class Benched:
         total_s = speed.workers * speed.step_s
         return {
             part: (speed.workers * part_s - first.workers * first_part_s) / total_s
-            for part, part_s, first_part_s in zip(PARTS, speed.taken, first.taken, strict=True)
+            for part, part_s, first_part_s in zip(PARTS, speed.step_times, first.step_times, strict=True)
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Benched:
                     "samples_per_s": speed.samples_per_s,
                     "efficiency": self.efficiency(speed),
                     "step_s": speed.step_s,
-                    **speed.taken._asdict(),
+                    **speed.step_times._asdict(),
                     "lost": self.lost(speed),
                 }
                 for speed in self.speeds
@@ -124,7 +124,7 @@ def bench(
     steps: int,
     say: Callable[[str], None] = lambda line: None,
     start: Start | None = None,
-) -> Benched:
+) -> BenchResult:
     """Take `steps` steps of the run, after WARM_UP others, with each number of `workers`, one after another.
 
     Each worker is a process of this machine. Nothing is recorded or saved. Raises SpecError for numbers that no step can be shared
@@ -136,11 +136,11 @@ def bench(
         say(f"{_counted(steps, 'step')} on {_counted(count, 'worker')}")
         speeds.append(_measured(spec, count, steps, start or start_python))
     promised = spec.determinism == "strict" and spec.reduction == "exact"
-    return Benched(steps, speeds, promised, first_difference(speeds) if promised else "", usable_cores())
+    return BenchResult(steps, speeds, promised, first_difference(speeds) if promised else "", usable_cores())
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_workers(spec: Spec, workers: Sequence[int], steps: int) -> None:
@@ -163,10 +163,10 @@ def first_difference(speeds: Sequence[Speed]) -> str:
     """The first loss, or else the final weights, in which a run differs from the first one; empty where none does."""
     first = speeds[0]
     for speed in speeds:
-        for step, (wanted, got) in enumerate(zip(first.losses, speed.losses, strict=True), 1):
-            if got != wanted:
+        for step, (expected, got) in enumerate(zip(first.losses, speed.losses, strict=True), 1):
+            if got != expected:
                 return (
-                    f"step {step}: the loss is {float.fromhex(wanted)!r} on {first.workers} and "
+                    f"step {step}: the loss is {float.fromhex(expected)!r} on {first.workers} and "
                     f"{float.fromhex(got)!r} on {speed.workers} workers"
                 )
         for rank, digest in enumerate(speed.digests):
@@ -202,17 +202,17 @@ def _measured(spec: Spec, workers: int, steps: int, start: Start) -> Speed:
         return speed_of(json.loads(Path(out, bench_worker.RESULT).read_text(encoding="utf-8")))
 
 
-def speed_of(found: Mapping[str, Any]) -> Speed:
-    """What `bench_worker.taken` gave."""
-    rows = [Taken(*row) for rank in found["taken"] for row in rank]
-    taken = Taken(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+def speed_of(result: Mapping[str, Any]) -> Speed:
+    """What `bench_worker.take_steps` gave."""
+    rows = [StepTimes(*row) for rank in result["step_times"] for row in rank]
+    mean_times = StepTimes(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
     return Speed(
-        len(found["taken"]),
-        found["samples"] / (len(found["taken"][0]) * sum(taken)),
-        taken,
-        tuple(found["losses"]),
-        tuple(found["digests"]),
-        found["device"],
+        len(result["step_times"]),
+        result["samples"] / (len(result["step_times"][0]) * sum(mean_times)),
+        mean_times,
+        tuple(result["losses"]),
+        tuple(result["digests"]),
+        result["device"],
     )
 
 
@@ -240,27 +240,29 @@ def shortened(spec: Spec, workers: int, steps: int) -> Spec:
 # --- for a person -----------------------------------------------------------------------------------------
 
 
-def as_text(found: Benched) -> str:
+def as_text(result: BenchResult) -> str:
     """A line for each number of workers, what the others lose to, and whether the bits are the same."""
     head = f"{'workers':>7}{'samples/s':>12}{'efficiency':>12}{'a step':>12}" + "".join(
         f"{part:>12}" for part in PARTS
     )
     lines = [head]
-    for speed in found.speeds:
-        times = "".join(f"{f'{1e3 * value:.1f} ms':>12}" for value in (speed.step_s, *speed.taken))
-        lines.append(f"{speed.workers:>7}{speed.samples_per_s:>12.1f}{found.efficiency(speed):>12.1%}{times}")
-    for speed in found.speeds[1:]:
-        lost = ", ".join(f"{part} {share:.1%}" for part, share in found.lost(speed).items())
+    for speed in result.speeds:
+        times = "".join(f"{f'{1e3 * value:.1f} ms':>12}" for value in (speed.step_s, *speed.step_times))
+        lines.append(
+            f"{speed.workers:>7}{speed.samples_per_s:>12.1f}{result.efficiency(speed):>12.1%}{times}"
+        )
+    for speed in result.speeds[1:]:
+        lost = ", ".join(f"{part} {share:.1%}" for part, share in result.lost(speed).items())
         lines.append(f"{speed.workers} workers lose to: {lost}")
-    most = max(speed.workers for speed in found.speeds)
-    if found.speeds[0].device == "cpu" and most > found.cores:
-        lines.append(f"{most} workers share {found.cores} cores: what they compute takes longer for it")
-    if not found.compared:
+    most = max(speed.workers for speed in result.speeds)
+    if result.speeds[0].device == "cpu" and most > result.cores:
+        lines.append(f"{most} workers share {result.cores} cores: what they compute takes longer for it")
+    if not result.compared:
         lines.append("bits were not compared: determinism=fast and reduction=native promise none")
-    elif found.first_difference:
-        lines.append(f"different: {found.first_difference}")
+    elif result.first_difference:
+        lines.append(f"different: {result.first_difference}")
     else:
         lines.append(
-            f"same: every loss of {len(found.speeds[0].losses)} steps and the weights, {found.speeds[0].digests[0]}"
+            f"same: every loss of {len(result.speeds[0].losses)} steps and the weights, {result.speeds[0].digests[0]}"
         )
     return "\n".join(lines)

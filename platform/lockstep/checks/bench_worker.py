@@ -1,7 +1,7 @@
-"""One worker of a bench, in a process of its own: takes the steps, and takes the time of each apart.
+"""One worker of a bench, in a process of its own: takes the steps, and measures what the time of each goes to.
 
 `python -m lockstep.checks.bench_worker REQUEST`, a JSON object with `spec`, `warm_up` and `steps`, `rank` of `ranks`, and the
-folder `out`, where the workers meet and rank 0 leaves RESULT.
+folder `out`, where the workers meet and rank 0 writes RESULT.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.training.step.phase_step import PhaseStep
 RESULT = "result.json"
 
 
-class Taken(NamedTuple):
+class StepTimes(NamedTuple):
     """What one worker's step took, in seconds; the parts add up to the step."""
 
     data_s: float
@@ -50,10 +50,10 @@ class Taken(NamedTuple):
 
 
 class StepClock(NoProbe):
-    """Takes the steps of one worker apart. As a probe it is told when a micro-batch is there, and when it is computed."""
+    """Measures the parts of each step of one worker. As a probe it is told when a micro-batch is there, and when it is computed."""
 
     def __init__(self, device: torch.device, phases: Sequence[PhaseStep]) -> None:
-        self.steps: list[Taken] = []
+        self.steps: list[StepTimes] = []
         self._cuda = device if device.type == "cuda" else None
         self._phases = phases
         self._fetched = self._data = self._computed = 0.0
@@ -83,7 +83,9 @@ class StepClock(NoProbe):
         total_s, reduction = self._now() - began, max(0.0, self._held_up() - held_up)
         # A ragged step may leave a worker no micro-batch: it is in the reduction all the same.
         compute = max(0.0, self._computed - reduction)
-        self.steps.append(Taken(self._data, compute, reduction, total_s - self._data - compute - reduction))
+        self.steps.append(
+            StepTimes(self._data, compute, reduction, total_s - self._data - compute - reduction)
+        )
 
     def _held_up(self) -> float:
         if self._cuda is not None:
@@ -108,19 +110,19 @@ def main(request: str) -> int:
     return 0
 
 
-def _bench(wanted: dict[str, Any]) -> None:
-    spec, out = validate(wanted["spec"]), Path(wanted["out"])
-    device = _device(spec, wanted["ranks"])
-    with _process_group(out, device, wanted["rank"], wanted["ranks"]):
-        result = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
-    if wanted["rank"] == 0:
+def _bench(request: dict[str, Any]) -> None:
+    spec, out = validate(request["spec"]), Path(request["out"])
+    device = _device(spec, request["ranks"])
+    with _process_group(out, device, request["rank"], request["ranks"]):
+        result = take_steps(spec, Group.join(device), request["warm_up"], request["steps"])
+    if request["rank"] == 0:
         (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _device(spec: Spec, ranks: int) -> torch.device:
-    there = torch.cuda.device_count()
-    if there and spec.workers.gpus_each != 0 and ranks > there:
-        raise problems.GPUS_MISSING(got=ranks, available=there)
+    gpus = torch.cuda.device_count()
+    if gpus and spec.workers.gpus_each != 0 and ranks > gpus:
+        raise problems.GPUS_MISSING(got=ranks, available=gpus)
     return local_device(spec)
 
 
@@ -140,11 +142,11 @@ def _process_group(out: Path, device: torch.device, rank: int, ranks: int) -> It
         dist.destroy_process_group()
 
 
-def taken(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, Any]:
+def take_steps(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, Any]:
     """Take `warm_up + steps` steps as training takes them; every worker of the group calls it, and gets the same.
 
-    `losses` of every step, bit for bit, `digests` of the weights by rank, `samples` of the steps that count, and `taken`: of
-    each rank what each of them took.
+    `losses` of every step, bit for bit, `digests` of the weights by rank, `samples` of the steps that count, and `step_times` of
+    those steps, by rank.
     """
     job = load_job(spec.job.use, spec.job.params)
     job.eval_data = lambda: None  # type: ignore[method-assign]  # steps alone are looked at
@@ -165,7 +167,7 @@ def taken(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, Any]:
         "losses": losses,
         "digests": [digest for digest, _ in every],
         "samples": samples,
-        "taken": [rows for _, rows in every],
+        "step_times": [rows for _, rows in every],
         "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
     }
 

@@ -85,12 +85,12 @@ def shards(fixture: Fixture) -> list[Finding]:
     steps = min(plan.steps_per_epoch, max(1, MOST_SAMPLES // plan.global_batch))
     epoch = replace(plan, total_steps=steps)
     ranges = plan.ranges(workers) if workers <= EACH else [range(plan.micro_batches)]
-    ids = [np.asarray(key.ids) for own in ranges for key in fixture.sampler(own, epoch)]
+    ids = [np.asarray(key.ids) for micro_batches in ranges for key in fixture.sampler(micro_batches, epoch)]
     every = np.concatenate(ids)
     expected = sum(position.samples for position in epoch.positions())
-    own = orders_itself(fixture.data[0])  # which may repeat samples
+    has_own_order = orders_itself(fixture.data[0])  # which may repeat samples
     strays = int(((every < 0) | (every >= number_of_ids(fixture.data[0]))).sum())
-    distinct = expected if own else len(np.unique(every))
+    distinct = expected if has_own_order else len(np.unique(every))
     if strays or distinct < expected or len(every) != expected:
         return [
             failed(
@@ -101,7 +101,7 @@ def shards(fixture: Fixture) -> list[Finding]:
             )
         ]
     notes = [
-        f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers{'' if own else ', each once'}"
+        f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers{'' if has_own_order else ', each once'}"
     ]
     dropped = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
     if dropped:

@@ -43,7 +43,9 @@ def dry_run(spec: Spec) -> dict[str, Any]:
         "spec": spec.document(),
         "plan": {
             "train_samples": plan.samples,
-            "eval_samples": sum(_taken(spec, label, held_out) for label, held_out in data.evaluated.items()),
+            "eval_samples": sum(
+                _evaluated_samples(spec, label, held_out) for label, held_out in data.evaluated.items()
+            ),
             "global_batch": plan.global_batch,
             "micro_batch": plan.micro_batch,
             "micro_batches": plan.micro_batches,
@@ -78,16 +80,18 @@ def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
     next(iter(sampler))
 
 
-def _taken(spec: Spec, label: str, data: Any) -> int:
-    """The samples of a set that an evaluation takes."""
+def _evaluated_samples(spec: Spec, label: str, data: Any) -> int:
+    """How many samples of a set an evaluation computes."""
     size, limit = dataset_size(data, label), spec.evaluate.of(label.partition("/")[2]).limit
     return min(size, limit or size)
 
 
 def _leakage(data: JobData, seed: int) -> dict[str, int] | None:
-    """Evaluation samples that are training samples too, and how many were looked at where it was not all of them; of several sets the worst."""
+    """Evaluation samples that are training samples too, in the set that has most of them; and how many were compared, if not all were."""
     every = [leakage_of(data.train, held_out, seed, LEAKAGE_S) for held_out in data.held_out.values()]
-    worst = max((leakage for leakage in every if leakage is not None), key=lambda it: it.rows, default=None)
+    worst = max(
+        (leakage for leakage in every if leakage is not None), key=lambda leakage: leakage.rows, default=None
+    )
     return worst and {name: value for name, value in worst._asdict().items() if value is not None}
 
 

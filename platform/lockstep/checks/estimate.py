@@ -218,11 +218,11 @@ def estimated(fixture: Fixture) -> Estimate:
         if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
             largest_micro = micro
     return Estimate(
-        parameters_bytes=held(spec, full.parameters, workers, full.tables),
+        parameters_bytes=held_bytes(spec, full.parameters, workers, full.tables),
         buffers_bytes=full.buffers,
-        gradients_bytes=held(spec, full.gradients, workers, full.table_rows),
+        gradients_bytes=held_bytes(spec, full.gradients, workers, full.table_rows),
         optimizer_bytes=optimizer_bytes(spec, full, workers),
-        average_bytes=held(spec, full.average, workers, min(full.average, full.tables)),
+        average_bytes=held_bytes(spec, full.average, workers, min(full.average, full.tables)),
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
@@ -356,30 +356,30 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 # --- arithmetic -------------------------------------------------------------------------------------------
 
 
-def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
-    """The optimizer's state, where it is sharded that of the worker that holds most of it; with its mirror, and both as before an update."""
+def optimizer_bytes(spec: Spec, measured: Measured, workers: int) -> int:
+    """Bytes of the optimizer's state on the worker that holds most of it; with a mirror, also of the state that it mirrors, and of a copy of both from before the update."""
     if not is_sharded(spec, workers):
-        whole = sum(state.scalars + state.others + state.on_all for state in found.optimizer)
+        whole = sum(state.scalars + state.others + state.on_all for state in measured.optimizer)
         return 2 * whole if is_mirrored(spec) else whole
     bytes_by_worker = [0] * workers
-    for span in _spans(found, workers):
-        bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
+    for span in _spans(measured, workers):
+        bytes_by_worker[span.owner] += measured.optimizer[span.parameter].bytes(span)
     if is_mirrored(spec):
-        return 2 * max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
-    return max(bytes_by_worker) + sum(state.on_all for state in found.optimizer)
+        return 2 * max(size + bytes_by_worker[rank - 1] for rank, size in enumerate(bytes_by_worker))
+    return max(bytes_by_worker) + sum(state.on_all for state in measured.optimizer)
 
 
-def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
-    """What an update makes and lets go of: of a worker's own spans, and then the rounds that gather the others'."""
+def updating_bytes(spec: Spec, measured: Measured, workers: int) -> int:
+    """Bytes that an update allocates and frees: for the worker's own spans, then for the rounds that gather the other workers'."""
     if not is_sharded(spec, workers):
-        return found.updating
+        return measured.updating
     if is_fully_sharded(spec, workers):
-        return held(spec, found.updating, workers)
+        return held_bytes(spec, measured.updating, workers)
     owned = [0] * workers
-    for span in _spans(found, workers):
-        owned[span.owner] += (span.stop - span.start) * found.optimizer[span.parameter].width
+    for span in _spans(measured, workers):
+        owned[span.owner] += (span.stop - span.start) * measured.optimizer[span.parameter].width
     most = max(owned)
-    return max(round(found.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
+    return max(round(measured.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
 
 
 def is_mirrored(spec: Spec) -> bool:
@@ -392,32 +392,34 @@ def is_sharded(spec: Spec, workers: int) -> bool:
     return spec.sharding.mode != "none" and workers > 1
 
 
-def _spans(found: Measured, workers: int) -> list[Span]:
-    lengths, widths, cut, *_ = zip(*found.optimizer, strict=True)
+def _spans(measured: Measured, workers: int) -> list[Span]:
+    lengths, widths, cut, *_ = zip(*measured.optimizer, strict=True)
     return spans(lengths, widths, cut, workers)
 
 
-def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+def total_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
 
     A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
     """
-    optimizer = optimizer_bytes(spec, found, workers)
-    parameters = held(spec, found.parameters, workers, found.tables)
-    average = held(spec, found.average, workers, min(found.average, found.tables))
-    standing = parameters + 2 * found.buffers + optimizer + average + found.workspace
+    optimizer = optimizer_bytes(spec, measured, workers)
+    parameters = held_bytes(spec, measured.parameters, workers, measured.tables)
+    average = held_bytes(spec, measured.average, workers, min(measured.average, measured.tables))
+    standing = parameters + 2 * measured.buffers + optimizer + average + measured.workspace
     if is_mirrored(spec):  # the start of the step
-        standing += parameters + found.buffers + average
-    sums = sums_bytes(spec, found, micro_batches, workers)
-    moving = moving_bytes(spec, found, micro_batches, workers)
-    updating = updating_bytes(spec, found, workers)
-    batches = found.batch * batches_held(found.phases, micro_batches, workers)
-    kept = 0 if found.phases == 1 else batches - found.batch  # through the updates of all phases but the last
-    gradients = held(spec, found.gradients, workers, found.table_rows)
-    computing = found.computing - found.gradients + gradients
+        standing += parameters + measured.buffers + average
+    sums = sums_bytes(spec, measured, micro_batches, workers)
+    moving = moving_bytes(spec, measured, micro_batches, workers)
+    updating = updating_bytes(spec, measured, workers)
+    batches = measured.batch * batches_held(measured.phases, micro_batches, workers)
+    kept = (
+        0 if measured.phases == 1 else batches - measured.batch
+    )  # through the updates of all phases but the last
+    gradients = held_bytes(spec, measured.gradients, workers, measured.table_rows)
+    computing = measured.computing - measured.gradients + gradients
     step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
-    start = found.parameters + 2 * found.buffers + found.batch + found.computing
-    by_shards = asks_for_shards(spec, found.parameters) and not found.tables
+    start = measured.parameters + 2 * measured.buffers + measured.batch + measured.computing
+    by_shards = asks_for_shards(spec, measured.parameters) and not measured.tables
     begins_whole = is_fully_sharded(spec, workers) and not by_shards
     return max(step, start if begins_whole else 0)
 
@@ -427,33 +429,35 @@ def is_fully_sharded(spec: Spec, workers: int) -> bool:
     return spec.sharding.mode == "full" and workers > 1
 
 
-def held(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
-    """What a worker holds of so many bytes of parameters, or of what there is of each parameter; of `on_all` of them every worker has all."""
+def held_bytes(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
+    """The bytes that one worker holds of `size` bytes of parameters, or of a state of parameters; of these, `on_all` bytes are whole on every worker."""
     return on_all - (on_all - size) // workers if is_fully_sharded(spec, workers) else size
 
 
-def sums_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of the tree's sums on the worker that holds the most."""
     if is_fully_sharded(spec, workers):
-        return held(spec, found.summed, workers, found.table_rows) * sums_in_passes(micro_batches, workers)
-    return reduction_bytes(spec, found.summed, micro_batches, workers)
+        return held_bytes(spec, measured.summed, workers, measured.table_rows) * sums_in_passes(
+            micro_batches, workers
+        )
+    return reduction_bytes(spec, measured.summed, micro_batches, workers)
 
 
-def moving_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+def moving_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of what is gathered, sent and received at once."""
     if is_fully_sharded(spec, workers):
-        return moving_units(spec, found.largest_unit, found.parameters - found.tables)
-    return communication_bytes(spec, found.gradients, micro_batches, workers)
+        return moving_units(spec, measured.largest_unit, measured.parameters - measured.tables)
+    return communication_bytes(spec, measured.gradients, micro_batches, workers)
 
 
-def sent_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+def sent_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """What a worker sends in a step where each sends one sum of its gradients; the few numbers beside them, and a first pass over the whole batch, apart."""
     if is_fully_sharded(spec, workers):
         passes = -(-micro_batches // workers)
         gathers = 2 if spec.sharding.reshard_after_forward else 1
-        sets = passes * (gathers * (found.parameters - found.tables) + found.gradients)
+        sets = passes * (gathers * (measured.parameters - measured.tables) + measured.gradients)
     else:
-        sets = 2 * found.gradients + (found.gradients if is_sharded(spec, workers) else 0)
+        sets = 2 * measured.gradients + (measured.gradients if is_sharded(spec, workers) else 0)
     return sets * (workers - 1) // workers
 
 
@@ -483,20 +487,20 @@ _PARTS = (
 )
 
 
-def as_text(found: Estimate) -> str:
+def as_text(estimate: Estimate) -> str:
     """The parts, the variants, and the largest micro-batch, as lines."""
-    lines = [f"{part:<18}{size_text(getattr(found, f'{part}_bytes')):>12}" for part in _PARTS]
+    lines = [f"{part:<18}{size_text(getattr(estimate, f'{part}_bytes')):>12}" for part in _PARTS]
     lines += [
-        f"{'total':<18}{size_text(found.total_bytes):>12}  a worker, at the peak of a step; {size_text(found.available_bytes)} for each of "
-        f"{found.workers} on this machine ({found.device})",
-        f"{'checkpoint':<18}{size_text(found.checkpoint_bytes):>12}",
-        f"{'sent':<18}{size_text(found.sent_bytes):>12}  by a worker in a step, about",
-        *([f"{'units':<18}{found.units:>12}  gathered one at a time"] if found.units else []),
-        f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run"
-        if found.tokens is None
-        else f"{'tokens':<18}{found.tokens:>12}  a micro-batch, the one measured that needs most; another bound is another run",
+        f"{'total':<18}{size_text(estimate.total_bytes):>12}  a worker, at the peak of a step; {size_text(estimate.available_bytes)} for each of "
+        f"{estimate.workers} on this machine ({estimate.device})",
+        f"{'checkpoint':<18}{size_text(estimate.checkpoint_bytes):>12}",
+        f"{'sent':<18}{size_text(estimate.sent_bytes):>12}  by a worker in a step, about",
+        *([f"{'units':<18}{estimate.units:>12}  gathered one at a time"] if estimate.units else []),
+        f"{'largest micro':<18}{estimate.largest_micro_batch or 'none':>12}  now {estimate.micro_batch}; another micro-batch is another run"
+        if estimate.tokens is None
+        else f"{'tokens':<18}{estimate.tokens:>12}  a micro-batch, the one measured that needs most; another bound is another run",
     ]
-    for variant in found.variants:
+    for variant in estimate.variants:
         recomputed = ", activation checkpointing" if variant["activation_checkpointing"] else ""
         lines.append(
             f"{'in ' + variant['precision']:<18}{size_text(variant['total_bytes']):>12}  "

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.checks.active_dropout import DropoutSeen
 from lockstep.checks.fixture import Fixture
-from lockstep.checks.loss_inputs import LossesSeen, Seen
+from lockstep.checks.loss_inputs import LossInputs, LossInputsMode
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.modes import Modes, evaluating
@@ -36,7 +36,7 @@ class PhaseSeen:
     """Whether its loss gives some for `after_step`."""
     tables: frozenset[str] = frozenset()
     """The parameters whose gradients are sparse."""
-    seen: Seen = field(default_factory=Seen)
+    loss_inputs: LossInputs = field(default_factory=LossInputs)
     """What torch's losses were given, in the first step alone."""
 
     @property
@@ -78,7 +78,7 @@ def walk(fixture: Fixture) -> FirstStep:
                 first_step.phases[module.phase.name],
             )
             began = time.perf_counter()
-            with LossesSeen(phase.seen):
+            with LossInputsMode(phase.loss_inputs):
                 loss = fixture.backward(module, state, batch, key)
             spent += time.perf_counter() - began
             first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
@@ -116,19 +116,19 @@ def _evaluated(fixture: Fixture, model: nn.Module, key: MicroBatch) -> str:
         buffers.restore()
 
 
-def labels_of(fixture: Fixture, phase: str | None) -> Seen:
+def labels_of(fixture: Fixture, phase: str | None) -> LossInputs:
     """The labels of as many micro-batches as a second allows, by the calls of torch's losses in evaluation mode.
 
     Those of the training data in a phase; for None those that evaluation holds out.
     """
-    state, seen, held_out = fixture.fresh(), Seen(), phase is None
+    state, inputs, held_out = fixture.fresh(), LossInputs(), phase is None
     if held_out and not (fixture.evaluation_count and has_evaluation_loss(state.job)):
-        return seen
+        return inputs
     modules = {module.phase.name: module for module in fixture.modules(state.job, state.model)}
     until = time.perf_counter() + LABELS_S
     evaluation_keys = (fixture.evaluation_micro_batch(i) for i in range(fixture.evaluation_count))
     keys = evaluation_keys if held_out else fixture.sampler(range(fixture.plan.micro_batches))
-    with evaluating(state.model), LossesSeen(seen):
+    with evaluating(state.model), LossInputsMode(inputs):
         for key in keys:
             if time.perf_counter() > until or (key.step > 0 and key.step >= fixture.plan.steps_in_epoch(0)):
                 break
@@ -140,4 +140,4 @@ def labels_of(fixture: Fixture, phase: str | None) -> Seen:
                 else:
                     modules[phase].on_trial(key.micro_batch, fixture.fetch(key))
             buffers.restore()
-    return seen
+    return inputs

@@ -117,7 +117,7 @@ class Fixture:
 
     def evaluation_loss(self, job: Job, model: torch.nn.Module, i: int, batch: Any) -> Loss:
         """The loss of evaluation micro-batch `i`; one over the whole batch sees the rows of all of its stretch."""
-        fetch = lambda other: self.fetch(self.evaluation_micro_batch(other))  # noqa: E731
+        fetch = lambda index: self.fetch(self.evaluation_micro_batch(index))  # noqa: E731
         stretch = stretch_of(
             i, self.plan.global_batch // self.plan.evaluation_micro_batch, self.evaluation_count
         )

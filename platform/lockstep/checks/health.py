@@ -185,14 +185,14 @@ def measure_link(rank: int, size: int, store: Any) -> Link:
         small, large = torch.zeros(4), torch.ones(LINK_BYTES // 4)
         dist.all_reduce(large.clone())
         delay_s, rate = 0.0, 0.0
-        for other in range(1, size):
+        for measured_rank in range(1, size):
             dist.barrier()
-            if rank not in (0, other):
+            if rank not in (0, measured_rank):
                 continue
-            peer = other if rank == 0 else 0
+            peer = measured_rank if rank == 0 else 0
             times = [_round_trip(small, peer, first=rank == 0) for _ in range(PINGS)]
             long_s = min(_round_trip(large, peer, first=rank == 0) for _ in range(2))
-            if rank == other:
+            if rank == measured_rank:
                 delay_s = statistics.median(times) / 2
                 rate = 2 * LINK_BYTES / long_s
         dist.barrier()
@@ -229,72 +229,78 @@ def judged(fleet: Mapping[str, Vitals]) -> list[Health]:
 
 
 def _unwell(vitals: Vitals, fleet: Mapping[str, Vitals]) -> list[str]:
-    others = [one for one in fleet.values() if not one.problem]
-    found = []
+    machines = [machine for machine in fleet.values() if not machine.problem]
+    faults = []
     for device, rate in vitals.products_per_s.items():
         alike = [
-            (one.products_per_s[name], one.digests[name])
-            for one in others
-            for name, kind in one.kinds.items()
+            (machine.products_per_s[name], machine.digests[name])
+            for machine in machines
+            for name, kind in machine.kinds.items()
             if kind == vitals.kinds[device]
         ]
         if len(vitals.digests[device]) > 1:
-            found.append(f"{device} computes one matrix product in {len(vitals.digests[device])} ways")
+            faults.append(f"{device} computes one matrix product in {len(vitals.digests[device])} ways")
         majority, count = Counter(digests[0] for _, digests in alike).most_common(1)[0]
         if vitals.digests[device][0] != majority and count > len(alike) / 2:
-            found.append(
+            faults.append(
                 f"{device} computes another matrix product than {count} of {len(alike)} {vitals.kinds[device]}"
             )
         median = statistics.median(rate for rate, _ in alike)
         if rate < SLOW * median:
-            found.append(f"{device} computes {rate:.3g} matrix products a second, the median is {median:.3g}")
+            faults.append(
+                f"{device} computes {rate:.3g} matrix products a second, the median is {median:.3g}"
+            )
     if vitals.disk_free_bytes < LITTLE_DISK:
-        found.append(f"{vitals.disk_free_bytes / 1e9:.2g} GB are free on the disk of the runs")
+        faults.append(f"{vitals.disk_free_bytes / 1e9:.2g} GB are free on the disk of the runs")
     if vitals.disk_bytes_per_s == 0.0:
-        found.append("the disk of the runs cannot be written")
+        faults.append("the disk of the runs cannot be written")
     if abs(vitals.clock_offset_s) > SKEW_S + vitals.clock_error_s:
-        found.append(f"its clock differs from the driver's by {vitals.clock_offset_s:+.1f} s")
+        faults.append(f"its clock differs from the driver's by {vitals.clock_offset_s:+.1f} s")
     for name, version in vitals.versions.items():
-        common, count = Counter(one.versions.get(name) for one in others).most_common(1)[0]
-        if version != common and count > len(others) / 2:
-            found.append(f"{name} is {version}, on {count} of {len(others)} machines {common}")
-    links = [one.link.bytes_per_s for one in others if one.link is not None and one.link.bytes_per_s]
+        common, count = Counter(machine.versions.get(name) for machine in machines).most_common(1)[0]
+        if version != common and count > len(machines) / 2:
+            faults.append(f"{name} is {version}, on {count} of {len(machines)} machines {common}")
+    links = [
+        machine.link.bytes_per_s
+        for machine in machines
+        if machine.link is not None and machine.link.bytes_per_s
+    ]
     if (
         vitals.link is not None
         and vitals.link.bytes_per_s
         and vitals.link.bytes_per_s < SLOW / 2 * statistics.median(links)
     ):
-        found.append(
+        faults.append(
             f"its link carries {vitals.link.bytes_per_s / 1e6:.3g} MB/s, the median is {statistics.median(links) / 1e6:.3g}"
         )
-    return found
+    return faults
 
 
 def _remarks(vitals: Vitals, fleet: Mapping[str, Vitals]) -> list[str]:
-    others = [one for one in fleet.values() if not one.problem]
-    found = []
-    memory = statistics.median(one.available_bytes for one in others)
+    machines = [machine for machine in fleet.values() if not machine.problem]
+    remarks = []
+    memory = statistics.median(machine.available_bytes for machine in machines)
     if vitals.available_bytes < LITTLE_MEMORY * memory:
-        found.append(
+        remarks.append(
             f"{vitals.available_bytes / 1e9:.3g} GB of memory are available, the median is {memory / 1e9:.3g}"
         )
-    disk = statistics.median(one.disk_bytes_per_s for one in others)
+    disk = statistics.median(machine.disk_bytes_per_s for machine in machines)
     if vitals.disk_bytes_per_s < SLOW / 2 * disk:
-        found.append(
+        remarks.append(
             f"the disk of the runs writes {vitals.disk_bytes_per_s / 1e6:.3g} MB/s, the median is {disk / 1e6:.3g}"
         )
-    if len({one.kinds.get("cuda:0", one.kinds.get("cpu")) for one in others}) > 1:
-        found.append(f"the fleet is mixed; this is {', '.join(sorted(set(vitals.kinds.values())))}")
-    return found
+    if len({machine.kinds.get("cuda:0", machine.kinds.get("cpu")) for machine in machines}) > 1:
+        remarks.append(f"the fleet is mixed; this is {', '.join(sorted(set(vitals.kinds.values())))}")
+    return remarks
 
 
 def findings(fleet: Sequence[Health]) -> list[Finding]:
     """The health of a fleet as findings of `lockstep check`: a line for each machine."""
-    found = []
+    results = []
     for health in fleet:
         line = f"{health.node}: {shown(health.vitals)}" if not health.vitals.problem else health.node
         if health.unwell:
-            found.append(
+            results.append(
                 failed(
                     "health",
                     f"{line}; {'; '.join(health.unwell)}",
@@ -302,12 +308,12 @@ def findings(fleet: Sequence[Health]) -> list[Finding]:
                 )
             )
         elif health.remarks:
-            found.append(
+            results.append(
                 warned("health", f"{line}; {'; '.join(health.remarks)}", "see whether that is meant")
             )
         else:
-            found.append(passed("health", line))
-    return found
+            results.append(passed("health", line))
+    return results
 
 
 def shown(vitals: Vitals) -> str:

@@ -59,9 +59,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._note(storage, input_ids)
         return result
 
-    def _note(self, storage: Any, given: set[int]) -> None:
+    def _note(self, storage: Any, input_ids: set[int]) -> None:
         key = id(storage)
-        if key in self._known or key in given:
+        if key in self._known or key in input_ids:
             return  # a view, or a tensor that was written in place
         size = storage.nbytes()
 

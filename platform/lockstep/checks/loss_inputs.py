@@ -132,20 +132,20 @@ class Numbers:
 
 
 @dataclass(slots=True)
-class Seen:
-    """All that the calls of torch's losses were given, by the number of classes where there are some."""
+class LossInputs:
+    """What all calls of torch's losses were given, by kind of loss; labels of classes by the number of classes."""
 
     classes: dict[int, ClassLabels] = field(default_factory=dict)
     binary: BinaryLabels = field(default_factory=BinaryLabels)
     numbers: Numbers = field(default_factory=Numbers)
 
 
-class LossesSeen(TorchFunctionMode):
-    """While it is entered, notes into `seen` what torch's losses are called with. It changes no result."""
+class LossInputsMode(TorchFunctionMode):
+    """While it is entered, notes into `inputs` what torch's losses are called with. It changes no result."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, inputs: LossInputs) -> None:
         super().__init__()
-        self.seen = seen
+        self.inputs = inputs
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -160,22 +160,22 @@ class LossesSeen(TorchFunctionMode):
                 self._note(func, bound.arguments)
         return result
 
-    def _note(self, func: Callable[..., Any], given: dict[str, Any]) -> None:
-        output, target = given["input"].detach(), given["target"].detach()
+    def _note(self, func: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        output, target = arguments["input"].detach(), arguments["target"].detach()
         if func is F.binary_cross_entropy_with_logits:
-            self.seen.binary.add(output, target)
+            self.inputs.binary.add(output, target)
         elif func in _OF_NUMBERS:
-            self.seen.numbers.compare(func.__name__, output, target)
+            self.inputs.numbers.compare(func.__name__, output, target)
             if func is F.mse_loss:
-                self.seen.numbers.add(output, target)
+                self.inputs.numbers.add(output, target)
         elif not target.is_floating_point():
             classes = output.shape[-1] if output.dim() == 1 else output.shape[1]
             if classes > MOST_CLASSES:
                 return
             rows = output.reshape(1, -1) if output.dim() == 1 else output.movedim(1, -1).reshape(-1, classes)
             none = torch.zeros(classes, dtype=torch.int64)
-            noted = self.seen.classes.setdefault(classes, ClassLabels(classes, none, none.clone()))
-            noted.add(rows, target.reshape(-1), given["ignore_index"], logs=func is F.nll_loss)
+            noted = self.inputs.classes.setdefault(classes, ClassLabels(classes, none, none.clone()))
+            noted.add(rows, target.reshape(-1), arguments["ignore_index"], logs=func is F.nll_loss)
 
 
 def _is_symbolic(tensor: Tensor) -> bool:

@@ -148,14 +148,14 @@ def _rising(
     return lambda update: lowest / first * factor**update
 
 
-def as_text(found: RateRange, *, width: int = 60) -> str:
+def as_text(test: RateRange, *, width: int = 60) -> str:
     """The curve for a terminal, a line for each third of a decade, and the suggestion."""
     shown: dict[int, int] = {}
-    for i, rate in enumerate(found.rates):
+    for i, rate in enumerate(test.rates):
         shown[math.floor(3 * math.log10(rate))] = i  # the last step of each
-    top = max((loss for loss in found.smoothed if math.isfinite(loss)), default=1.0) or 1.0
+    top = max((loss for loss in test.smoothed if math.isfinite(loss)), default=1.0) or 1.0
     lines = [
-        f"{found.rates[i]:9.2e}  {found.smoothed[i]:10.4f}  {'▪' * max(1, round(width * min(1.0, found.smoothed[i] / top)))}"
+        f"{test.rates[i]:9.2e}  {test.smoothed[i]:10.4f}  {'▪' * max(1, round(width * min(1.0, test.smoothed[i] / top)))}"
         for i in shown.values()
     ]
-    return "\n".join([*lines, found.reasoning])
+    return "\n".join([*lines, test.reasoning])

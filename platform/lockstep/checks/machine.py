@@ -91,28 +91,28 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def folder(path: Path) -> dict[str, Any]:
-    """Whether files can be made in a folder, or in the nearest one above it that is there; and the bytes that are free."""
-    there = existing(path)
-    problem = _refusal(there)
+    """Whether files can be made in a folder, or in its nearest parent that exists; and the bytes that are free."""
+    nearest = existing(path)
+    problem = _refusal(nearest)
     return {
         "path": str(path),
         "writable": problem is None,
-        "evidence": problem or ("" if there == path else f"not there yet; {there} is"),
-        "free_bytes": shutil.disk_usage(there).free,
+        "evidence": problem or ("" if nearest == path else f"not there yet; {nearest} is"),
+        "free_bytes": shutil.disk_usage(nearest).free,
     }
 
 
-def _refusal(there: Path) -> str | None:
-    """Why no file can be made in a folder. The one that is tried has no name, and so never appears in it."""
+def _refusal(path: Path) -> str | None:
+    """Why no file can be made in a folder; None if one can. The file that is tried has no name, so it never appears in the folder."""
     nameless = getattr(os, "O_TMPFILE", None)
     try:
         if nameless is not None:
-            os.close(os.open(there, nameless | os.O_WRONLY, 0o600))
+            os.close(os.open(path, nameless | os.O_WRONLY, 0o600))
             return None
     except OSError as error:
         if error.errno not in _NO_NAMELESS_FILES:
             return os.strerror(error.errno or 0)
-    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else "it may not be written"
+    return None if path.is_dir() and os.access(path, os.W_OK | os.X_OK) else "it may not be written"
 
 
 # --- what is known to be wrong ----------------------------------------------------------------------------
@@ -132,40 +132,40 @@ def wrong_versions() -> Iterator[str]:
 
 
 def out_of_range(
-    wanted: str, python: str, needed: Iterable[Requirement], found: Mapping[str, str | None]
+    python_range: str, python: str, needed: Iterable[Requirement], installed: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """A line for each version that is not wanted; `found` has None for what is not installed. Requirements of extras are passed over."""
-    if not SpecifierSet(wanted).contains(python, prereleases=True):
-        yield f"python {python} is out of range: Lockstep needs python {wanted}"
+    """A line for each version that is out of range; `installed` has None for what is not installed. Requirements of extras are passed over."""
+    if not SpecifierSet(python_range).contains(python, prereleases=True):
+        yield f"python {python} is out of range: Lockstep needs python {python_range}"
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = found[requirement.name]
+        version = installed[requirement.name]
         if version is None:
             yield f"{requirement.name} is not installed: pip install '{requirement}'"
         elif not requirement.specifier.contains(version, prereleases=True):
             yield f"{requirement.name} {version} is out of range: pip install '{requirement}'"
 
 
-def wrong_limits(found: Mapping[str, Any]) -> Iterator[str]:
-    """Limits of the machine that runs run into. `found` is `described()`."""
-    shared = found["shared_memory_bytes"]
+def wrong_limits(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Limits of the machine that runs run into. `facts` is `described()`."""
+    shared = facts["shared_memory_bytes"]
     if shared is not None and shared < SMALL_SHARED_MEMORY:
         yield (
             f"{SHARED_MEMORY} has {shared >> 20} MiB, which is little for loader processes and for Ray; in docker: --shm-size=1g"
         )
-    if 0 <= found["open_files_at_most"] < FEW_FILES:
+    if 0 <= facts["open_files_at_most"] < FEW_FILES:
         yield (
-            f"a process may open {found['open_files_at_most']} files, which is few for loader processes and connections between "
+            f"a process may open {facts['open_files_at_most']} files, which is few for loader processes and connections between "
             f"ranks; raise the hard limit (ulimit -Hn, LimitNOFILE=) to {FEW_FILES} or more"
         )
 
 
-def wrong_variables(found: Mapping[str, str]) -> Iterator[str]:
-    """Variables under which a run would have other bits than without them. `found` is `variables()`."""
+def wrong_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables under which a run would have other bits than without them. `environment` is `variables()`."""
     for name, value in DECISIVE.items():
-        if name != "PYTHONHASHSEED" and found.get(name, value) != value:  # that one is forced
-            yield f"{name} is {found[name]}: where it is not set Lockstep sets {value}; another value may give other bits, and is another identity"
+        if name != "PYTHONHASHSEED" and environment.get(name, value) != value:  # that one is forced
+            yield f"{name} is {environment[name]}: where it is not set Lockstep sets {value}; another value may give other bits, and is another identity"
 
 
 def wrong_build(devices: list[Any]) -> Iterator[str]:

@@ -67,11 +67,11 @@ class _Updates:
     def __init__(self, fixture: Fixture, state: TrainState, tables: Set[str]) -> None:
         """`tables` are the parameters whose gradients are sparse."""
         self._fixture, self._state, self._tables = fixture, state, tables
-        self._own = dict(state.model.named_parameters())
-        self._values = {name: p.detach().clone() for name, p in self._own.items()}
+        self._parameters = dict(state.model.named_parameters())
+        self._values = {name: p.detach().clone() for name, p in self._parameters.items()}
         generator = torch.Generator().manual_seed(fixture.spec.seed)
         self._gradients = {
-            name: torch.randn(p.shape, generator=generator).to(p) for name, p in self._own.items()
+            name: torch.randn(p.shape, generator=generator).to(p) for name, p in self._parameters.items()
         }
 
     def __call__(self) -> Finding | None:
@@ -80,19 +80,19 @@ class _Updates:
             stale = self._update(update)
             if stale is not None:
                 return stale
-            snapshots.append({path: tensor.detach().clone() for path, tensor in self._held().items()})
+            snapshots.append({path: tensor.detach().clone() for path, tensor in self._held_tensors().items()})
         return self._sums(snapshots)
 
     def _update(self, update: int) -> Finding | None:
         """One update of each phase from the initial weights, and what follows it."""
         state, spec = self._state, self._fixture.spec
         with torch.no_grad():
-            for name, parameter in self._own.items():
+            for name, parameter in self._parameters.items():
                 parameter.copy_(self._values[name])
         for phase in phases_of(state.job, state.model):
             for name in phase.names:
                 gradient = self._gradients[name].clone()
-                self._own[name].grad = gradient.to_sparse(1) if name in self._tables else gradient
+                self._parameters[name].grad = gradient.to_sparse(1) if name in self._tables else gradient
             leaves = {path: tensor for path, tensor in self._leaves().items() if not self._is_own(tensor)}
             with _poisoned(leaves, by_hand=True) as added:
                 seed_all(update_key(spec.seed, update, phase.key))
@@ -108,28 +108,31 @@ class _Updates:
             call_after_step(state, update + 1, seed=spec.seed, device=None)
         return _stale(added[0], "after_step") if added else None
 
-    def _held(self) -> dict[str, Tensor]:
+    def _held_tensors(self) -> dict[str, Tensor]:
         """What the job and its optimizers hold beside the model's parameters."""
         state = self._state
         roots = {"optimizer": state.optimizer, "job": state.job}
-        return HeldTensors(roots, apart=self._own.values()).tensors
+        return HeldTensors(roots, apart=self._parameters.values()).tensors
 
     def _leaves(self) -> dict[str, Tensor]:
         """What may get a gradient: the model's parameters, and those of the job's own."""
-        leaves: dict[str, Tensor] = dict(self._own)
+        leaves: dict[str, Tensor] = dict(self._parameters)
         return leaves | {
-            path: tensor for path, tensor in self._held().items() if tensor.is_leaf and tensor.requires_grad
+            path: tensor
+            for path, tensor in self._held_tensors().items()
+            if tensor.is_leaf and tensor.requires_grad
         }
 
     def _is_own(self, tensor: Tensor) -> bool:
-        return any(tensor is parameter for parameter in self._own.values())
+        return any(tensor is parameter for parameter in self._parameters.values())
 
-    def _sums(self, seen: Sequence[Mapping[str, Tensor]]) -> Finding | None:
+    def _sums(self, snapshots: Sequence[Mapping[str, Tensor]]) -> Finding | None:
         """A tensor that has become the sum of all gradients."""
-        for path, first in seen[0].items():
+        for path, first in snapshots[0].items():
             names = [name for name, gradient in self._gradients.items() if _is_multiple(first, gradient)]
             if not names or not all(
-                path in later and _is_times(later[path], i + 2, first) for i, later in enumerate(seen[1:])
+                path in later and _is_times(later[path], i + 2, first)
+                for i, later in enumerate(snapshots[1:])
             ):
                 continue
             evidence = f"{path} is the sum of all gradients of {names[0]!r} so far: after {UPDATES} updates with one gradient it is {UPDATES} times that"
@@ -146,7 +149,7 @@ class _Updates:
 
 @contextmanager
 def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterator[list[str]]:
-    """Gives the places whose gradient, as it was before the block, a backward in it added to; with `by_hand` any other addition as well."""
+    """Gives the paths of the leaves to whose existing gradient a backward of the block added; with `by_hand`, any other addition as well."""
     added: list[str] = []
     versions: dict[str, tuple[Tensor, int]] = {}
     hooks = []
@@ -159,9 +162,9 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
             gradient.fill_(math.nan)
         versions[path] = (gradient, gradient._version)
 
-        def accumulated(tensor: Tensor, place: str = path) -> None:
+        def accumulated(tensor: Tensor, path: str = path) -> None:
             if tensor.grad is not None and bool(tensor.grad.isnan().any()):
-                added.append(place)
+                added.append(path)
 
         hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
     try:
@@ -175,10 +178,10 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
             added.append(path)
 
 
-def _stale(place: str, where: str) -> Finding:
+def _stale(path: str, where: str) -> Finding:
     return failed(
         NAME,
-        f"{where} adds to the existing gradient of {place!r}, so each gradient is added to those before it",
+        f"{where} adds to the existing gradient of {path!r}, so each gradient is added to those before it",
         "call zero_grad() before its backward, or set grad to None",
     )
 

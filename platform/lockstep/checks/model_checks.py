@@ -12,7 +12,7 @@ from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.first_step import FirstStep, PhaseSeen
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.learning import FASTER, Learning
-from lockstep.checks.loss_inputs import ClassLabels, Seen
+from lockstep.checks.loss_inputs import ClassLabels, LossInputs
 from lockstep.training.integrity.rehearsal.names_of_objects import named
 from lockstep.training.integrity.state_digest import tensor_digests
 
@@ -35,8 +35,8 @@ MOVED = 0.02
 def model(fixture: Fixture) -> list[Finding]:
     """The model made twice from one seed, and parameters that are equal by chance in no model."""
     (_, first), (_, second) = fixture.fresh_model(), fixture.fresh_model()
-    mine, other = tensor_digests(first.state_dict()), tensor_digests(second.state_dict())
-    differing = [name for name in mine if other.get(name) != mine[name]]
+    digests, second_digests = tensor_digests(first.state_dict()), tensor_digests(second.state_dict())
+    differing = [name for name in digests if second_digests.get(name) != digests[name]]
     if differing:
         return [
             failed(
@@ -124,48 +124,48 @@ def gradients(first: FirstStep, learning: Learning) -> list[Finding]:
 # --- labels -----------------------------------------------------------------------------------------------
 
 
-def labels(first: PhaseSeen, train: Seen, held_out: Seen) -> list[Finding]:
+def labels(first: PhaseSeen, train: LossInputs, held_out: LossInputs) -> list[Finding]:
     """Labels of a phase against the outputs that they are held against."""
-    seen = first.seen
-    if seen.numbers.stretched:
+    inputs = first.loss_inputs
+    if inputs.numbers.stretched:
         return [
             failed(
                 "labels",
-                f"{seen.numbers.stretched}: each output is compared with every target",
+                f"{inputs.numbers.stretched}: each output is compared with every target",
                 "give both one shape: squeeze the output, or unsqueeze the target",
             )
         ]
-    if seen.binary.outside:
+    if inputs.binary.outside:
         return [
             failed(
                 "labels",
-                f"{seen.binary.outside} of {seen.binary.rows} labels of binary_cross_entropy_with_logits are below 0 or above 1",
+                f"{inputs.binary.outside} of {inputs.binary.rows} labels of binary_cross_entropy_with_logits are below 0 or above 1",
                 "give labels of 0 and 1",
             )
         ]
     if (
-        seen.binary.rows >= FEW_LOGITS
-        and seen.binary.probabilities == seen.binary.rows
-        and seen.binary.spread > 0
+        inputs.binary.rows >= FEW_LOGITS
+        and inputs.binary.probabilities == inputs.binary.rows
+        and inputs.binary.spread > 0
     ):
         return [
             warned(
                 "labels",
-                f"all {seen.binary.rows} logits of binary_cross_entropy_with_logits lie between 0 and 1, as probabilities do: the sigmoid may be "
+                f"all {inputs.binary.rows} logits of binary_cross_entropy_with_logits lie between 0 and 1, as probabilities do: the sigmoid may be "
                 "taken twice",
                 "give it the logits: take out the sigmoid, or use binary_cross_entropy",
             )
         ]
     findings = []
-    for classes, noted in seen.classes.items():
+    for classes, noted in inputs.classes.items():
         findings += _of_classes(noted, train.classes.get(classes, noted), first.weight)
     findings += _weight(first)
     for classes, noted in train.classes.items():
-        several = seen.classes[classes].rows > first.samples if classes in seen.classes else False
+        several = inputs.classes[classes].rows > first.samples if classes in inputs.classes else False
         findings += _missing(noted, held_out.classes.get(classes), several=several)
     if findings:
         return findings
-    return [passed("labels", _labels_seen(train if train.classes else seen))]
+    return [passed("labels", _labels_seen(train if train.classes else inputs))]
 
 
 def _of_classes(noted: ClassLabels, train: ClassLabels, weight: float) -> list[Finding]:
@@ -215,8 +215,8 @@ def _of_classes(noted: ClassLabels, train: ClassLabels, weight: float) -> list[F
 
 def _weight(first: PhaseSeen) -> list[Finding]:
     """A total that is the sum of the losses of all labels, and a weight that counts fewer things than there are samples."""
-    rows = sum(noted.rows for noted in first.seen.classes.values())
-    total = sum(noted.loss for noted in first.seen.classes.values())
+    rows = sum(noted.rows for noted in first.loss_inputs.classes.values())
+    total = sum(noted.loss for noted in first.loss_inputs.classes.values())
     is_sum = math.isclose(first.loss * first.weight, total, rel_tol=1e-3)
     if not (is_sum and 0 < first.weight < min(rows, first.samples)):
         return []
@@ -254,18 +254,18 @@ def _missing(train: ClassLabels, held_out: ClassLabels | None, *, several: bool)
     ]
 
 
-def _labels_seen(seen: Seen) -> str:
-    for noted in seen.classes.values():
+def _labels_seen(inputs: LossInputs) -> str:
+    for noted in inputs.classes.values():
         used = torch.nonzero(noted.counts).flatten().tolist()
         if used:
             ignored = f", {noted.ignored} ignored" if noted.ignored else ""
             return (
                 f"{noted.rows} labels looked at: {used[0]} … {used[-1]} of {noted.classes} classes{ignored}"
             )
-    if seen.binary.rows:
-        return f"{seen.binary.rows} labels looked at: {seen.binary.positive / seen.binary.rows:.0%} of them 1"
-    if seen.numbers.rows:
-        return f"{seen.numbers.rows} targets of a squared error"
+    if inputs.binary.rows:
+        return f"{inputs.binary.rows} labels looked at: {inputs.binary.positive / inputs.binary.rows:.0%} of them 1"
+    if inputs.numbers.rows:
+        return f"{inputs.numbers.rows} targets of a squared error"
     return "the loss calls none of torch's losses that have labels"
 
 
@@ -274,16 +274,16 @@ def _labels_seen(seen: Seen) -> str:
 
 def chance(fixture: Fixture, first: PhaseSeen) -> list[Finding]:
     """The first loss of a phase beside that of one who guesses."""
-    seen = first.seen
+    inputs = first.loss_inputs
     guesses: list[tuple[str, float, float, float]] = []
-    for noted in seen.classes.values():
+    for noted in inputs.classes.values():
         if noted.rows and noted.chance > 0:
-            what = f"one of {noted.classes} classes"
-            guesses.append((what, noted.loss / noted.rows, noted.chance, HIGH))
-    if seen.binary.rows:
-        guesses.append(("yes or no", seen.binary.loss / seen.binary.rows, seen.binary.chance, HIGH))
-    if seen.numbers.rows and seen.numbers.chance > 0:
-        numbers = seen.numbers
+            description = f"one of {noted.classes} classes"
+            guesses.append((description, noted.loss / noted.rows, noted.chance, HIGH))
+    if inputs.binary.rows:
+        guesses.append(("yes or no", inputs.binary.loss / inputs.binary.rows, inputs.binary.chance, HIGH))
+    if inputs.numbers.rows and inputs.numbers.chance > 0:
+        numbers = inputs.numbers
         guesses.append(("the mean of the targets", numbers.loss / numbers.rows, numbers.chance, HIGH_SQUARED))
     if not guesses:
         return [
@@ -292,8 +292,8 @@ def chance(fixture: Fixture, first: PhaseSeen) -> list[Finding]:
                 f"the first step's loss is {first.loss:.4g}; what chance gives is not known for this loss",
             )
         ]
-    for what, loss, guess, high in guesses:
-        evidence = f"the first step's loss is {loss:.4g}, and guessing {what} gives {guess:.4g}"
+    for description, loss, guess, high in guesses:
+        evidence = f"the first step's loss is {loss:.4g}, and guessing {description} gives {guess:.4g}"
         if loss > high * guess:
             remedy = "scale the inputs or the targets, or begin with smaller weights in the last layer"
             return [warned("chance", evidence, remedy)]

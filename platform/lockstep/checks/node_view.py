@@ -30,11 +30,11 @@ def look_from_here(spec: Spec) -> Sight:
     facts: dict[str, str] = {}
     fixture = Fixture(spec)
 
-    def tried(what: str, action: Callable[[], object]) -> None:
+    def tried(check: str, action: Callable[[], object]) -> None:
         try:
             action()
         except LockstepError as error:
-            problems[what] = str(error)
+            problems[check] = str(error)
 
     def computed() -> None:
         state, key = fixture.fresh(), fixture.step_keys()[0]

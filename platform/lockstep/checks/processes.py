@@ -43,7 +43,7 @@ def run_together(starts: Sequence[Callable[[], Process]]) -> list[Ended]:
             process = start()
             running.callback(_end, process)
             reading[readers.submit(_ended, process)] = process
-        for future in _left(set(reading)):
+        for future in _still_running(set(reading)):
             reading[future].kill()
         return [future.result() for future in reading]
 
@@ -54,8 +54,8 @@ def first_failure(ended: Sequence[Ended]) -> Ended | None:
     return min(failed, key=lambda process: process.code < 0 or process.code == LOST, default=None)
 
 
-def _left(pending: set[Future[Ended]]) -> set[Future[Ended]]:
-    """Wait for processes to end; those that still go on GRACE_S after one has failed."""
+def _still_running(pending: set[Future[Ended]]) -> set[Future[Ended]]:
+    """Wait for processes to end. Returns those that still run GRACE_S after the first failure."""
     until: float | None = None
     while pending:
         patience = None if until is None else max(0.0, until - time.monotonic())

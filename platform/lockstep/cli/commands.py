@@ -23,7 +23,7 @@ GROUPS: Mapping[Group, str] = {
 }
 """The groups in the order in which they are shown."""
 
-Given = Mapping[str, Any]
+OptionValues = Mapping[str, Any]
 """Options of RunOptions as a command got them, by name."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., None])
@@ -53,7 +53,7 @@ def _group_of(command: Any) -> Group | None:
 def command(
     app: typer.Typer, group: Group | None, *examples: str, name: str | None = None
 ) -> Callable[[FunctionT], FunctionT]:
-    """Add a function as a command. It gets the options of RunOptions that such a command takes as its argument `given`.
+    """Add a function as a command. It gets the options of RunOptions that such a command takes as its argument `option_values`.
 
     `group` is None where `app` is itself a command, such as `lockstep record`.
     """
@@ -70,7 +70,7 @@ def command(
 
 
 def _taking(function: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
-    """A function whose argument `given` is an option for each of these names."""
+    """A function whose argument `option_values` is an option for each of these names."""
     hints = get_type_hints(RunOptions)
     defaults = RunOptions()
     of_options = [
@@ -85,7 +85,7 @@ def _taking(function: Callable[..., None], names: tuple[str, ...]) -> Callable[.
     of_function = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == "given":
+        if parameter.name == "option_values":
             parameters += of_options
         else:
             annotation = of_function[parameter.name]
@@ -93,8 +93,8 @@ def _taking(function: Callable[..., None], names: tuple[str, ...]) -> Callable[.
 
     @functools.wraps(function)
     def call(**arguments: Any) -> None:
-        given = {name: arguments.pop(name) for name in names}
-        function(**arguments, given=given)
+        option_values = {name: arguments.pop(name) for name in names}
+        function(**arguments, option_values=option_values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -102,11 +102,11 @@ def predict(
         answer(result.as_dict(), lambda: predicted_as_text(result))
 
 
-def exported_as_text(found: Exported) -> str:
+def exported_as_text(exported: Exported) -> str:
     """An artifact that was written, for a person."""
     from lockstep.export.arrays import shape_text
 
-    artifact, parity, path = found.artifact, found.artifact.parity, Path(found.path)
+    artifact, parity, path = exported.artifact, exported.artifact.parity, Path(exported.path)
     working_directory = Path.cwd()
     lines = [
         f"exported: {artifact.weights} weights of run {artifact.run}, step {artifact.step}, as {artifact.format}"
@@ -117,7 +117,7 @@ def exported_as_text(found: Exported) -> str:
         lines.append(f"compared          {parity.elements} weights, read again: every bit is equal")
     else:
         sizes = ", ".join(map(str, parity.batch_sizes))
-        lines.append(f"compared          with eager mode, on {sizes} rows: {_difference(found)}")
+        lines.append(f"compared          with eager mode, on {sizes} rows: {_difference(exported)}")
     lines += [f"warned            {note}" for note in artifact.notes]
     return "\n".join(
         [
@@ -128,8 +128,8 @@ def exported_as_text(found: Exported) -> str:
     )
 
 
-def _difference(found: Exported) -> str:
-    parity = found.artifact.parity
+def _difference(exported: Exported) -> str:
+    parity = exported.artifact.parity
     if not parity.differing:
         return "every bit is equal"
     return (
@@ -138,13 +138,13 @@ def _difference(found: Exported) -> str:
     )
 
 
-def predicted_as_text(found: Predicted) -> str:
+def predicted_as_text(predicted: Predicted) -> str:
     """Outputs that were written, for a person."""
-    artifact = found.artifact
+    artifact = predicted.artifact
     return "\n".join(
         [
-            f"predicted: {found.rows} rows, {found.batch} at a time, by the {artifact.format} of run {artifact.run}, step {artifact.step}",
+            f"predicted: {predicted.rows} rows, {predicted.batch} at a time, by the {artifact.format} of run {artifact.run}, step {artifact.step}",
             f"weights_digest    {artifact.weights_digest}",
-            f"written           {found.path}",
+            f"written           {predicted.path}",
         ]
     )

@@ -68,21 +68,21 @@ def doctor(
         from lockstep.calls.doctor import diagnose
 
         report = diagnose(spec, overrides or [], address=address, uri=uri)
-        answer(report, lambda: "\n".join(_report(report)))
+        answer(report, lambda: "\n".join(_report_lines(report)))
 
 
-def _report(found: Mapping[str, Any]) -> Iterator[str]:
+def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """A line for each fact, warnings last."""
-    versions = found["versions"]
+    versions = report["versions"]
     yield _line("versions", ", ".join(f"{name} {number}" for name, number in versions.items()))
-    yield _line("python", found["python"])
+    yield _line("python", report["python"])
     for section, shown in _SHOWN.items():
-        facts = found[section]
+        facts = report[section]
         if facts is not None:
             yield _line(section, facts["error"] if "error" in facts else shown(facts))
-    for name, value in found["variables"].items():
+    for name, value in report["variables"].items():
         yield _line("variable", f"{name}={value}")
-    for warning in found["warnings"]:
+    for warning in report["warnings"]:
         yield _line("WARNING", warning)
 
 

@@ -35,8 +35,8 @@ _reader = _Reader()
 def take_signals(*, as_json: bool) -> None:
     """From now on the two signals are this command's, except one that its caller has it ignore. For the main thread."""
     _reader.json_to = 1 if as_json else None
-    taken = [kind for kind in _SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
-    handlers = {kind: signal.signal(kind, _interrupt) for kind in taken}
+    kinds = [kind for kind in _SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
+    handlers = {kind: signal.signal(kind, _interrupt) for kind in kinds}
 
     def forget() -> None:
         for kind, handler in handlers.items():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lockstep.cli import checks, cluster, exports, first_minutes, problems, proofs, records, sweeps
-from lockstep.cli.commands import Given, Groups, command
+from lockstep.cli.commands import Groups, OptionValues, command
 from lockstep.cli.interruption import fail, hold_signals, take_signals
 from lockstep.cli.output import (
     Json,
@@ -150,7 +150,7 @@ def train(
     spec: SpecFile,
     overrides: Overrides = None,
     *,
-    given: Given,
+    option_values: OptionValues,
     run_name: RunName = None,
     takeover: Takeover = False,
     uri: Uri = None,
@@ -174,9 +174,9 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        if given["retries"] and run_name is None:
+        if option_values["retries"] and run_name is None:
             raise problems.RETRIES_NAME()
-        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
         answer(result.as_dict(), lambda: _result_text(result), exit_code(result))
     raise typer.Exit(exit_code(result))
@@ -207,7 +207,7 @@ def resume(
         ),
     ] = None,
     *,
-    given: Given,
+    option_values: OptionValues,
     takeover: Takeover = False,
     uri: Uri = None,
     json_: Json = False,
@@ -217,11 +217,11 @@ def resume(
     began_at = began()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        if given["retries"] and (fork or without is not None):
+        if option_values["retries"] and (fork or without is not None):
             raise problems.RETRIES_FORK()
         if without is not None and (from_step is not None or takeover):
             raise problems.WITHOUT_CHECKPOINT()
-        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result: Result | SweepResult
             if without is not None:
                 from lockstep.calls.sample_removal import resume_without

@@ -60,12 +60,12 @@ def _folded(line: str, columns: int) -> str:
         return line
     margin = " " * max(4, match.end())
     lines, begun = [match[0]], False
-    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
-        if begun and len(lines[-1]) + len(gap) + len(thing) > columns:
+    for gap, entry in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
+        if begun and len(lines[-1]) + len(gap) + len(entry) > columns:
             lines.append(margin)
             gap = ""
         words = textwrap.wrap(
-            thing, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
+            entry, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
         )
         lines[-1] += gap + words[0]
         lines += [margin + word for word in words[1:]]
@@ -167,19 +167,19 @@ def began() -> float:
 
 
 @contextmanager
-def running(as_json: bool, *, began_at: float, verbose: bool, **given: Any) -> Iterator[RunOptions]:
-    """The options of a command that trains, as one value; `given` are fields of RunOptions. The live line is shown meanwhile; nothing with `--json`."""
-    if given.get("retries"):
+def running(as_json: bool, *, began_at: float, verbose: bool, **option_values: Any) -> Iterator[RunOptions]:
+    """The options of a command that trains, as one value; `option_values` are fields of RunOptions. The live line is shown meanwhile; nothing with `--json`."""
+    if option_values.get("retries"):
         from lockstep.clusters.driver_restarter import refuse_without_a_job
 
         refuse_without_a_job(
-            "local" if given.get("local") else given.get("address")
+            "local" if option_values.get("local") else option_values.get("address")
         )  # before anything is begun
     from lockstep.driver.progress import Line, Silent
 
     line = None if as_json else Line()
     with nullcontext() if line is None else line.running():
-        yield RunOptions(progress=line or Silent(), verbose=verbose, began_at=began_at, **given)
+        yield RunOptions(progress=line or Silent(), verbose=verbose, began_at=began_at, **option_values)
 
 
 def exit_code(result: Result | SweepResult) -> int:

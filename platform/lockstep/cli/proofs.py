@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import problems
-from lockstep.cli.commands import Given, command
+from lockstep.cli.commands import OptionValues, command
 from lockstep.cli.output import (
     RUNS,
     Json,
@@ -99,7 +99,7 @@ def verify(
         ),
     ] = None,
     *,
-    given: Given,
+    option_values: OptionValues,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -116,8 +116,8 @@ def verify(
             from lockstep.calls.attestation import check_statement
 
             sandbox = sandbox is not False
-            given = _here(given, sandbox and workers is None)
-            with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+            option_values = _in_this_process(option_values, sandbox and workers is None)
+            with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
                 checked = check_statement(
                     statement,
                     key=key,
@@ -136,8 +136,8 @@ def verify(
             return
         if run is None or key is not None:
             raise problems.NOTHING_TO_VERIFY()
-        given = _here(given, sandbox is True and workers is None)
-        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+        option_values = _in_this_process(option_values, sandbox is True and workers is None)
+        with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result = verify_run(
                 run,
                 from_step=from_,
@@ -156,9 +156,12 @@ def verify(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _here(given: Given, confined: bool) -> Given:
-    """The options, in this process where one of it is confined, unless a cluster is named."""
-    return {**given, "local": given["local"] or (confined and given["address"] is None)}
+def _in_this_process(option_values: OptionValues, confined: bool) -> OptionValues:
+    """The options, with a confined run in this process unless a cluster is named."""
+    return {
+        **option_values,
+        "local": option_values["local"] or (confined and option_values["address"] is None),
+    }
 
 
 def diff(
@@ -318,7 +321,7 @@ def promote(
         Path | None, typer.Option(metavar="PRIVATE", help="the private key, PEM, that signs the statement")
     ] = None,
     *,
-    given: Given,
+    option_values: OptionValues,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -329,7 +332,7 @@ def promote(
     with answered(json_, verbose) as answer:
         from lockstep.calls.promotion import promote as promote_checkpoint
 
-        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result = promote_checkpoint(
                 run,
                 as_,
@@ -344,67 +347,71 @@ def promote(
         answer(result.as_dict(), lambda: promoted_as_text(result))
 
 
-def promoted_as_text(found: Promoted) -> str:
+def promoted_as_text(promoted: Promoted) -> str:
     """A checkpoint that was registered, for a person."""
-    before = f" (before: version {found.previous})" if found.previous not in (None, found.version) else ""
+    previous = (
+        f" (before: version {promoted.previous})" if promoted.previous not in (None, promoted.version) else ""
+    )
     return "\n".join(
         [
-            f"promoted: run {found.run_id}, step {found.step}, is version {found.version} of {found.name}",
-            f"alias             {found.name}@{found.alias}{before}",
-            f"verified          {found.verified}",
-            f"attestation       {found.tags['lockstep.attestation']}",
+            f"promoted: run {promoted.run_id}, step {promoted.step}, is version {promoted.version} of {promoted.name}",
+            f"alias             {promoted.name}@{promoted.alias}{previous}",
+            f"verified          {promoted.verified}",
+            f"attestation       {promoted.tags['lockstep.attestation']}",
         ]
     )
 
 
-def attested_as_text(found: Attested) -> str:
+def attested_as_text(attested: Attested) -> str:
     """A statement that was written, for a person."""
     return "\n".join(
         [
-            f"stated: run {found.run_id}, {found.steps} steps",
-            f"ledger            {found.chain}",
-            f"signed by         {found.signed_by or 'nobody (--key signs it)'}",
-            f"written           {found.path}",
+            f"stated: run {attested.run_id}, {attested.steps} steps",
+            f"ledger            {attested.chain}",
+            f"signed by         {attested.signed_by or 'nobody (--key signs it)'}",
+            f"written           {attested.path}",
         ]
     )
 
 
-def checked_as_text(found: Checked) -> str:
-    """What a statement came to, for a person."""
+def checked_as_text(checked: Checked) -> str:
+    """The result of checking a statement, for a person."""
     signature = {"good": "good", "bad": "bad", "none": "none", "not checked": "not checked (--key PUB does)"}
-    by = "" if found.signed_by is None else f", of key {found.signed_by[:16]}…"
-    lines = [f"signature         {signature[found.signature]}{by}"]
-    if found.disagreement is not None:
-        what, stated, actual = found.disagreement
-        lines.insert(0, f"different: {what} is stated as {stated} and was found as {actual}")
-        lines += [f"seed              {found.seed}"] * (found.verified is not None)
-    elif found.verified is not None:
+    by = "" if checked.signed_by is None else f", of key {checked.signed_by[:16]}…"
+    lines = [f"signature         {signature[checked.signature]}{by}"]
+    if checked.disagreement is not None:
+        quantity, stated, actual = checked.disagreement
+        lines.insert(0, f"different: {quantity} is stated as {stated} and was found as {actual}")
+        lines += [f"seed              {checked.seed}"] * (checked.verified is not None)
+    elif checked.verified is not None:
         lines = [
-            as_text(found.verified),
+            as_text(checked.verified),
             *lines,
             "record            as stated",
-            *_of_weights(found.verified),
-            f"seed              {found.seed}",
+            *_of_weights(checked.verified),
+            f"seed              {checked.seed}",
         ]
     else:
         lines.insert(0, "different: the statement is not signed by this key, or was changed afterwards")
     return "\n".join(lines)
 
 
-def _of_weights(found: Verified) -> list[str]:
-    """Whether the weights that are stated were shown to be those of the steps."""
-    if found.weights:
+def _of_weights(verified: Verified) -> list[str]:
+    """Whether the steps that were repeated lead to the stated weights, as lines."""
+    if verified.weights:
         return ["weights           as stated: the last steps lead to them"]
     return [
         "weights           not shown: the last steps were not taken again bit for bit (--sample 1 takes all)"
-    ] * found.same
+    ] * verified.same
 
 
-def inspected_as_text(found: Inspected) -> str:
-    """What a step came to, for a person."""
-    lines = [f"step {found.step}: loss {found.loss!r}, gradient norm {found.grad_norm!r}"]
-    lines.append(f"different: {found.difference}" if found.difference else "same: its row is as recorded")
-    for micro_batch in found.micro_batches:
+def inspected_as_text(inspected: Inspected) -> str:
+    """What a repeated step showed, for a person."""
+    lines = [f"step {inspected.step}: loss {inspected.loss!r}, gradient norm {inspected.grad_norm!r}"]
+    lines.append(
+        f"different: {inspected.difference}" if inspected.difference else "same: its row is as recorded"
+    )
+    for micro_batch in inspected.micro_batches:
         ids = ", ".join(map(str, micro_batch["samples"][:8])) + (
             ", …" if len(micro_batch["samples"]) > 8 else ""
         )
@@ -419,30 +426,32 @@ def inspected_as_text(found: Inspected) -> str:
                 if name != "what"
             )
             lines.append(f"  {entry['what']:40} {values}")
-    return "\n".join([*lines, *(f"written           {path}" for path in found.files)])
+    return "\n".join([*lines, *(f"written           {path}" for path in inspected.files)])
 
 
-def difference_as_text(found: Difference) -> str:
+def difference_as_text(difference: Difference) -> str:
     """How two runs differ, for a person."""
-    lines = [field.change for field in found.fields]
-    lines += found.source.splitlines()
-    if found.first_difference is None:
-        return "\n".join([*lines, f"same: every bit of {found.steps} steps is equal"])
-    return "\n".join([*lines, *_parted(found.first_difference), *([found.note] if found.note else [])])
+    lines = [field.change for field in difference.fields]
+    lines += difference.source.splitlines()
+    if difference.first_difference is None:
+        return "\n".join([*lines, f"same: every bit of {difference.steps} steps is equal"])
+    return "\n".join(
+        [*lines, *_parted(difference.first_difference), *([difference.note] if difference.note else [])]
+    )
 
 
-def guarded_as_text(found: Guarded) -> str:
+def guarded_as_text(guarded: Guarded) -> str:
     """What a guard found, for a person."""
-    lines = [field.change for field in found.fields]
-    base = found.base[:12]
-    if found.first_difference is None:
-        lines.append(f"same: every bit of {found.steps} steps is equal to those of commit {base}")
+    lines = [field.change for field in guarded.fields]
+    base = guarded.base[:12]
+    if guarded.first_difference is None:
+        lines.append(f"same: every bit of {guarded.steps} steps is equal to those of commit {base}")
         return "\n".join(lines)
-    lines += _parted(found.first_difference)
+    lines += _parted(guarded.first_difference)
     lines.append(f"compared          commit {base} → the working tree")
-    if found.commit is not None:
-        lines.append(f"first changed by  commit {found.commit[:12]}: {found.title}")
-    return "\n".join([*lines, *([found.note] if found.note else [])])
+    if guarded.commit is not None:
+        lines.append(f"first changed by  commit {guarded.commit[:12]}: {guarded.title}")
+    return "\n".join([*lines, *([guarded.note] if guarded.note else [])])
 
 
 def _parted(first: Parted) -> list[str]:
@@ -464,31 +473,31 @@ _MOST_FACTS = 4
 """So many facts that are not as recorded are told."""
 
 
-def as_text(found: Verified) -> str:
-    """What a verification came to, for a person."""
-    taken = ", ".join(f"{one.start + 1} to {one.until}" for one in found.spans)
-    within = "" if found.tolerance is None else f" within {found.tolerance:g}"
+def as_text(verified: Verified) -> str:
+    """The result of a verification, for a person."""
+    steps = ", ".join(f"{span.start + 1} to {span.until}" for span in verified.spans)
+    within = "" if verified.tolerance is None else f" within {verified.tolerance:g}"
     lines = []
-    if found.first_difference is None:
-        outcome = "every bit is equal" if found.same_bits else f"not the same bits, and equal{within}"
-        lines.append(f"same: {found.steps} steps of run {found.run_id} ({taken}): {outcome}")
+    if verified.first_difference is None:
+        outcome = "every bit is equal" if verified.same_bits else f"not the same bits, and equal{within}"
+        lines.append(f"same: {verified.steps} steps of run {verified.run_id} ({steps}): {outcome}")
     else:
-        step, micro_batch, quantity, recorded, actual = found.first_difference.as_dict().values()
+        step, micro_batch, quantity, recorded, actual = verified.first_difference.as_dict().values()
         where = f"step {step}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
         lines.append(f"different: {where}: {quantity} is recorded as {recorded} and was found as {actual}")
-        lines.append(f"cause             {found.cause}")
-        lines.append(f"taken again       steps {taken} of run {found.run_id}")
+        lines.append(f"cause             {verified.cause}")
+        lines.append(f"taken again       steps {steps} of run {verified.run_id}")
         if within:
             lines.append(f"compared          {within.strip()}, relative to the recorded number")
-    if found.elsewhere:
-        lines.append(f"bits may differ   {'; '.join(found.elsewhere)}")
-    if found.fields is None:
+    if verified.elsewhere:
+        lines.append(f"bits may differ   {'; '.join(verified.elsewhere)}")
+    if verified.fields is None:
         lines.append(
             "not known         whether versions, device, source and data are those of the run: it has no fields.json"
         )
-    elif found.same and (others := [str(one) for one in found.fields if not one.elsewhere]):
+    elif verified.same and (others := [str(field) for field in verified.fields if not field.elsewhere]):
         lines.append(f"not as recorded   {'; '.join(others)}")
-    if found.facts:
-        more = [f"and {len(found.facts) - _MOST_FACTS} more"] if len(found.facts) > _MOST_FACTS else []
-        lines.append(f"taken otherwise   {'; '.join([*map(str, found.facts[:_MOST_FACTS]), *more])}")
+    if verified.facts:
+        more = [f"and {len(verified.facts) - _MOST_FACTS} more"] if len(verified.facts) > _MOST_FACTS else []
+        lines.append(f"taken otherwise   {'; '.join([*map(str, verified.facts[:_MOST_FACTS]), *more])}")
     return "\n".join(lines)

@@ -75,11 +75,13 @@ def runs(
         store = tracking_uri(uri)
         if store == RECORD_OFF and storage != RUNS and not storage.is_dir():
             raise problems.NO_STORAGE(folder=str(storage))
-        there = reader(store, storage)
+        store_reader = reader(store, storage)
         stored_runs = (
-            there.runs(experiment, limit) if where is None else _where(there, where, experiment)[:limit]
+            store_reader.runs(experiment, limit)
+            if where is None
+            else _where(store_reader, where, experiment)[:limit]
         )
-        for line in there.passed_over:
+        for line in store_reader.passed_over:
             say(f"lockstep: {line}")
         answer({"runs": [_row(run) for run in stored_runs]}, lambda: _table(stored_runs))
 
@@ -92,8 +94,8 @@ def _where(store: RunReader, text: str, experiment: str | None) -> list[RunInfo]
     from lockstep.views.curves import last_metrics
     from lockstep.views.run_filter import conditions, matching
 
-    wanted = conditions(text)
-    return matching(store.runs(experiment, _MOST_LISTED), wanted, last_metrics)
+    required = conditions(text)
+    return matching(store.runs(experiment, _MOST_LISTED), required, last_metrics)
 
 
 def show(
@@ -390,7 +392,7 @@ def _row(run: RunInfo) -> dict[str, Any]:
     }
 
 
-def _table(found: list[RunInfo]) -> str:
+def _table(runs: list[RunInfo]) -> str:
     rows = [["RUN", "NAME", "STATUS", "STARTED", "TOOK", "STEP", "LOSS", "EXPERIMENT"]]
     rows += [
         [
@@ -403,7 +405,7 @@ def _table(found: list[RunInfo]) -> str:
             _loss(run),
             run.experiment,
         ]
-        for run in found
+        for run in runs
     ]
     return table(rows)
 

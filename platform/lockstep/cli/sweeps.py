@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.commands import Given, command
+from lockstep.cli.commands import OptionValues, command
 from lockstep.cli.output import (
     Json,
     Overrides,
@@ -21,7 +21,7 @@ from lockstep.cli.output import (
     running,
 )
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.sweeps.trial_standings import place
+from lockstep.sweeps.trial_standings import sort_key
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -46,7 +46,7 @@ def sweep(
     sweep_file: SweepFile,
     overrides: Overrides = None,
     *,
-    given: Given,
+    option_values: OptionValues,
     uri: Uri = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the sweep and its trials, and train nothing")
@@ -67,7 +67,7 @@ def sweep(
             return
         from lockstep.sweeps.driver import run_sweep
 
-        with running(json_, began_at=began_at, verbose=verbose, **given) as options:
+        with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result = run_sweep(options, loaded)
         answer(result.as_dict(), lambda: as_text(result), exit_code(result))
     raise typer.Exit(exit_code(result))
@@ -95,7 +95,7 @@ def as_text(result: SweepResult) -> str:
     from lockstep.driver.resume_hint import look_at, resume_command
 
     ranked = sorted(
-        (t for t in result.trials if t["metric"] is not None), key=lambda t: place(t, result.mode)
+        (t for t in result.trials if t["metric"] is not None), key=lambda t: sort_key(t, result.mode)
     )
     counts = ", ".join(f"{count} {status}" for status, count in result.counts.items())
     lines = [f"{result.status.lower()}: {len(result.trials)} trials in {result.seconds:.0f} s ({counts})"]

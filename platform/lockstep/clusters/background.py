@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.running_time import running_s
+
 LEAVING_S = 5.0
 """How long the threads may take to end, all together: one may wait for a cluster that is gone."""
 
@@ -33,8 +35,8 @@ def answered(reference: Any, limit_s: float) -> bool:
     """Wait for a call of an actor, in the background. False after `limit_s`, or if the connection is about to end."""
     import ray
 
-    until = time.monotonic() + limit_s
-    while not leaving.is_set() and time.monotonic() < until:
+    until = running_s() + limit_s
+    while not leaving.is_set() and running_s() < until:
         if ray.wait([reference], timeout=SLICE_S)[0]:
             return True
     return False

@@ -14,12 +14,9 @@ import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters import problems
 from lockstep.errors import SilentError
-from lockstep.running_time import running_s
+from lockstep.running_time import SLICE_S, join, running_s
 
 T = TypeVar("T")
-
-SLICE_S = 1.0
-"""A wait is taken in pieces of so many seconds: if this process is stopped meanwhile, that time is not part of the limit."""
 
 DEAF_S = 2.0
 """How long a process may take to obey Ray's order to end; one that is stopped never does."""
@@ -34,13 +31,23 @@ def answer_of(reference: Any, whose: str, limit_s: float, advice: str | None = N
     """The result of a call of an actor or a task of Ray. SilentError with `advice` after `limit_s`; raises what the call raised."""
     import ray
 
+    try:
+        return get_within(reference, limit_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise unanswered(whose, limit_s, advice) from error
+
+
+def get_within(reference: Any, limit_s: float) -> Any:
+    """As `ray.get` with a timeout, which counts no time in which this process was stopped."""
+    import ray
+
     until = running_s() + limit_s
     while True:
         try:
-            return ray.get(reference, timeout=min(SLICE_S, limit_s))
-        except ray.exceptions.GetTimeoutError as error:
+            return ray.get(reference, timeout=max(0.0, min(SLICE_S, until - running_s())))
+        except ray.exceptions.GetTimeoutError:
             if running_s() >= until:
-                raise unanswered(whose, limit_s, advice) from error
+                raise
 
 
 def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
@@ -59,9 +66,7 @@ def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, name="lockstep-call", daemon=True)
     thread.start()
-    until = running_s() + limit_s
-    while thread.is_alive() and (remaining_s := until - running_s()) > 0:
-        thread.join(min(SLICE_S, remaining_s))
+    join(thread, limit_s)
     for error in raised:
         raise error
     for value in returned:

@@ -155,12 +155,14 @@ def _refuse_another(named: str | None) -> None:
         raise problems.OTHER_CLUSTER(got=named, joined=joined)
 
 
-def _may_be_one(host: str, other: str) -> bool:
+def _may_be_one(host: str, other_host: str) -> bool:
     """Whether two names may be those of one machine: they have an address in common, or one of them is a loopback or not known here."""
-    if is_loopback(host) or is_loopback(other):
+    if is_loopback(host) or is_loopback(other_host):
         return True
     try:
-        first, second = ({entry[4][0] for entry in socket.getaddrinfo(name, None)} for name in (host, other))
+        first, second = (
+            {entry[4][0] for entry in socket.getaddrinfo(name, None)} for name in (host, other_host)
+        )
     except OSError:
         return True
     return bool(first & second)
@@ -215,8 +217,8 @@ def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
     return {"py_executable": command} | ({"env_vars": preloading(preload)} if preload else {})
 
 
-def _refused(what: str, error: BaseException) -> ClusterError:
-    return problems.NOT_CONNECTED(address=what, got=first_line(error))
+def _refused(address: str, error: BaseException) -> ClusterError:
+    return problems.NOT_CONNECTED(address=address, got=first_line(error))
 
 
 class _Joining:

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from lockstep.clusters.reachability import check_answers, host_and_port, reached
 from lockstep.driver.guardian import RECORD_S, Guardian, ending_line
 from lockstep.driver.signals import end_command, ends_commands
 from lockstep.errors import ClusterError, LockstepError
+from lockstep.running_time import running_s
 
 PARTS: Mapping[str, str] = {
     "raylet": "the raylet, Ray's process on this node,",
@@ -81,7 +81,7 @@ class CoreWatch:
         """By the descriptor that tells of the process's end."""
         self._ends = select.epoll()
         self._deciding = threading.Lock()
-        self._over, self._told = threading.Event(), threading.Event()
+        self._over, self._reported = threading.Event(), threading.Event()
         self._error: LockstepError | None = None
         self._thread: threading.Thread | None = None
 
@@ -105,7 +105,7 @@ class CoreWatch:
                 os.close(file)
             self._ends.close()
         elif not isinstance(error, KeyboardInterrupt):
-            self._told.wait(RECORD_S + LOOK_S)
+            self._reported.wait(RECORD_S + LOOK_S)
             raise self._error from error
 
     def begun(self, command: Sequence[str], pid: int) -> None:
@@ -139,12 +139,12 @@ class CoreWatch:
         """Note that this process has joined a cluster that others have started: its two processes are asked now and then."""
         import ray
 
-        address, own = ray.get_runtime_context().gcs_address, ray.get_runtime_context().get_node_id()
-        node = next(node for node in ray.nodes() if node["NodeID"] == own)
+        address, node_id = ray.get_runtime_context().gcs_address, ray.get_runtime_context().get_node_id()
+        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
         raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
         asked = {"raylet": raylet, "gcs_server": host_and_port(address)}
         gone = {name: _silent(name, address, "does not answer") for name in asked}
-        self._guardian.tell(asked=[[*place, str(gone[name])] for name, place in asked.items()])
+        self._guardian.tell(asked=[[*endpoint, str(gone[name])] for name, endpoint in asked.items()])
         self._watch(lambda: self._watch_joined(address, raylet))
 
     def _watch(self, watch: Callable[[], None]) -> None:
@@ -160,7 +160,7 @@ class CoreWatch:
     def _watch_joined(self, address: str, raylet: tuple[str, int]) -> None:
         def gcs_answers() -> bool:
             try:
-                check_answers(address)
+                check_answers(address, look=running_s)
             except ClusterError:
                 return False
             return True
@@ -172,17 +172,16 @@ class CoreWatch:
             "raylet": (lambda: reached(*raylet), RAYLET_SILENT_S),
             "gcs_server": (gcs_answers, limit_s),
         }
-        silent_s = dict.fromkeys(asked, 0.0)
-        while not self._over.wait(ASK_S if not any(silent_s.values()) else LOOK_S):
+        silent_since: dict[str, float] = {}
+        while not self._over.wait(LOOK_S if silent_since else ASK_S):
             for name, (ask, limit) in asked.items():
-                began = time.monotonic()
+                asked_at = running_s()
                 if ask():
-                    silent_s[name] = 0.0
+                    silent_since.pop(name, None)
                     continue
-                # Counted rather than timed: while this process is stopped, nobody is silent.
-                silent_s[name] += min(time.monotonic() - began, ASK_S) + LOOK_S
-                if silent_s[name] > limit:
-                    self._lose(_silent(name, address, f"has not answered for {silent_s[name]:.0f} s"), "", [])
+                silent_s = running_s() - silent_since.setdefault(name, asked_at)
+                if silent_s > limit:
+                    self._lose(_silent(name, address, f"has not answered for {silent_s:.0f} s"), "", [])
                     return
 
     def _lose(self, error: ClusterError, details: str, parts: Sequence[Part]) -> None:
@@ -197,13 +196,13 @@ class CoreWatch:
         self._guardian.release(notifies=ends_commands())
         if run_id is None and not problem and self._guardian.run_id is not None:
             line = (
-                f"{error}; {self._guardian.what} {self._guardian.run_id} had ended before, as its record says"
+                f"{error}; {self._guardian.kind} {self._guardian.run_id} had ended before, as its record says"
             )
         else:
-            line = ending_line(str(error), run_id, self._folder, problem, self._guardian.what)
+            line = ending_line(str(error), run_id, self._folder, problem, self._guardian.kind)
         self._error = error.with_message(line)
         end_command(self._error)
-        self._told.set()
+        self._reported.set()
 
 
 def _end_workers(parts: Sequence[Part]) -> None:
@@ -230,11 +229,11 @@ def _silent(name: str, address: str, how: str) -> ClusterError:
 def _how(pid: int) -> str:
     """How a child of this process has ended. It is not reaped: Ray does that."""
     with suppress(ChildProcessError):
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None and found.si_code == os.CLD_EXITED:
-            return f"has ended (exit code {found.si_status})"
-        if found is not None:
-            name = signal.Signals(found.si_status).name
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is not None and status.si_code == os.CLD_EXITED:
+            return f"has ended (exit code {status.si_status})"
+        if status is not None:
+            name = signal.Signals(status.si_status).name
             more = (
                 "; where the kernel's out-of-memory killer did it, dmesg says so" if name == "SIGKILL" else ""
             )

@@ -48,7 +48,7 @@ def leave(
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         node_ids = _nodes_here(node)
         # First: a run that hears of the drained node alone would look for room elsewhere.
-        drivers = _told_to_end(_drivers_here(say), why, say) if stop_runs else []
+        drivers = _signalled(_drivers_here(say), why, say) if stop_runs else []
         for each in node_ids:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
             say(f"node {each[:12]} is drained: {why}")
@@ -79,9 +79,9 @@ def _drivers_here(say: Callable[[str], None]) -> list[psutil.Process]:
     return drivers
 
 
-def _told_to_end(drivers: list[psutil.Process], why: str, say: Callable[[str], None]) -> list[psutil.Process]:
-    """Send SIGTERM to the drivers. Those that got it."""
-    told = []
+def _signalled(drivers: list[psutil.Process], why: str, say: Callable[[str], None]) -> list[psutil.Process]:
+    """Send SIGTERM to the drivers. Returns those that got it."""
+    signalled = []
     for driver in drivers:
         try:
             driver.send_signal(signal.SIGTERM)
@@ -91,8 +91,8 @@ def _told_to_end(drivers: list[psutil.Process], why: str, say: Callable[[str], N
             say(f"driver {driver.pid} belongs to another user, and is not told to end")
             continue
         say(f"driver {driver.pid} is told to end: {why}")
-        told.append(driver)
-    return told
+        signalled.append(driver)
+    return signalled
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -30,13 +30,13 @@ LOCAL = "local"
 """The address of a new cluster that belongs to the command and ends with it."""
 
 
-def cluster_address(given: str | None) -> str:
+def cluster_address(address: str | None) -> str:
     """Where to connect, as host:port, or LOCAL. SpecError for `auto` if no cluster is known, and in a rank of torchrun."""
     if launched_by_torchrun():
         raise problems.UNDER_TORCHRUN(
             rank=os.environ.get("RANK", "0"), ranks=os.environ.get("WORLD_SIZE", "1")
         )
-    named = given or os.environ.get("RAY_ADDRESS") or None
+    named = address or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         return _found_here()
     if named is not None:
@@ -81,7 +81,7 @@ def reached(host: str, port: int) -> bool:
 def _nothing() -> None: ...
 
 
-def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
+def check_answers(address: str, look: Callable[[], object] = _nothing) -> None:
     """ClusterError, within TCP_S + HEALTH_S, where no live Ray cluster answers at `address`. `look` is called meanwhile, and may raise."""
     host, port = host_and_port(address)
     try:
@@ -95,7 +95,7 @@ def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
         raise problems.NO_HEAD_NODE(got=address, why=problem)
 
 
-def _unhealthy(target: str, look: Callable[[], None]) -> str | None:
+def _unhealthy(target: str, look: Callable[[], object]) -> str | None:
     """What is wrong with the GCS at `target`, by gRPC's own health check, which every GCS serves. None where it answers."""
     import grpc  # type: ignore[import-untyped]  # comes with ray[default]
 

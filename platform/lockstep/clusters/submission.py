@@ -83,15 +83,15 @@ class Submitted:
         return f"lockstep submit {self.run_id} --address {self.address}" if self.run_id else None
 
 
-def find_address(given: str | None) -> str:
+def find_address(address: str | None) -> str:
     """The URL of the job API: the given one, RAY_API_SERVER_ADDRESS, or that of the cluster that runs here. SpecError without any."""
     cluster = running_cluster()
-    address = given or os.environ.get("RAY_API_SERVER_ADDRESS") or (cluster.dashboard if cluster else None)
-    if address is None:
+    url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or (cluster.dashboard if cluster else None)
+    if url is None:
         raise problems.NO_ADDRESS()
-    if not address.startswith(("http://", "https://")):
-        raise problems.JOB_API_ADDRESS(got=address)
-    return address.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise problems.JOB_API_ADDRESS(got=url)
+    return url.rstrip("/")
 
 
 def connect(address: str) -> Any:
@@ -127,7 +127,7 @@ def job_api_error(error: Exception, address: str) -> ClusterError:
 
 
 def entrypoint(
-    what: str,
+    target: str,
     overrides: Sequence[str],
     name: str | None,
     folder: Path,
@@ -142,27 +142,27 @@ def entrypoint(
             raise problems.PASSWORD_IN_OVERRIDE(field=override.partition("=")[0])
     options = ["--retries", str(retries)] if retries else []
     options += [] if notify is None else ["--notify", notify]
-    if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
-        return ["python", "-m", "lockstep", "resume", what, *options, *overrides]
-    spec = Path(folder, what).resolve()
+    if re.fullmatch("[0-9a-f]{32}", target) and not Path(folder, target).exists():
+        return ["python", "-m", "lockstep", "resume", target, *options, *overrides]
+    spec = Path(folder, target).resolve()
     if not spec.is_file():
-        raise problems.NO_SPEC_OR_RUN(got=what)
+        raise problems.NO_SPEC_OR_RUN(got=target)
     if not spec.is_relative_to(folder.resolve()):
-        raise problems.SPEC_OUTSIDE(got=what, folder=folder)
+        raise problems.SPEC_OUTSIDE(got=target, folder=folder)
     named = [] if name is None else ["--run", name]
     return [
         "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *options, *overrides
     ]  # fmt: skip
 
 
-def job_name(what: str, name: str | None) -> str:
+def job_name(target: str, name: str | None) -> str:
     """The id of a job, by which a run without a `name` is named as well: letters of ASCII, digits, dots, dashes and underscores."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name or Path(what).parent.name).lstrip("-._")[:80]
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name or Path(target).parent.name).lstrip("-._")[:80]
     return f"{plain or 'run'}-{uuid.uuid4().hex[:8]}"
 
 
 def submit(
-    what: str,
+    target: str,
     overrides: Sequence[str],
     *,
     address: str,
@@ -174,14 +174,14 @@ def submit(
 ) -> str:
     """Send a run to the cluster. Returns the id of its job. It is started again up to `retries` times if its driver is lost.
 
-    `what` is a spec's file or the id of a run to resume. Lockstep is sent along, so that the cluster runs this version of it,
+    `target` is a spec's file or the id of a run to resume. Lockstep is sent along, so that the cluster runs this version of it,
     unless `installed` says to use the cluster's own. SpecError for a spec that this version refuses, if this version will run it.
     """
     folder = Path.cwd()
-    job = job_name(what, name)
-    words = entrypoint(what, overrides, name or (job if retries else None), folder, retries, notify)
-    if not installed and Path(what).is_file():
-        load_spec(what, overrides)
+    job = job_name(target, name)
+    words = entrypoint(target, overrides, name or (job if retries else None), folder, retries, notify)
+    if not installed and Path(target).is_file():
+        load_spec(target, overrides)
     client = connect(address)
     package = pack(folder)
     if package is not None and package.size > NOTED:
@@ -201,7 +201,7 @@ def submit(
                     entrypoint=shlex.join(words),
                     submission_id=job,
                     runtime_env=environment,
-                    metadata={"lockstep": what, **({"run": name} if name else {})},
+                    metadata={"lockstep": target, **({"run": name} if name else {})},
                 ),
             )
         except SilentError:

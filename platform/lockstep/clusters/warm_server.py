@@ -99,23 +99,23 @@ def serve_ahead() -> None:
     if any(written >= began for _, written in imported.values()):
         os._exit(0)  # nobody knows in which state it was read
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
-    this, taken = os.getpid(), None
-    while taken is None and os.getppid() == driver:
+    this, accepted = os.getpid(), None
+    while accepted is None and os.getppid() == driver:
         if (connection := next_asking(ahead)) is not None:
             with connection, suppress(OSError):  # the client was killed meanwhile
-                taken = _taken(connection, ahead, environment, imported)
-    if taken is None:
+                accepted = _accept(connection, ahead, environment, imported)
+    if accepted is None:
         os._exit(0)
     ahead.close()
-    run_script(_first_of(*taken, this))
+    run_script(_first_of(*accepted, this))
 
 
-def _taken(
+def _accept(
     asked: socket.socket, ahead: socket.socket, environment: Mapping[str, str], imported: Mapping[str, Any]
 ) -> tuple[HandedOver, socket.socket] | None:
-    """In a child, the worker that asks, for which what was `imported` in this environment is, and where to answer; None here.
+    """Fork for the worker that asks, if this process has imported what it needs. In the child: the worker, and where to answer. Here: None.
 
-    A variable that an import has set is in the worker's too where whoever started it had imported the same.
+    `imported` are the files that were imported, in this `environment`. A variable that an import has set does not count as a difference.
     """
     worker = received(asked)
     with ExitStack() as stack:

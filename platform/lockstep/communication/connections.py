@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 class Ends(NamedTuple):
     """Addresses of a connection: host and port of this side, and of the other."""
 
-    own: tuple[Any, ...]
+    local: tuple[Any, ...]
     peer: tuple[Any, ...]
 
 
@@ -63,9 +63,9 @@ def _ends(fd: int) -> Ends:
         return Ends(opened.getsockname()[:2], opened.getpeername()[:2])
 
 
-def opened_since(before: Sockets) -> Sockets:
-    """The sockets that were not there `before`."""
-    return {fd: ends for fd, ends in connected().items() if before.get(fd) != ends}
+def opened_since(earlier: Sockets) -> Sockets:
+    """The sockets of this process that are not among the `earlier` ones."""
+    return {fd: ends for fd, ends in connected().items() if earlier.get(fd) != ends}
 
 
 def listening() -> frozenset[tuple[int, int]]:
@@ -103,10 +103,10 @@ def refuse_connections(listeners: Iterable[tuple[int, int]]) -> None:
             opened.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
-def shared(own: Sockets, others: Iterable[Sequence[Ends]]) -> Sockets:
-    """The sockets of `own` whose other end is one of the sockets of the `others`."""
-    there = {(ends.peer, ends.own) for sockets in others for ends in sockets}
-    return {fd: ends for fd, ends in own.items() if (ends.own, ends.peer) in there}
+def shared(local: Sockets, others: Iterable[Sequence[Ends]]) -> Sockets:
+    """The `local` sockets whose other end is one of the sockets of the `others`."""
+    mirrored = {(ends.peer, ends.local) for sockets in others for ends in sockets}
+    return {fd: ends for fd, ends in local.items() if (ends.local, ends.peer) in mirrored}
 
 
 def shut(sockets: Sockets) -> None:

@@ -115,16 +115,16 @@ class Group:
             dist.group.WORLD, _world.group_count = hidden, group_count
         return cls(rank, size, device, channel, store)._with_sockets(sockets_before, store)
 
-    def _with_sockets(self, before: Sockets, store: Any) -> Group:
-        """The group with its connections: those opened since `before` whose other end is a member's, as the members say at `store`."""
+    def _with_sockets(self, earlier: Sockets, store: Any) -> Group:
+        """The group with its connections: those that are not among the `earlier` ones and whose other end is a member's, as the members say at `store`."""
         if self.device.type != "cpu":
             return self
-        opened = opened_since(before)
+        opened = opened_since(earlier)
         inode_of = inodes(opened)  # while all members are here: what one of them leaves afterwards is closed
         sockets = between_members(opened, store, self.channel.group_name, self.rank, self.size)
         if len(sockets) < self.size - 1:
             return self
-        host = next(iter(sockets.values())).own[0]
+        host = next(iter(sockets.values())).local[0]
         links = linked(self.rank, self.size, host, self.gather, COLLECTIVE_TIMEOUT.total_seconds())
         if links is not None:
             sockets, inode_of = {**sockets, **links.ends}, {**inode_of, **links.inodes}
@@ -281,7 +281,7 @@ class Group:
         self.called(lambda: dist.gather_object(value, gathered, dst=0, group=self.channel))
         return gathered
 
-    def given(self, value: Any, source: int) -> Any:
+    def broadcast_object(self, value: Any, source: int) -> Any:
         """`value` of rank `source`, on every rank. For objects outside the step."""
         if self.size == 1:
             return value
@@ -379,13 +379,13 @@ def form_default_group(backend: str, store: Any, rank: int, size: int) -> None:
             raise
 
 
-def between_members(own: Sockets, store: Any, name: str, rank: int, size: int) -> Sockets:
-    """Those of this rank's `own` connections whose other end is another rank's, by what all ranks of the group `name` say at `store`.
+def between_members(local: Sockets, store: Any, name: str, rank: int, size: int) -> Sockets:
+    """Those of this rank's `local` connections whose other end is another rank's, by what all ranks of the group `name` say at `store`.
 
     gloo itself takes whoever connects first for the rank that it expects. ClusterError where that was another process: on a cluster on the loopback
     interface, where nothing lies between the two ends that could change an address.
     """
-    store.set(f"lockstep-ends/{name}/{rank}", json.dumps([*own.values()]))
+    store.set(f"lockstep-ends/{name}/{rank}", json.dumps([*local.values()]))
     others = [
         [
             Ends(tuple(own_end), tuple(peer_end))
@@ -394,8 +394,8 @@ def between_members(own: Sockets, store: Any, name: str, rank: int, size: int) -
         for other_rank in range(size)
         if other_rank != rank
     ]
-    connections = shared(own, others)
-    if own and len(connections) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+    connections = shared(local, others)
+    if local and len(connections) < size - 1 and os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
         raise problems.FOREIGN_CONNECTION(rank=rank, got=len(connections), wanted=size - 1)
     return connections
 

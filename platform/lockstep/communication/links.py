@@ -76,7 +76,7 @@ class Links:
         messages = (outgoing, incoming)  # keeps the tensors alive: a link knows only their addresses
         return lambda: self._wait(ends, messages)
 
-    def _wait(self, ends: Sequence[tuple[_Link, int, int]], _held: object) -> None:
+    def _wait(self, ends: Sequence[tuple[_Link, int, int]], _keep_alive: object) -> None:
         """Wait until each link has sent and received so many messages."""
         moved_at = running_s()
         while True:
@@ -110,7 +110,7 @@ class _Link:
         """How many messages were queued, and how many of them are done."""
 
     @property
-    def wanted(self) -> int:
+    def events(self) -> int:
         """The events that it waits for, as flags of `select.poll`."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
@@ -167,7 +167,7 @@ def _ready(links: Iterable[_Link]) -> bool:
     """Wait until one of the links can make progress. False where none can for a while."""
     poll = select.poll()
     for link in links:
-        poll.register(link.socket, link.wanted)
+        poll.register(link.socket, link.events)
     return bool(poll.poll(1e3 * LOOK_S))
 
 

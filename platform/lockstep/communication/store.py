@@ -237,8 +237,8 @@ class AuthenticatedStore(Store):
     def append(self, key: str, value: Any) -> None:
         self._ask(b"append", key.encode(), _bytes(value))
 
-    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        return self._ask(b"compare_set", key.encode(), _bytes(expected), _bytes(wanted))[0]
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._ask(b"compare_set", key.encode(), _bytes(expected), _bytes(desired))[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(b"check", *(key.encode() for key in keys)))

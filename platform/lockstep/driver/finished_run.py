@@ -55,20 +55,20 @@ def find_proven(
     return None
 
 
-def _took_the_same(found: StoredRun, uri: str, folder: Path, environment: Mapping[str, Any]) -> bool:
-    """Whether a run took from outside what another one with this environment does, as far as both say."""
-    with tempfile.TemporaryDirectory() as place:
+def _took_the_same(stored_run: StoredRun, uri: str, folder: Path, environment: Mapping[str, Any]) -> bool:
+    """Whether a run read the same from outside as one with this environment does, as far as both record it."""
+    with tempfile.TemporaryDirectory() as scratch:
         try:
-            find_files(uri, found.run_id, (_ENVIRONMENT,), folder, Path(place))
-            own = json_mapping(read_bounded(Path(place) / _ENVIRONMENT, MOST_BYTES))
+            find_files(uri, stored_run.run_id, (_ENVIRONMENT,), folder, Path(scratch))
+            recorded = json_mapping(read_bounded(Path(scratch) / _ENVIRONMENT, MOST_BYTES))
         except (LockstepError, OSError, ValueError):
             return False
-    unknown = own.get(UNKNOWN) or environment.get(UNKNOWN)
-    return not unknown and not changed_facts(own.get(MOVED) or {}, environment.get(MOVED) or {})
+    unknown = recorded.get(UNKNOWN) or environment.get(UNKNOWN)
+    return not unknown and not changed_facts(recorded.get(MOVED) or {}, environment.get(MOVED) or {})
 
 
-def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) -> str:
-    """Why a run cannot be taken for finished; nothing where its record bears it out.
+def doubt(stored_run: StoredRun, uri: str, folder: Path, steps: int | None = None) -> str:
+    """Why a run does not count as finished; empty if its record bears it out.
 
     Its ledger has every step up to the one that the summary says, which is `steps` where given, and the evaluation and metrics that the
     summary has; the final weights have the digest of the summary and that of the ledger's last row, which has one where its spec wants
@@ -77,40 +77,40 @@ def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) ->
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         try:
-            find_files(uri, found.run_id, _FILES, folder, scratch)
-            owner = str(found.summary.get("reused_from") or found.run_id)
+            find_files(uri, stored_run.run_id, _FILES, folder, scratch)
+            owner = str(stored_run.summary.get("reused_from") or stored_run.run_id)
             find_files(uri, owner, (_WEIGHTS,), folder, scratch)
-            return _doubt(found, scratch, steps)
+            return _doubt(stored_run, scratch, steps)
         except (LockstepError, OSError, ValueError, TypeError) as error:
             return f"its record cannot be read: {error}"
 
 
-def refuse_doubtful(found: StoredRun, uri: str, folder: Path) -> None:
+def refuse_doubtful(stored_run: StoredRun, uri: str, folder: Path) -> None:
     """RecordError where a run that is called finished is not borne out by its record."""
-    if reason := doubt(found, uri, folder):
-        raise problems.DOUBTFUL(run=found.run_id, got=reason)
+    if reason := doubt(stored_run, uri, folder):
+        raise problems.DOUBTFUL(run=stored_run.run_id, got=reason)
 
 
-def _doubt(found: StoredRun, here: Path, steps: int | None) -> str:
-    summary, history = found.summary, read_history(here)
+def _doubt(stored_run: StoredRun, folder: Path, steps: int | None) -> str:
+    summary, history = stored_run.summary, read_history(folder)
     last = summary.get("step")
     numbers = [row.step for row in history.steps]
     if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[-1] != last:
         return f"its ledger has not the steps up to {last}"
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
-    fields = json_mapping(read_bounded(here / "fields.json", MOST_BYTES))
-    wrong = _doubt_of_end(found, history, fields, here) or _doubt_of_identity(summary, fields)
+    fields = json_mapping(read_bounded(folder / "fields.json", MOST_BYTES))
+    wrong = _doubt_of_end(stored_run, history, fields, folder) or _doubt_of_identity(summary, fields)
     return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 
 
 def _doubt_of_end(
-    found: StoredRun, history: Rows, fields: Mapping[str, Any], here: Path
+    stored_run: StoredRun, history: Rows, fields: Mapping[str, Any], folder: Path
 ) -> Disagreement | None:
     """The first thing in which its summary, its last rows and its weights are not the same."""
-    spec, row = load_spec(found.spec), history.steps[-1]
+    spec, row = load_spec(stored_run.spec), history.steps[-1]
     plan = plan_of(spec, fields)
-    if not found.summary.get("reused_from") and plan is not None:
+    if not stored_run.summary.get("reused_from") and plan is not None:
         lacks = lacking_digests(spec, plan, row)
         if lacks is not None:
             return Disagreement("the ledger's last row", f"one with {lacks}", "one without them")
@@ -118,12 +118,12 @@ def _doubt_of_end(
         {entry.step: entry for entry in history.steps},
         {entry.step: entry for entry in history.evaluations},
     )
-    weights = here / "weights" / "final.safetensors"
-    if not found.summary.get(DIGEST_OF["final"]) or not weights.is_file():
+    weights = folder / "weights" / "final.safetensors"
+    if not stored_run.summary.get(DIGEST_OF["final"]) or not weights.is_file():
         return Disagreement("the final weights", "there, with their digest in the summary", None)
     return next(
-        metric_disagreements(found.summary, *rows, fields, forked=spec.fork is not None), None
-    ) or next(file_disagreements(found.summary, here, row), None)
+        metric_disagreements(stored_run.summary, *rows, fields, forked=spec.fork is not None), None
+    ) or next(file_disagreements(stored_run.summary, folder, row), None)
 
 
 def _doubt_of_identity(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:

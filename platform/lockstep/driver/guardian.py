@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import STACKS_S, stacks_in
 from lockstep.errors import SilentError
 from lockstep.process import pid_namespace, started
+from lockstep.running_time import wait_for
 
 LOOK_S = 0.2
 """How often the guardian looks whether its driver lives, and makes progress."""
@@ -78,7 +80,7 @@ class Guardian:
         module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it, and `webhook` its address.
         """
         self._path = [path for path in sys.path if path]
-        self.what = "run" if sweep is None else "sweep"
+        self.kind = "run" if sweep is None else "sweep"
         self.run_id: str | None = None
         """As far as it was told."""
         self._facts = {
@@ -95,7 +97,7 @@ class Guardian:
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = threading.Lock()
         self._signs = -1
-        self._seen = 0
+        self._signs_noted = 0
         self._answers: list[Mapping[str, Any]] = []
         self._answered = threading.Condition()
         self._recorders: list[str] = []
@@ -152,7 +154,7 @@ class Guardian:
 
     def alive(self, signs: int) -> None:
         """Note how many signs of life the run has given so far."""
-        new, self._seen = signs - self._seen, max(signs, self._seen)
+        new, self._signs_noted = signs - self._signs_noted, max(signs, self._signs_noted)
         if new > 0:
             with suppress(OSError):  # the pipe is full: it is alive enough
                 os.write(self._signs, b"." * new)
@@ -165,7 +167,10 @@ class Guardian:
         """Have the guardian record the run's end. Returns the run's id, if it is known, and why it may not be recorded."""
         self.tell(end={"message": message, "details": details, "status": status})
         with self._answered:
-            self._answered.wait_for(lambda: any("run_id" in answer for answer in self._answers), RECORD_S)
+            recorded = partial(
+                self._answered.wait_for, lambda: any("run_id" in answer for answer in self._answers)
+            )
+            wait_for(recorded, RECORD_S)
             for answer in self._answers:
                 if "run_id" in answer:
                     return answer["run_id"], answer["problem"]
@@ -439,9 +444,9 @@ class _Guard:
     def _show(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
         message = end["message"]
         if message != self._said or answer["run_id"] is not None or answer["problem"]:  # something to add
-            what = "run" if self._facts.get("sweep") is None else "sweep"
+            kind = "run" if self._facts.get("sweep") is None else "sweep"
             folder = Path(self._facts["folder"])
-            _write(ending_line(message, answer["run_id"], folder, answer["problem"], what))
+            _write(ending_line(message, answer["run_id"], folder, answer["problem"], kind))
         self._notify(end, answer)
 
     def _notify(self, end: Mapping[str, str], answer: Mapping[str, Any]) -> None:
@@ -470,7 +475,7 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def ending_line(message: str, run_id: str | None, folder: Path, problem: str, what: str = "run") -> str:
+def ending_line(message: str, run_id: str | None, folder: Path, problem: str, kind: str = "run") -> str:
     """The line that says why a run or a sweep ended, which it is, and what of that is not recorded."""
-    where = "" if run_id is None else f"; {what} {run_id}, whose error.txt is in {str(folder / run_id)!r}"
+    where = "" if run_id is None else f"; {kind} {run_id}, whose error.txt is in {str(folder / run_id)!r}"
     return f"{message}{where}" + (f" ({problem})" if problem else "")

@@ -12,13 +12,13 @@ class Patience:
     def __init__(self, floor_s: float, start_s: float) -> None:
         self.floor_s, self.start_s = floor_s, start_s
         self._longest_s = 0.0
-        self._seen = 0
+        self._signs = 0
         self._since: float | None = None
 
     @property
     def begun(self) -> bool:
         """Whether the attempt has done its first step."""
-        return self._seen > 0
+        return self._signs > 0
 
     @property
     def bound_s(self) -> float:
@@ -29,10 +29,10 @@ class Patience:
         """Seconds since the last sign of life. The count `alive` grows with every sign, and is 0 before the first step."""
         if self._since is None:
             self._since = now
-        if alive != self._seen:
-            if self._seen and alive > self._seen:
+        if alive != self._signs:
+            if self._signs and alive > self._signs:
                 self._longest_s = max(self._longest_s, now - self._since)
-            self._seen, self._since = alive, now
+            self._signs, self._since = alive, now
         return now - self._since
 
     def is_over(self, alive: int, now: float) -> bool:

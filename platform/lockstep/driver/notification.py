@@ -173,7 +173,7 @@ class Notifications:
                     break
             except (OSError, http.client.HTTPException) as error:
                 failure = f"does not answer: {redacted(str(getattr(error, 'reason', error)))}"
-        self._warn(notification.event, failure, what="webhook")
+        self._warn(notification.event, failure, channel="webhook")
 
     def wait(self) -> None:
         """Wait until everything is told."""
@@ -193,10 +193,10 @@ class Notifications:
             if code:
                 self._warn(event, f"ended with exit code {code}{_last_line(output)}")
 
-    def _warn(self, event: str, failure: str, *, what: str = "command") -> None:
+    def _warn(self, event: str, failure: str, *, channel: str = "command") -> None:
         if not self.warnings:
-            option = "notify" if what == "command" else what
-            self.warnings.append(f"{option}: the {what} for the {event} of the run {failure}")
+            option = "notify" if channel == "command" else channel
+            self.warnings.append(f"{option}: the {channel} for the {event} of the run {failure}")
             self._say(f"warning: {self.warnings[0]}")
 
 

@@ -29,7 +29,7 @@ class Declared:
     """The environment variable that has its value where the command line has none."""
 
 
-def _taken(commands: str, default: Any, text: str, **more: Any) -> Any:
+def _option(commands: str, default: Any, text: str, **more: Any) -> Any:
     """A field that these commands take as an option."""
     return field(default=default, metadata={"declared": Declared(text, tuple(commands.split()), **more)})
 
@@ -43,30 +43,30 @@ class RunOptions:
     """The options that train, resume and sweep have in common."""
 
     progress: Progress = field(default_factory=Silent)
-    local: bool = _taken(
+    local: bool = _option(
         "train resume verify promote", False, "train in this process, without Ray; works under torchrun"
     )
     """Train in this process without Ray, or as one rank under torchrun."""
-    address: str | None = _taken(
+    address: str | None = _option(
         "train resume sweep verify promote", None, "Ray cluster: an address, auto or local"
     )
     """The Ray cluster, as `cluster_address` reads it."""
     verbose: bool = False
     """Show what Ray itself logs."""
-    chaos: str | None = _taken(
+    chaos: str | None = _option(
         "train resume",
         None,
         'kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"',
     )
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
-    retries: int = _taken(
+    retries: int = _option(
         "train resume",
         0,
         "in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
         least=0,
     )
     """How often the run is started again if its driver is lost."""
-    notify: str | Sequence[str] | None = _taken(
+    notify: str | Sequence[str] | None = _option(
         "train resume sweep",
         None,
         "shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
@@ -74,7 +74,7 @@ class RunOptions:
         variable="LOCKSTEP_NOTIFY",
     )
     """A command, a list of words or a text for the shell, that is run at the run's start, failure and end."""
-    webhook: str | None = _taken(
+    webhook: str | None = _option(
         "train resume sweep",
         None,
         "http(s) address that gets the same as JSON in a POST; default: LOCKSTEP_WEBHOOK",
@@ -125,17 +125,17 @@ class CallOptions(SweepCallOptions, total=False):
 
 def options_of_call(
     source: Mapping[str, bytes] | None = None,
-    taken: type[SweepCallOptions] = CallOptions,
+    kind: type[SweepCallOptions] = CallOptions,
     **options: Unpack[CallOptions],
 ) -> RunOptions:
-    """The options of a call from Python; in a notebook its progress is shown below the cell. TypeError for one that is not among those `taken`."""
-    known = taken.__annotations__
+    """The options of a call from Python; in a notebook its progress is shown below the cell. TypeError for one that is not declared in `kind`."""
+    known = kind.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
     from lockstep.driver.notebook import default_progress
 
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    return RunOptions(**{"progress": default_progress(), "source": source or None, **given})
+    set_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return RunOptions(**{"progress": default_progress(), "source": source or None, **set_options})
 
 
 def taken_by(command: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def resume_command(run_id: str, uri: str, folder: str) -> str:
     words = ["lockstep", "resume", run_id]
     if uri != tracking_uri(None):
         words += ["--uri", without_password(uri)]
-    if (runs_folder := _place(uri, folder)) is not None:
+    if (runs_folder := _folder_to_name(uri, folder)) is not None:
         words.append(
             f"record.folder={runs_folder if yaml.safe_load(runs_folder) == runs_folder else json.dumps(runs_folder)}"
         )
@@ -30,7 +30,7 @@ def resume_command(run_id: str, uri: str, folder: str) -> str:
 
 def resume_call(run_id: str, uri: str, folder: str) -> str:
     """The same as a call, for a notebook."""
-    runs_folder = _place(uri, folder)
+    runs_folder = _folder_to_name(uri, folder)
     overrides = "" if runs_folder is None else f"[{f'record.folder={runs_folder}'!r}], "
     return f"lockstep.resume({run_id!r}, {overrides}uri={without_password(uri)!r})"
 
@@ -40,7 +40,7 @@ def look_at(url: str, uri: str) -> str:
     return url or shlex.join(["lockstep", "ui", "--uri", without_password(uri)])
 
 
-def _place(uri: str, folder: str) -> str | None:
-    """The folder of runs that has to be named for one that is recorded in its folder alone; None where it is the default one."""
+def _folder_to_name(uri: str, folder: str) -> str | None:
+    """The folder of runs that a command must name to find a run that is recorded in its folder alone; None if it is the default one."""
     runs_folder = str(Path(folder).parent)
     return runs_folder if uri == RECORD_OFF and runs_folder != absolute(Checkpoint().storage) else None

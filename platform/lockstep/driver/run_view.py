@@ -166,8 +166,8 @@ class RunView:
     def lost(self, error: LockstepError) -> LockstepError:
         """The error of an attempt that lost workers, with the words of NCCL's watchdog where that ended one of them, and what was held near a limit of memory."""
         if self.memory:
-            held = "; ".join(self.memory[name] for name in sorted(self.memory))
-            error = error.with_message(f"{error}; memory had come near a limit, where {held}")
+            holdings = "; ".join(self.memory[name] for name in sorted(self.memory))
+            error = error.with_message(f"{error}; memory had come near a limit, where {holdings}")
         if self.watchdog is None:
             return error
         return error.with_message(

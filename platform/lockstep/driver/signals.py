@@ -103,7 +103,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._first = FirstSignal()
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def number(self) -> int | None:
@@ -140,17 +140,17 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else
-            self._before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+            self._previous = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
             self.listen()
         return self
 
     def listen(self) -> None:
         """Take the signals over, again where a library took them meanwhile."""
-        for kind in self._before:
+        for kind in self._previous:
             signal.signal(kind, self._note)
 
     def __exit__(self, *_: object) -> None:
-        for kind, handler in self._before.items():
+        for kind, handler in self._previous.items():
             signal.signal(kind, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -243,7 +243,7 @@ class Pretrained(Job):
                 path=self.params.path, model=type(model).__name__, got=wrong[0], more=more
             )
         self._initialized = missing
-        self._told = tuple(
+        self._model_warnings = tuple(
             f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {saved_class.__name__}; it begins with random values"
             for name in missing
         )

@@ -70,29 +70,29 @@ class Difference(NamedTuple):
     """A value in which two identities differ: where it is, and its trees on both sides, None where there is none."""
 
     name: str
-    before: Any
-    now: Any
+    old: Any
+    new: Any
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """The values in which two identities differ, by the names of their fields, and inside them by key: `job.params.scale['a']['b']`.
 
     Last comes what the first micro-batch gave, which follows from the others.
     """
-    names = sorted({*before, *now}, key=lambda name: (name == FIRST_MICRO_BATCH, name))
-    return [difference for name in names for difference in _within(name, before, now, name)]
+    names = sorted({*old, *new}, key=lambda name: (name == FIRST_MICRO_BATCH, name))
+    return [difference for name in names for difference in _within(name, old, new, name)]
 
 
-def _within(key: str, before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[Difference]:
-    """The differences at a key of two mappings, which is called `name`."""
-    old, new = before.get(key), now.get(key)
-    if (key in before) == (key in now) and text(old) == text(new):
+def _within(key: str, old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> Iterator[Difference]:
+    """The differences of the values that two mappings have for `key`. The place of these values is called `name`."""
+    old_value, new_value = old.get(key), new.get(key)
+    if (key in old) == (key in new) and text(old_value) == text(new_value):
         return
-    if _is_plain_mapping(old) and _is_plain_mapping(new):
-        for inner in sorted({*old, *new}):
-            yield from _within(inner, old, new, f"{name}[{inner!r}]")
+    if _is_plain_mapping(old_value) and _is_plain_mapping(new_value):
+        for inner in sorted({*old_value, *new_value}):
+            yield from _within(inner, old_value, new_value, f"{name}[{inner!r}]")
         return
-    yield Difference(name, old, new)
+    yield Difference(name, old_value, new_value)
 
 
 def _is_plain_mapping(tree: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -104,14 +104,11 @@ def shown(tree: Any) -> str:
     return repr(decoded(tree))
 
 
-def changed_fields(before: Spec, after: Spec) -> list[Difference]:
-    """The values that decide in which two specs differ. The job is imported only where its params as they are written differ."""
-    same = text(encoded(before.job.params)) == text(encoded(after.job.params))
-    params = [{} if same else _params(spec) for spec in (before, after)]
-    old, new = (
-        {**_sections(spec), **spec_params} for spec, spec_params in zip((before, after), params, strict=True)
-    )
-    return differences(old, new)
+def changed_fields(old: Spec, new: Spec) -> list[Difference]:
+    """The fields with a say in the bits in which two specs differ. The job is imported only if its params differ as written."""
+    same = text(encoded(old.job.params)) == text(encoded(new.job.params))
+    old_fields, new_fields = ({**_sections(spec), **({} if same else _params(spec))} for spec in (old, new))
+    return differences(old_fields, new_fields)
 
 
 def deciding(spec: Spec) -> dict[str, Any]:

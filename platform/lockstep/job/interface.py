@@ -102,8 +102,8 @@ class Loss:
         Each term is also recorded as the part of its name, without its coefficient.
         """
         total = reduce(operator.add, [term.mean(term.weight) for term in terms.values()])
-        own = {name: Mean(term.total.detach(), term.weight) for name, term in terms.items()}
-        return cls(total, 1.0, {**own, **(parts or {})}, terms, statistics or {})
+        term_means = {name: Mean(term.total.detach(), term.weight) for name, term in terms.items()}
+        return cls(total, 1.0, {**term_means, **(parts or {})}, terms, statistics or {})
 
 
 Rows = Tensor | Mapping[str, Tensor]
@@ -177,7 +177,7 @@ class Job:
     closure_calls: ClassVar[int] = 0
     """How often an optimizer of the job's own may evaluate the loss again in one update, by calling the closure that its `step` then gets."""
     params: Any
-    _told: Sequence[str] = ()
+    _model_warnings: Sequence[str] = ()
     """What a run warns of when one of Lockstep's own jobs has made its model."""
 
     def __init__(self, params: Any) -> None:

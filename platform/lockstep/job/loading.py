@@ -58,12 +58,12 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     """
     reads = Reads()
     with others_out_of_sight(), one_library_thread(), one_thread(), variables_noted(reads):
-        job = _made(use, params)
+        job = _build_job(use, params)
     keep_reads(job, reads)
     return job
 
 
-def _made(use: str, params: Mapping[str, Any]) -> Job:
+def _build_job(use: str, params: Mapping[str, Any]) -> Job:
     job_class = _job_class(use)
     check_methods(job_class, use)
     checked = _checked(job_class, params)

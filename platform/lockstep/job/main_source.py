@@ -73,10 +73,10 @@ def module_source(name: str, namespace: Mapping[str, Any], cells: Sequence[str])
     JobImportError where the code names what no text gives.
     """
     slice_ = _Slice(namespace, cells)
-    slice_.take(name, None)
+    slice_.include(name, None)
     if slice_.missing:
-        names, them = sorted(slice_.missing), "it" if len(slice_.missing) == 1 else "them"
-        raise problems.SOURCE_MISSING(name=name, got=", ".join(names), them=them)
+        pronoun = "it" if len(slice_.missing) == 1 else "them"
+        raise problems.SOURCE_MISSING(name=name, got=", ".join(sorted(slice_.missing)), them=pronoun)
     return slice_.text()
 
 
@@ -126,45 +126,46 @@ class _Statement:
 
 
 class _Slice:
-    """The statements that are taken, with those that they need before them."""
+    """The statements that a module needs, each after those that it needs itself."""
 
     def __init__(self, namespace: Mapping[str, Any], cells: Sequence[str]) -> None:
         self.missing: set[str] = set()
+        """Names that the code needs and that no statement defines as they are now."""
         self._namespace, self._cells = namespace, cells
-        self._statements = [each for i, cell in enumerate(cells) for each in _statements(i, cell)]
-        self._seen: set[tuple[str, int | None]] = set()
+        self._statements = [statement for i, cell in enumerate(cells) for statement in _statements(i, cell)]
+        self._requested: set[tuple[str, int | None]] = set()
         self._begun: set[_Statement] = set()
-        self._taken: list[_Statement] = []
+        self._included: list[_Statement] = []
 
-    def take(self, name: str, user: int | None) -> None:
-        """Take what defines `name` for code in the cell `user`."""
-        if (name, user) in self._seen:
+    def include(self, name: str, user: int | None) -> None:
+        """Include what defines `name` for code in the cell `user`."""
+        if (name, user) in self._requested:
             return
-        self._seen.add((name, user))
-        cells = [each.cell for each in self._statements if name in each.binds]
+        self._requested.add((name, user))
+        cells = [statement.cell for statement in self._statements if name in statement.binds]
         if name not in self._namespace or not cells:
             if name in self._namespace and name not in _BUILTINS:
                 self.missing.add(name)
             return
         value = self._namespace[name]
         cell = self._cell_of_code(value, cells)
-        there = [each for each in self._statements if each.cell == cell]
-        imported = any(each.imports for each in there if name in each.binds)
-        for each in there:
-            defined = each.imports or each.defines or cell == user or each.is_literal(value)
-            if name in each.binds and not defined:
+        statements = [statement for statement in self._statements if statement.cell == cell]
+        imported = any(statement.imports for statement in statements if name in statement.binds)
+        for statement in statements:
+            defined = statement.imports or statement.defines or cell == user or statement.is_literal(value)
+            if name in statement.binds and not defined:
                 self.missing.add(name)
-            elif name in each.binds or (name in each.changes and (cell == user or not imported)):
-                self._take(name, each)
+            elif name in statement.binds or (name in statement.changes and (cell == user or not imported)):
+                self._include(name, statement)
 
-    def _take(self, name: str, statement: _Statement) -> None:
+    def _include(self, name: str, statement: _Statement) -> None:
         if statement.waits:
             self.missing.add(name)
         elif statement not in self._begun:
             self._begun.add(statement)
             for need in statement.needs:
-                self.take(need, statement.cell)
-            self._taken.append(statement)
+                self.include(need, statement.cell)
+            self._included.append(statement)
 
     def _cell_of_code(self, value: Any, cells: Sequence[int]) -> int | None:
         """The cell that a name's value is from; None, and the name missing, where its code is that of no cell."""
@@ -179,9 +180,9 @@ class _Slice:
         return matches[-1] if matches else cells[-1]
 
     def text(self) -> str:
-        future = {each.text for each in self._statements if _is_future(each.node)}
-        imports = {each.text for each in self._taken if each.imports} - future
-        body = [each.text for each in self._taken if not each.imports]
+        future = {statement.text for statement in self._statements if _is_future(statement.node)}
+        imports = {statement.text for statement in self._included if statement.imports} - future
+        body = [statement.text for statement in self._included if not statement.imports]
         parts = ["\n".join(sorted(future)), "\n".join(sorted(imports)), *body]
         return "\n\n\n".join(part for part in parts if part) + "\n"
 
@@ -259,7 +260,9 @@ def _code(value: Any) -> CodeType | None:
     if isinstance(value, type) and value.__module__ == "__main__":
         methods = (vars(value)[name] for name in vars(value))
         functions = (inspect.unwrap(each) for each in methods if isinstance(each, FunctionType))
-        return next((f.__code__ for f in functions if f.__module__ == "__main__" and not _made(f)), None)
+        return next(
+            (f.__code__ for f in functions if f.__module__ == "__main__" and not _is_generated(f)), None
+        )
     if (
         isinstance(value, FunctionType)
         and value.__module__ == "__main__"
@@ -269,7 +272,7 @@ def _code(value: Any) -> CodeType | None:
     return None
 
 
-def _made(function: FunctionType) -> bool:
+def _is_generated(function: FunctionType) -> bool:
     """Whether a library wrote the function, as dataclasses does."""
     return function.__code__.co_filename.startswith("<string>")
 

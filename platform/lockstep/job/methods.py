@@ -94,26 +94,29 @@ def check_methods(job_class: type[Job], use: str) -> None:
             _check_call(job_class, use, name, names)
 
 
-def _check_batch_loss(use: str, own: dict[str, Any]) -> None:
+def _check_batch_loss(use: str, methods: dict[str, Any]) -> None:
     """A loss over the rows of a whole batch needs rows, and does not go beside phases. An `embed` alone is a method of the job's own."""
-    if "batch_loss" in own and "embed" not in own:
+    if "batch_loss" in methods and "embed" not in methods:
         raise problems.NO_EMBED(got=use)
-    if "batch_loss" in own and "phases" in own:
+    if "batch_loss" in methods and "phases" in methods:
         raise problems.BATCH_LOSS_BESIDE_PHASES(got=use)
 
 
-def _check_statistics(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
+def _check_statistics(job_class: type[Job], use: str, methods: dict[str, Any]) -> None:
     """Statistics of a step need an `after_step` that takes them."""
-    if "step_statistics" in own and "statistics" not in inspect.signature(job_class.after_step).parameters:
+    if (
+        "step_statistics" in methods
+        and "statistics" not in inspect.signature(job_class.after_step).parameters
+    ):
         raise problems.STATISTICS_UNUSED(got=use)
 
 
-def _check_outputs(use: str, own: dict[str, Any]) -> None:
+def _check_outputs(use: str, methods: dict[str, Any]) -> None:
     """What is made of the outputs and the outputs themselves need each other."""
-    consumers = [name for name in ("whole_set_metrics", "figures") if name in own]
-    if consumers and "outputs" not in own:
+    consumers = [name for name in ("whole_set_metrics", "figures") if name in methods]
+    if consumers and "outputs" not in methods:
         raise problems.NO_OUTPUTS(got=use, method=consumers[0])
-    if "outputs" in own and not consumers:
+    if "outputs" in methods and not consumers:
         raise problems.OUTPUTS_UNUSED(got=use)
 
 
@@ -129,11 +132,11 @@ def _own_methods(job_class: type[Job]) -> dict[str, Any]:
     return {name: value for name, value in methods.items() if value is not vars(Job).get(name)}
 
 
-def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
+def _check_unused(job_class: type[Job], use: str, methods: dict[str, Any]) -> None:
     known_names = [name for name in _CALLS if not name.startswith("_")]
     used: set[str] | None = None
-    for name in own:
-        meant = MEANT.get(name) or _misspelt(name, known_names, own)
+    for name in methods:
+        meant = MEANT.get(name) or _misspelt(name, known_names, methods)
         if meant is None or name in vars(Job):
             continue
         used = set(_names_used(job_class)) if used is None else used
@@ -141,11 +144,11 @@ def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
             raise problems.METHOD_UNUSED(got=use, method=name, hint=meant)
 
 
-def _misspelt(name: str, known: list[str], own: dict[str, Any]) -> str | None:
-    """`did you mean` for a name that is nearly one of a job's methods, where the job has not written that one."""
+def _misspelt(name: str, known: list[str], methods: dict[str, Any]) -> str | None:
+    """`did you mean` for a name that is nearly one of a job's methods, where the job does not have that one itself."""
     if name.startswith("_"):
         return None
-    close = difflib.get_close_matches(name, [each for each in known if each not in own], n=1, cutoff=0.85)
+    close = difflib.get_close_matches(name, [each for each in known if each not in methods], n=1, cutoff=0.85)
     return f"did you mean {close[0]}()? Rename it" if close else None
 
 

@@ -92,17 +92,17 @@ _AT_IMPORT = dict[Path, dict[Path, str]]()
 
 def note_files(module: str) -> None:
     """Before a job's module is imported: note what its files hold. Of those that are imported already what was noted first counts."""
-    noted = {path: found for files in _AT_IMPORT.values() for path, found in files.items()}
-    found = dict[Path, str]()
+    noted = {path: digests for files in _AT_IMPORT.values() for path, digests in files.items()}
+    digests = dict[Path, str]()
     try:
         sources = job_sources(f"{module}:")
         for name, path in sources.items():
             earlier_digest = noted.get(path.resolve()) if name in sys.modules else None
-            found[path.resolve()] = earlier_digest or hashlib.sha256(path.read_bytes()).hexdigest()
+            digests[path.resolve()] = earlier_digest or hashlib.sha256(path.read_bytes()).hexdigest()
     except (ValueError, OSError):  # told by the import
         return
     if module in sources:
-        _AT_IMPORT[sources[module].resolve()] = found
+        _AT_IMPORT[sources[module].resolve()] = digests
 
 
 def changed_file(use: str) -> Path | None:

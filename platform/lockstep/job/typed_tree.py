@@ -31,8 +31,8 @@ class Opaque(NamedTuple):
         return f"{self.kind}({self.content!r})"
 
 
-def encoded(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """The tree of a value. `other` gives that of a value of no built-in kind, such as an `Opaque`; without it such a value is a TypeError."""
+def encoded(value: Any, convert: Callable[[Any], Any] | None = None) -> Any:
+    """The tree of a value. A value of no built-in kind is first given to `convert`, which makes a built-in value or an `Opaque` of it. TypeError without one."""
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -45,27 +45,27 @@ def encoded(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if kind is bytes:
         return {"$bytes": value.hex()}
     if kind is list:
-        return [encoded(inner, other) for inner in value]
+        return [encoded(inner, convert) for inner in value]
     if kind is tuple:
-        return {"$tuple": [encoded(inner, other) for inner in value]}
+        return {"$tuple": [encoded(inner, convert) for inner in value]}
     if kind in (set, frozenset):  # its order is another one in another process
-        return {f"${kind.__name__}": sorted((encoded(inner, other) for inner in value), key=text)}
+        return {f"${kind.__name__}": sorted((encoded(inner, convert) for inner in value), key=text)}
     if kind is dict:
-        return _mapping(value, other)
+        return _mapping(value, convert)
     if kind is Opaque:
         if value.kind in _MARKS:
             raise ValueError(f"{value.kind!r} is a kind that has a form of its own")
-        return {f"${value.kind}": encoded(value.content, other)}
-    if other is None:
+        return {f"${value.kind}": encoded(value.content, convert)}
+    if convert is None:
         raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no tree")
-    return encoded(other(value), other)
+    return encoded(convert(value), convert)
 
 
-def _mapping(value: dict[Any, Any], other: Callable[[Any], Any] | None) -> Any:
+def _mapping(value: dict[Any, Any], convert: Callable[[Any], Any] | None) -> Any:
     plain = all(type(key) is str and _is_text(key) and not key.startswith("$") for key in value)
     if plain and list(value) == sorted(value):
-        return {key: encoded(inner, other) for key, inner in value.items()}
-    return {"$mapping": [[encoded(key, other), encoded(inner, other)] for key, inner in value.items()]}
+        return {key: encoded(inner, convert) for key, inner in value.items()}
+    return {"$mapping": [[encoded(key, convert), encoded(inner, convert)] for key, inner in value.items()]}
 
 
 def _is_text(value: str) -> bool:

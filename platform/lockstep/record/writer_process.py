@@ -27,6 +27,7 @@ from lockstep.record.mirror.stores import warm_up
 from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.recorder_state import RecorderState
 from lockstep.record.writer import Aliases, Writer
+from lockstep.running_time import running_s, wait_for
 from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2
@@ -125,7 +126,7 @@ class WriterProcess:
             return
         self._inbox.put(Close(timeout_s))
         self._wake.set()
-        if not self._closed.wait(CLOSING_S):
+        if not wait_for(self._closed.wait, CLOSING_S):
             self._hung = f"did not write what is left within {CLOSING_S:.0f} s"
             self._process.kill()
             self._closed.wait()
@@ -186,13 +187,13 @@ class WriterProcess:
     def _watch(self) -> None:
         """Kill a process that has become silent: what it had not written is lost, like the step that it reports."""
         assert self._process is not None
-        last_heard, silent_s = 0, 0.0
+        last_heard, heard_at = 0, running_s()
         while not self._closed.wait(BEAT_S):
-            # Counted rather than timed: if the whole run is stopped and continued, that is no waiting.
-            silent_s = 0.0 if self._heard > last_heard else silent_s + BEAT_S
-            last_heard = self._heard
-            if silent_s > (SILENT_S if last_heard else STARTING_S):
-                self._hung = f"did nothing for {silent_s - BEAT_S:.0f} s"
+            if self._heard > last_heard:
+                last_heard, heard_at = self._heard, running_s()
+            limit_s = SILENT_S if last_heard else STARTING_S
+            if running_s() - heard_at > limit_s:
+                self._hung = f"did nothing for {limit_s:.0f} s"
                 self._process.kill()
                 return
 

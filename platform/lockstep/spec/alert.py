@@ -45,23 +45,23 @@ class Alert(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _metrics_by_name(cls, given: Any) -> Any:
+    def _metrics_by_name(cls, data: Any) -> Any:
         """`alert: {loss: {above: 8}}` as the rule of `alert.metrics` that it is."""
-        if not isinstance(given, dict):
-            return given
-        named = {key: value for key, value in given.items() if key not in cls.model_fields}
+        if not isinstance(data, dict):
+            return data
+        named = {key: value for key, value in data.items() if key not in cls.model_fields}
         for key, value in named.items():
             if not isinstance(value, dict):  # no rule: most likely a field that is misspelt
                 raise FieldError(f"alert.{key}", f"unknown key{nearest(str(key), cls.model_fields)}")
-        rest = {key: value for key, value in given.items() if key in cls.model_fields}
-        return {**rest, "metrics": {**(rest.get("metrics") or {}), **named}} if named else given
+        fields = {key: value for key, value in data.items() if key in cls.model_fields}
+        return {**fields, "metrics": {**(fields.get("metrics") or {}), **named}} if named else data
 
     @field_validator("metrics")
     @classmethod
     def _are_of_rows(cls, rules: dict[str, AlertRule]) -> dict[str, AlertRule]:
         for name in rules:
-            context, _, rest = name.rpartition("/")
-            if not rest or context.partition("/")[0] not in ("", "train", "eval") or name.startswith("/"):
+            context, _, metric = name.rpartition("/")
+            if not metric or context.partition("/")[0] not in ("", "train", "eval") or name.startswith("/"):
                 raise ValueError(
                     f"got {name!r}, wanted a metric of a step or of an evaluation, such as loss, train/grad_norm or eval/loss"
                 )

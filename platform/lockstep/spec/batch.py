@@ -54,11 +54,11 @@ class RampUp(Section):
         return [*rising, BatchStage(size=self.size)]
 
 
-def _written_as(given: Any) -> str:
+def _written_as(value: Any) -> str:
     """How a global batch is written: a number, a list of sizes, or a ramp, which is kept as the sizes that it stands for."""
-    if isinstance(given, dict | RampUp):
+    if isinstance(value, dict | RampUp):
         return "ramp"
-    return "sizes" if isinstance(given, list | tuple) else "number"
+    return "sizes" if isinstance(value, list | tuple) else "number"
 
 
 class Batch(Section):
@@ -75,16 +75,16 @@ class Batch(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_default(cls, given: Any) -> Any:
+    def _null_is_default(cls, data: Any) -> Any:
         """`batch.micro=null` takes back the micro that a file gives."""
-        if isinstance(given, dict) and given.get("micro", 0) is None:
-            return {key: value for key, value in given.items() if key != "micro"}
-        return given
+        if isinstance(data, dict) and data.get("micro", 0) is None:
+            return {key: value for key, value in data.items() if key != "micro"}
+        return data
 
     @field_validator("global_")
     @classmethod
-    def _ends_open(cls, given: int | list[BatchStage] | RampUp) -> int | list[BatchStage]:
-        sizes = _stages(given)
+    def _ends_open(cls, value: int | list[BatchStage] | RampUp) -> int | list[BatchStage]:
+        sizes = _stages(value)
         if not sizes:
             raise ValueError("wanted at least one size")
         for i, each in enumerate(sizes):
@@ -96,18 +96,18 @@ class Batch(Section):
                 )
         for unit in ("until_steps", "until_samples"):
             ends = [end for each in sizes if (end := getattr(each, unit)) is not None]
-            if any(after <= before for before, after in pairwise(ends)):
+            if any(later <= earlier for earlier, later in pairwise(ends)):
                 raise ValueError(f"wanted {unit} that rise: they count from the beginning of the run")
         return sizes if len(sizes) > 1 else sizes[0].size
 
     @field_validator("micro")
     @classmethod
     def _divides(cls, micro: int, info: ValidationInfo) -> int:
-        given = info.data.get("global_", micro)  # absent where it is wrong itself
-        sizes = [each.size for each in _stages(given)]
+        global_batch = info.data.get("global_", micro)  # absent where it is wrong itself
+        sizes = [each.size for each in _stages(global_batch)]
         for size in sizes:
             if size % micro:
-                near = _nearest_divisor(_common(given), micro)
+                near = _nearest_divisor(_common(global_batch), micro)
                 advice = "" if near is None else f"; the nearest is {near}"
                 every = "" if len(sizes) == 1 else " and of its other sizes"
                 raise ValueError(f"wanted a divisor of batch.global = {size}{every}{advice}")
@@ -138,11 +138,11 @@ def _stages(sizes: int | list[BatchStage] | RampUp) -> list[BatchStage]:
     return sizes.stages() if isinstance(sizes, RampUp) else sizes
 
 
-def _nearest_divisor(number: int, wanted: int) -> int | None:
-    """The divisor of a number that is nearest to `wanted`, of two the smaller one; None where it is far from any."""
-    if wanted >= number:
+def _nearest_divisor(number: int, target: int) -> int | None:
+    """The divisor of a number that is nearest to `target`, the smaller of two equally near ones; None if none is near."""
+    if target >= number:
         return number
-    near = (divisor for distance in range(1, 100_000) for divisor in (wanted - distance, wanted + distance))
+    near = (divisor for distance in range(1, 100_000) for divisor in (target - distance, target + distance))
     return next((divisor for divisor in near if divisor > 0 and number % divisor == 0), None)
 
 

@@ -72,7 +72,7 @@ class _Count(Section):
     steps: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _exactly_one(self) -> Self:
         *others, last = type(self).model_fields
         if sum(getattr(self, name) is not None for name in (*others, last)) != 1:
             raise ValueError(f"wanted exactly one of {', '.join(others)} and {last}")
@@ -92,7 +92,7 @@ class Every(_Count):
 
 
 _SampleIds = Annotated[
-    str, BeforeValidator(lambda given: str(given) if type(given) is int else given), AfterValidator(normal)
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(normal)
 ]
 
 
@@ -125,8 +125,8 @@ class EvaluationSet(Section):
     limit: PositiveInt | None = None
 
 
-def _delay(given: dict[str, Any]) -> int | Literal["next"]:
-    return "next" if given.get("beside") else 0
+def _delay(values: dict[str, Any]) -> int | Literal["next"]:
+    return "next" if values.get("beside") else 0
 
 
 class Evaluate(Section):
@@ -143,8 +143,8 @@ class Evaluate(Section):
 
     def of(self, name: str) -> EvaluationSet:
         """The cadence and the limit of the set `name`, which is empty where the job has one set without a name."""
-        own = self.sets.get(name, EvaluationSet())
-        return EvaluationSet(every=own.every or self.every, limit=own.limit or self.limit)
+        settings = self.sets.get(name, EvaluationSet())
+        return EvaluationSet(every=settings.every or self.every, limit=settings.limit or self.limit)
 
 
 class _ByMetric(Section):
@@ -300,11 +300,11 @@ class Spec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _determinism_in_parts(cls, given: Any) -> Any:
+    def _determinism_in_parts(cls, data: Any) -> Any:
         """`determinism: {mode: strict, recheck: 0.01}` as the two fields that it is."""
-        if not isinstance(given, dict) or not isinstance(given.get("determinism"), dict):
-            return given
-        parts = {"mode": "strict", "recheck": None, **given["determinism"]}
+        if not isinstance(data, dict) or not isinstance(data.get("determinism"), dict):
+            return data
+        parts = {"mode": "strict", "recheck": None, **data["determinism"]}
         if unknown := sorted(map(str, parts.keys() - {"mode", "recheck"})):
             raise FieldError(
                 f"determinism.{unknown[0]}", f"unknown key{nearest(unknown[0], ('mode', 'recheck'))}"
@@ -316,21 +316,21 @@ class Spec(Section):
             raise FieldError(
                 RECHECK, f"got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
             )
-        return {**given, "determinism": parts["mode"], RECHECK: share}
+        return {**data, "determinism": parts["mode"], RECHECK: share}
 
     @model_validator(mode="before")
     @classmethod
-    def _optimizer_sharded(cls, given: Any) -> Any:
+    def _optimizer_sharded(cls, data: Any) -> Any:
         """`optimizer.sharded`, as 0.1 has it, as the `sharding` that it is; readable until 0.2."""
-        optimizer = given.get("optimizer") if isinstance(given, dict) else None
+        optimizer = data.get("optimizer") if isinstance(data, dict) else None
         if not isinstance(optimizer, dict) or "sharded" not in optimizer:
-            return given
+            return data
         sharded = optimizer["sharded"]
         if not isinstance(sharded, bool):
             raise ValueError(f"optimizer.sharded: got {shown(sharded)}, wanted true or false")
-        rest = {name: value for name, value in optimizer.items() if name != "sharded"}
-        middle = {"sharding": "optimizer", **given} if sharded else given
-        return {**middle, "optimizer": rest}
+        optimizer_fields = {name: value for name, value in optimizer.items() if name != "sharded"}
+        middle = {"sharding": "optimizer", **data} if sharded else data
+        return {**middle, "optimizer": optimizer_fields}
 
     @model_validator(mode="after")
     def _rechecks_bits(self) -> Self:

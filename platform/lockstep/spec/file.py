@@ -64,11 +64,11 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def _parse(text: str, what: str) -> Any:
+def _parse(text: str, origin: str) -> Any:
     try:
         return yaml_value(text, _Loader)
     except ValueError as error:
-        raise problems.NOT_YAML(what=what, got=error) from error
+        raise problems.NOT_YAML(what=origin, got=error) from error
 
 
 def _another(path: Path) -> str:

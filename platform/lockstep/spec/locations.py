@@ -26,35 +26,37 @@ def _from_root(path: str) -> Path:
         raise problems.NO_HOME(got=shown(path)) from error
 
 
-def storage_location(given: str) -> str:
+def storage_location(location: str) -> str:
     """A checkpoint storage: a path from the root on, also where it was given as a file:// URI of this machine, or another URI as it is.
 
     SpecError for what would lead to another place than it says.
     """
-    if not given.removeprefix("file://").strip():
-        raise problems.STORAGE_EMPTY(got=given)
-    if slip := re.fullmatch("(file|s3|gs):/([^/].*)", given):
-        wanted = f"a path such as /{slip[2]}" if slip[1] == "file" else f"two, {slip[1]}://{slip[2]}"
-        raise problems.STORAGE_SLASH(got=given, wanted=wanted)
+    if not location.removeprefix("file://").strip():
+        raise problems.STORAGE_EMPTY(got=location)
+    if slip := re.fullmatch("(file|s3|gs):/([^/].*)", location):
+        expected = f"a path such as /{slip[2]}" if slip[1] == "file" else f"two, {slip[1]}://{slip[2]}"
+        raise problems.STORAGE_SLASH(got=location, wanted=expected)
     try:
-        uri = urlsplit(given)
+        uri = urlsplit(location)
     except ValueError as error:
-        raise problems.STORAGE_NO_URI(got=shown(given), reason=error) from error
-    if uri.scheme != "file" or "://" not in given:
-        return absolute(given)
+        raise problems.STORAGE_NO_URI(got=shown(location), reason=error) from error
+    if uri.scheme != "file" or "://" not in location:
+        return absolute(location)
     if uri.netloc not in {"", "localhost"}:
-        raise problems.STORAGE_HOST(got=given, host=uri.netloc, path=uri.path)
-    return absolute(given if uri.query else unquote(uri.path))
+        raise problems.STORAGE_HOST(got=location, host=uri.netloc, path=uri.path)
+    return absolute(location if uri.query else unquote(uri.path))
 
 
-def absolute_weights(given: str) -> str:
+def absolute_weights(weights: str) -> str:
     """A run id stays as it is: a word of hexadecimal digits that is no file here."""
-    return given if re.fullmatch("[0-9a-f]{32}", given) and not Path(given).exists() else absolute(given)
+    return (
+        weights if re.fullmatch("[0-9a-f]{32}", weights) and not Path(weights).exists() else absolute(weights)
+    )
 
 
-def tracking_uri(given: str | None) -> str:
-    """The tracking URI where `given` is what was asked for: else MLFLOW_TRACKING_URI, else a file in the working directory."""
-    return _absolute_uri(given or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
+def tracking_uri(uri: str | None) -> str:
+    """The tracking URI, absolute: `uri`, else MLFLOW_TRACKING_URI, else a file in the working directory."""
+    return _absolute_uri(uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
 
 
 def _absolute_uri(uri: str) -> str:

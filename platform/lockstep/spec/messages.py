@@ -61,8 +61,8 @@ def _first(
             named = f"{field}.{key}"
             return named, f"{named}: got {shown(tag)}, wanted {_any_of(first['ctx']['expected_tags'])}"
         case "value_error" if not field:
-            found = first["ctx"]["error"]
-            return getattr(found, "field", ""), str(found)
+            cause = first["ctx"]["error"]
+            return getattr(cause, "field", ""), str(cause)
         case "dict_type" | "model_type" | "model_attributes_type":
             return (
                 field,
@@ -155,7 +155,7 @@ _BOUNDS = {
 
 def _verdict(findings: Sequence[ErrorDetails]) -> str:
     """What would have been right; where a type has alternatives, any of them."""
-    alternatives = dict.fromkeys(filter(None, map(_wanted, findings)))
+    alternatives = dict.fromkeys(filter(None, map(_expected, findings)))
     if alternatives:
         return f"wanted {' or '.join(alternatives)}"
     message = findings[0]["msg"]
@@ -163,7 +163,7 @@ def _verdict(findings: Sequence[ErrorDetails]) -> str:
     return str(reason) if reason else message[:1].lower() + message[1:]
 
 
-def _wanted(finding: ErrorDetails) -> str | None:
+def _expected(finding: ErrorDetails) -> str | None:
     kind, message = finding["type"], finding["msg"]
     if kind in _WANTED:
         return _WANTED[kind]

@@ -35,6 +35,6 @@ class Sharding(Section):
 
 
 ShardingOrMode = Annotated[
-    Sharding, BeforeValidator(lambda given: {"mode": given} if isinstance(given, str) else given)
+    Sharding, BeforeValidator(lambda value: {"mode": value} if isinstance(value, str) else value)
 ]
 """`sharding: full` is `sharding: {mode: full}`."""

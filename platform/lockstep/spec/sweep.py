@@ -203,8 +203,8 @@ class Budget(Section):
     steps: PositiveInt | None = None
 
 
-def _named(given: Any) -> Any:
-    return {"name": given} if isinstance(given, str) else given
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
 Scheduler = Annotated[
@@ -230,13 +230,13 @@ class SweepSpec(Section):
     @model_validator(mode="after")
     def _decides_at_once(self) -> Self:
         evaluate = self.spec.get("evaluate")
-        given = (
+        settings = (
             {f"spec.evaluate.{name}": shown(value) for name, value in evaluate.items() if value}
             if isinstance(evaluate, dict)
             else {}
         )
-        given |= {f"space.{field}": "values to choose from" for field in self.space}
-        for field, value in given.items():
+        settings |= {f"space.{field}": "values to choose from" for field in self.space}
+        for field, value in settings.items():
             if field.partition(".")[2] in ("evaluate.beside", "evaluate.delay"):
                 raise ValueError(
                     f"{field}: got {value}, and a sweep goes by each evaluation before the next step of its trial; leave it out"
@@ -286,35 +286,35 @@ class SweepSpec(Section):
                         f"space.{field}: a value of space.{section}, {shown(value)}, has it too; leave out one of the two"
                     )
 
-    def _check_when(self, field: str, other: str, value: Any) -> None:
-        """ValueError where a field depends on one that is not there, that comes later, or that never has this value."""
+    def _check_when(self, field: str, parent: str, value: Any) -> None:
+        """ValueError where the field that `field` depends on does not exist, comes later, or never has this value."""
         order = list(self.space)
-        owner = _owner(other, order)
+        owner = _owner(parent, order)
         if owner is None:
-            self._check_constant(field, other, value)
+            self._check_constant(field, parent, value)
             return
         if order.index(owner) >= order.index(field):
-            raise ValueError(f"space.{field}: it depends on {other}, which must come before it")
-        domain, subfield = self.space[owner], other.removeprefix(owner).removeprefix(".")
+            raise ValueError(f"space.{field}: it depends on {parent}, which must come before it")
+        domain, subfield = self.space[owner], parent.removeprefix(owner).removeprefix(".")
         if not domain.gives(value, subfield):
             among = domain.values and [shown(_at(each, subfield)) for each in domain.values]
-            wanted = f"one of {', '.join(among)}" if among else f"a value of space.{owner}"
-            raise ValueError(f"space.{field}.when.{other}: got {shown(value)}, wanted {wanted}")
+            expected = f"one of {', '.join(among)}" if among else f"a value of space.{owner}"
+            raise ValueError(f"space.{field}.when.{parent}: got {shown(value)}, wanted {expected}")
 
-    def _check_constant(self, field: str, other: str, value: Any) -> None:
-        """ValueError where no field of the base is called `other`, or none could have this value."""
-        section, _, leaf = other.rpartition(".")
+    def _check_constant(self, field: str, parent: str, value: Any) -> None:
+        """ValueError where the base has no field `parent`, or the field cannot have this value."""
+        section, _, leaf = parent.rpartition(".")
         if section == "job.params" and leaf not in (params := self.spec["job"]["params"]):
-            hint = nearest(other, [*self.space, *(f"job.params.{name}" for name in params)])
-            raise ValueError(f"space.{field}.when.{other}: in neither the space nor spec{hint}")
+            hint = nearest(parent, [*self.space, *(f"job.params.{name}" for name in params)])
+            raise ValueError(f"space.{field}.when.{parent}: in neither the space nor spec{hint}")
         # of another kind the section's other fields may be unknown
-        pair = (section, {leaf: value}) if section and leaf == "name" else (other, value)
+        pair = (section, {leaf: value}) if section and leaf == "name" else (parent, value)
         document = copy.deepcopy(self.spec)
         try:
             put(document, [pair])
             validate(document)
         except SpecError as error:
-            if error.field and f"{other}.".startswith(f"{error.field}."):
+            if error.field and f"{parent}.".startswith(f"{error.field}."):
                 raise ValueError(f"space.{field}.when.{error}") from error
 
     @property

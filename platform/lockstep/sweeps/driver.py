@@ -251,9 +251,9 @@ class _Driver:
         from lockstep.sweeps.recorders import recorders_here
 
         concurrency, bundles = self._places()
-        for text in (found := check_shared(self.spec.base, self.stop, self.progress.say)):
+        for text in (warnings := check_shared(self.spec.base, self.stop, self.progress.say)):
             self.progress.say(f"warning: {text}")
-        self.warnings += found
+        self.warnings += warnings
         self._guardian.tell(new=True)
         with ExitStack() as stack, recorders_here(concurrency, self._guardian.recorded_by) as recorders:
             facts = self._prepare(recorders, gpu="GPU" in bundles[0])
@@ -368,12 +368,12 @@ class _Driver:
     def _places(self) -> tuple[int, list[dict[str, float]]]:
         """How many trials run at a time, and what the workers of one are given."""
         from lockstep.attempts.cluster_watch import most_resources, node_resources
-        from lockstep.attempts.placement import place, room_on
+        from lockstep.attempts.placement import fit_workers, room_on
 
         pbt = self.spec.scheduler.has_population
         # A trial more than there is room for is what asks for a node. A population begins all at once.
         nodes = node_resources() if pbt else most_resources()
-        _, each = place(self.spec.base, nodes)
+        _, each = fit_workers(self.spec.base, nodes)
         workers, room = self.spec.base.workers.min, room_on(each, nodes)
         most = min(self.spec.concurrency or room, self.spec.total)
         if pbt and most < self.spec.total:  # so many bundles that no more trials than that fit

@@ -6,7 +6,6 @@ A fault of the machine that is met there is no mistake: it is tried again as an 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from lockstep.errors import LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events.union import tell_nobody
+from lockstep.running_time import running_s
 from lockstep.spec.fields import KeepBest
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
@@ -84,10 +84,10 @@ def _on_gpu(
         ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source, gpu=True)
     )
     whose = "a worker with a GPU, which was to prepare a trial,"
-    limit_s, announced, began = spec.base.faults.longest_start_s, False, time.monotonic()
+    limit_s, announced, began = spec.base.faults.longest_start_s, False, running_s()
     try:
         while not ray.wait([ref], timeout=LOOK_S)[0]:
-            waited_s = time.monotonic() - began
+            waited_s = running_s() - began
             stop.check()  # there is nothing to save yet
             if waited_s > limit_s:
                 raise unanswered(whose, limit_s)
@@ -122,6 +122,19 @@ def _prepared(
         raise lockstep_error from error
 
 
+def _of_sweep(error: SpecError) -> LockstepError:
+    """The error with `metric`, the field of the sweep, in place of the field of a trial's spec that it becomes."""
+
+    def renamed(text: str) -> str:
+        return text.replace("checkpoint.keep_best.metric", "metric").replace("checkpoint.keep_best", "metric")
+
+    sweep_error = error.with_message(renamed(str(error)))
+    for name in ("field", "evidence", "remedy"):
+        setattr(sweep_error, name, renamed(getattr(error, name)))
+    sweep_error.facts = {name: renamed(value) for name, value in error.facts.items()}
+    return sweep_error
+
+
 def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:
     first = sweep.trial(sweep.sample(0))
     spec = first.model_copy(
@@ -138,12 +151,7 @@ def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:
         with determinism(spec.determinism, spec.threads):
             run = prepare(spec, load_job(spec.job.use, spec.job.params), group, tell_nobody)
     except SpecError as error:
-        line = (
-            str(error)
-            .replace("checkpoint.keep_best.metric", "metric")
-            .replace("checkpoint.keep_best", "metric")
-        )
-        raise error.with_message(line) from error
+        raise _of_sweep(error) from error
     return {
         "total_steps": run.plan.total_steps,
         "first_evaluation": next(

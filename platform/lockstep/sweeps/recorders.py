@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +34,7 @@ from lockstep.record.events.union import (
 from lockstep.record.mirror.run_store import Status, StoredRun
 from lockstep.record.mirror.stores import find_history, warm_up
 from lockstep.record.recorder import Recorder
+from lockstep.running_time import join, running_s, wait_for
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
@@ -58,13 +58,14 @@ AGAIN = "no trial has begun since: give the command again"
 
 
 class TrialRecorder:
-    """The record of one trial, and what is seen of it. A run of the same identity that is finished is found before this one exists."""
+    """The record of one trial, and its state. A finished run of the same identity is looked for before the trial has a run of its own."""
 
     def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
         self.view, self.asked = RunView(attempt=0), Asked()
         self.rendezvous, self._first = TrialRendezvous(0, 0, self._gone_on), 0
-        self.found: StoredRun | None = None
+        self.reused_run: StoredRun | None = None
+        """A finished run of the same identity, which stands for this trial."""
         self.closed = False
         self._recorder: Recorder | None = Recorder(
             spec,
@@ -98,13 +99,13 @@ class TrialRecorder:
 
     def begun(self) -> str | None:
         """The id of the run, which is waited for where it is on its way; None where nothing has begun one."""
-        return self.run_id() if self._started is not None and self.found is None else None
+        return self.run_id() if self._started is not None and self.reused_run is None else None
 
     def known_or_reused(self) -> str | None:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
-        if not self._looked.wait(ANSWER_S):
+        if not wait_for(self._looked.wait, ANSWER_S):
             raise unanswered("rank 0, which should have described the trial,", ANSWER_S)
-        return self.run_id() if self.found is None else None
+        return self.run_id() if self.reused_run is None else None
 
     def begin(self, attempt: int, workers: int) -> None:
         """Another attempt begins, with so many workers."""
@@ -144,13 +145,13 @@ class TrialRecorder:
     def record(self, *events: Event) -> None:
         """Have events recorded, unless a finished run stands for this one."""
         recorder = self._recorder
-        if self.found is None and recorder is not None:
+        if self.reused_run is None and recorder is not None:
             recorder.tell(*events)
 
     def _start(self, started: Started) -> None:
         first, self._started = self._started is None, started
         if first and self._looks:
-            self.found = find_proven(
+            self.reused_run = find_proven(
                 self.spec.record.uri or "",
                 started.facts["identity"],
                 self.spec.folder,
@@ -159,7 +160,7 @@ class TrialRecorder:
                 environment=started.facts.get("environment") or {},
             )
         recorder = self._recorder
-        if self.found is None and recorder is not None:
+        if self.reused_run is None and recorder is not None:
             if first:
                 recorder.start()
             recorder.tell(started)
@@ -167,8 +168,8 @@ class TrialRecorder:
 
     def adopt(self) -> tuple[str, list[EvaluationRow], str]:
         """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its id, evaluations and digest."""
-        assert self.found is not None and self._started is not None and self._recorder is not None
-        stored_run, self.found = self.found, None
+        assert self.reused_run is not None and self._started is not None and self._recorder is not None
+        stored_run, self.reused_run = self.reused_run, None
         history = find_history(self.spec.record.uri or "", stored_run.run_id, self.spec.folder)
         self._recorder.start()
         self._recorder.tell(
@@ -340,15 +341,15 @@ class RecordersActor:
         for recorder in self._recorders.values():
             if not recorder.closed:
                 self._end(recorder, message, "KILLED")
-        until = time.monotonic() + CLOSING_S
+        until = running_s() + CLOSING_S
         for thread in self._closing:
-            thread.join(max(0.0, until - time.monotonic()))
+            join(thread, until - running_s())
         if any(thread.is_alive() for thread in self._closing):
             return [*self._failures, problems.UNWRITTEN(seconds=f"{CLOSING_S:.0f}")]
         return self._failures
 
     def _end(self, recorder: TrialRecorder, message: str, status: EndStatus, details: str = "") -> None:
-        if not recorder.closed and recorder.found is None:
+        if not recorder.closed and recorder.reused_run is None:
             recorder.end(message, details, status)
             self._close(recorder)
 

@@ -159,10 +159,10 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         new = self._decisions.events[self._lived :]
         last = {event["trial"]: index for index, event in enumerate(new) if "heard" in event}
 
-        def order(place: int) -> float:
-            """Of a trial that ended under a version that did not record what was heard, the results have come after the end."""
-            event = new[place]
-            return max(place, last.get(event["trial"], 0) + 0.5) if "status" in event else place
+        def order(position: int) -> float:
+            """The end of a trial comes after its results. In a sweep of a version that recorded no results, they stand behind the end."""
+            event = new[position]
+            return max(position, last.get(event["trial"], 0) + 0.5) if "status" in event else position
 
         for index in sorted(range(len(new)), key=order):
             self._rule.take(new[index])
@@ -185,32 +185,36 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         written before they begin: so the run and the step stand in their configuration.
         """
         for current in self._trials:
-            number, taken = self._numbers[current.trial_id], current.config["trial"]
-            if taken != number:
-                current.config |= {"trial": number, "fork": self._reached[taken]}
-                origin = next(trial for trial in self._trials if self._numbers[trial.trial_id] == taken)
+            number, source_number = self._numbers[current.trial_id], current.config["trial"]
+            if source_number != number:
+                current.config |= {"trial": number, "fork": self._reached[source_number]}
+                origin = next(
+                    trial for trial in self._trials if self._numbers[trial.trial_id] == source_number
+                )
                 current.config["fields"] = self._explored(number, current.config, origin.config["fields"])
 
-    def _explored(self, number: int, config: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields with which a trial goes on that took over the state, and the fields `taken`, of another one.
+    def _explored(
+        self, number: int, config: Mapping[str, Any], source_fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The fields of a trial that goes on from another trial's state; `source_fields` are that trial's.
 
         Tune's, which know no bounds, within the space; what was decided before stays.
         """
         step, fields = config["fork"][STEP], dict(config["fields"])
         explored = self._decisions.explored(number, step)
         if explored is None:
-            explored = self._within(fields, taken)
+            explored = self._within(fields, source_fields)
             if explored != fields and self._resumed and self._begun(number, config):
                 explored = fields  # by a version that left the space
             self._decisions.explore(number, step, explored)
         return explored
 
-    def _within(self, fields: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-        """Explored fields in their domains; where no spec has all of them, those that one has beside what was `taken`."""
+    def _within(self, fields: Mapping[str, Any], source_fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Explored fields in their domains; where no spec has all of them, as many of them as a spec accepts beside the `source_fields`."""
         within = {field: self._sweep.space[field].nearest(value) for field, value in fields.items()}
         if self._is_spec(within):
             return within
-        accepted = dict(taken)
+        accepted = dict(source_fields)
         for field, value in within.items():
             if self._is_spec({**accepted, field: value}):
                 accepted[field] = value

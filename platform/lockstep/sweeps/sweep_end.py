@@ -85,11 +85,11 @@ def main() -> None:
     """As `lockstep.record.runs.ending.main`, for a sweep."""
 
     def recorded(
-        told: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float
+        request: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float
     ) -> str | None:
-        sweep, sweep_id, recorders = load_sweep(told["sweep"]), told["run_id"], told["recorders"]
+        sweep, sweep_id, recorders = load_sweep(request["sweep"]), request["run_id"], request["recorders"]
         return record_sweep_end(
-            sweep, sweep_id, failed, documents, recorders, driver=told["driver"], release_s=release_s
+            sweep, sweep_id, failed, documents, recorders, driver=request["driver"], release_s=release_s
         )
 
     answered(recorded)

@@ -199,8 +199,10 @@ def end_abandoned(sweep: SweepSpec, sweep_id: str, failed: Failed) -> bool:
     Its table stays as it was told last. RecordError where the store refuses.
     """
     base = sweep.base
-    found = reader(base.record.uri or "", base.folder).run(sweep_id)
-    if found.status != "RUNNING" and not found.tags.get("lockstep.vanished"):  # a mark that a reader has made
+    stored_run = reader(base.record.uri or "", base.folder).run(sweep_id)
+    if stored_run.status != "RUNNING" and not stored_run.tags.get(
+        "lockstep.vanished"
+    ):  # a mark that a reader has made
         return False
     store = store_for(base.model_copy(update={"name": sweep.name}), time.time())
     store.open(sweep_id)

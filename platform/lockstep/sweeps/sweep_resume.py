@@ -66,12 +66,12 @@ def resume_sweep(
         return run_sweep(replace(options, source=source), spec, sweep_id, lease)
 
 
-def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
+def _refuse_changes(sweep_id: str, recorded: Spec, spec: Spec) -> None:
     """SpecError for the first field that would change the bits of the trials, and for a secret that the record has not and nobody gives."""
-    for name in redacted_fields({**after.document(), "record": {}}):
+    for name in redacted_fields({**spec.document(), "record": {}}):
         raise problems.SECRET_FIELD(field=name, sweep=sweep_id)
-    hidden = redacted_fields(before.document())
-    for name, old, new in changed_fields(before, after):
+    hidden = redacted_fields(recorded.document())
+    for name, old, new in changed_fields(recorded, spec):
         if not any(name.startswith(field) for field in hidden):
             raise problems.FIELD_CHANGED(field=name, sweep=sweep_id, wanted=shown(old), got=shown(new))
 

@@ -247,12 +247,12 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         )
         last = [standing.ended[order] for order in range(max(0, self._ends - LAST_SHOWN), self._ends)]
         self._progress.table(
-            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{leader}{self._left()}",
+            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{leader}{self._remaining()}",
             [*last, *self._going.values()],
         )
 
-    def _left(self) -> str:
-        """The time that is left, from what the trials so far took."""
+    def _remaining(self) -> str:
+        """The remaining time, estimated from what the trials so far took."""
         if not self._ends:
             return ""
         spent = time.monotonic() - self._began

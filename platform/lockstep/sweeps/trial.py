@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -45,10 +46,11 @@ from lockstep.errors import (
 from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events.union import EvaluationRow, Warned
+from lockstep.record.events.union import EvaluationRow, StageEnded, Warned
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_history, find_run
+from lockstep.running_time import join, wait_for
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
@@ -204,8 +206,7 @@ class Training:
     def leave(self) -> bool:
         """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers are all there, and have ended it too."""
         self._rank_zero.leave()
-        self._thread.join(3 * PATIENCE_S)
-        if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
+        if not join(self._thread, 3 * PATIENCE_S):  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
         others = [*self._others.values()]
         if not others or self._outlived:
@@ -232,10 +233,10 @@ class Training:
                 give_name(storage, name, begun)
             run_id = begun
         if run_id is not None:
-            found = find_run(spec.record.uri or "", run_id, spec.folder)
-            ended = found.status == "FINISHED" or self._end is not None
-            if ended and (history := self._history(found)) is not None:
-                self._replay(found, history)
+            stored_run = find_run(spec.record.uri or "", run_id, spec.folder)
+            ended = stored_run.status == "FINISHED" or self._end is not None
+            if ended and (history := self._history(stored_run)) is not None:
+                self._replay(stored_run, history)
                 return
         origin = AttemptOrigin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
         opened = self._recorders.open.remote(
@@ -244,10 +245,11 @@ class Training:
         answer_of(opened, RECORDER, ANSWER_S)
         sender = self._rank_zero.begin(origin.attempt)
         sender.tell(listening(0))
+        sender.tell(StageEnded("arrival", time.time()))
         if run_id is not None:
             self.run_id = run_id
         else:
-            self._rank_zero.on_run_id = lambda found: self._name(storage, name, found)
+            self._rank_zero.on_run_id = lambda new_run_id: self._name(storage, name, new_run_id)
         try:
             summary = self._fit(origin)
         finally:
@@ -275,25 +277,29 @@ class Training:
         self._recorders.close_trial.remote(key)
         self._over("reused", f"run {reused_id} has the same identity and is finished", digest)
 
-    def _history(self, found: StoredRun) -> Rows | None:
+    def _history(self, stored_run: StoredRun) -> Rows | None:
         """The rows of a run that has ended; None where it was cut off before all were written, or only its status says that it ended."""
-        if found.status == "FINISHED" and doubt(found, self.spec.record.uri or "", self.spec.folder):
+        if stored_run.status == "FINISHED" and doubt(
+            stored_run, self.spec.record.uri or "", self.spec.folder
+        ):
             return None
         try:
-            history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
+            history = find_history(self.spec.record.uri or "", stored_run.run_id, self.spec.folder)
         except StorageError:
-            if found.status == "FINISHED":
+            if stored_run.status == "FINISHED":
                 raise
             return None
         last = history.evaluations[-1].step if history.evaluations else 0
-        return history if found.status == "FINISHED" or last >= (self._end or {}).get("step", 0) else None
+        return (
+            history if stored_run.status == "FINISHED" or last >= (self._end or {}).get("step", 0) else None
+        )
 
-    def _replay(self, found: StoredRun, history: Rows) -> None:
+    def _replay(self, stored_run: StoredRun, history: Rows) -> None:
         """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
-        self.run_id = found.run_id
+        self.run_id = stored_run.run_id
         self._give_all(history.evaluations)
         end = self._end or {}
-        digest = found.summary.get("weights_digest")
+        digest = stored_run.summary.get("weights_digest")
         self._over(end.get("status", "finished"), end.get("reason", ""), digest)
 
     def _fit(self, origin: AttemptOrigin) -> dict[str, Any] | None:
@@ -351,7 +357,7 @@ class Training:
                 except ray.exceptions.RayError as error:
                     if self._outlives(client, rank, error):
                         continue
-                    if not over.wait(PATIENCE_S):
+                    if not wait_for(over.wait, PATIENCE_S):
                         lost = problems.PROCESS_LOST(what="a worker of the trial", got=why_lost(str(error)))
                         self._broke(first_cause([*self._others.values()], lost))
                     return
@@ -363,9 +369,9 @@ class Training:
         with suppress(ray.exceptions.RayError, SilentError):  # without the recorders nobody goes on
             if client.lose(rank):
                 self._outlived = True
-                self._others = {other: work for other, work in self._others.items() if other != rank}
-                what = f"rank {rank} of trial {self.number} was lost: {why_lost(str(error))}"
-                self._rank_zero.tell(Warned(f"{what}; the others go on without it"))
+                self._others = {peer: work for peer, work in self._others.items() if peer != rank}
+                loss = f"rank {rank} of trial {self.number} was lost: {why_lost(str(error))}"
+                self._rank_zero.tell(Warned(f"{loss}; the others go on without it"))
                 return True
         return False
 
@@ -376,7 +382,7 @@ class Training:
             error = problems.PROCESS_LOST(what="a process of the sweep", got=why_lost(str(error)))
         lockstep_error = as_lockstep_error(error, "rank 0")
         if isinstance(lockstep_error, TransientStorageError):  # Tune begins at once with the next attempt
-            self._rank_zero.rest(FIRST_STORAGE_PAUSE_S)
+            self._rank_zero.pause(FIRST_STORAGE_PAUSE_S)
         if isinstance(lockstep_error, ClusterError | CorruptionError | TransientStorageError):
             self.results.put({"lost": str(lockstep_error)})
             return

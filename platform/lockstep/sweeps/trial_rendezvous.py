@@ -135,9 +135,9 @@ def trial_rendezvous(
     """Where a worker meets the others after a loss; `seat` makes its seat in their new group. On the way out nobody waits for this worker any more."""
     stores: list[Any] = []
 
-    def seated(group: Group, number: int, before: Seat) -> Seat:
+    def seated(group: Group, number: int, previous: Seat) -> Seat:
         stores.append(group.store)
-        return seat(group, next_attempt(before.origin, number))
+        return seat(group, next_attempt(previous.origin, number))
 
     with RendezvousHandler(
         attempt, worker, ray.util.get_node_ip_address(), secret, client, seated

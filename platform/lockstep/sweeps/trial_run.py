@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.attempts.sender import ALIVE_S, Sender
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.running_time import wait_for
 from lockstep.sweeps import problems
 from lockstep.sweeps.recorders import ANSWER_S
 
@@ -36,10 +38,10 @@ class TrialRun:
         self._facts, self._give = dict(facts), give
         self._sender: Sender
         self._attempt = 0
-        self._given = -1
+        self._given_step = -1
         """The step of the last evaluation that Tune was given."""
-        self._wanted = threading.Event()
-        self._left = threading.Event()
+        self._result_wanted = threading.Event()
+        self._dismissed = threading.Event()
         self._save_errors: dict[int, str | None] = {}
         self._saved = threading.Condition()
 
@@ -59,21 +61,21 @@ class TrialRun:
 
     def want(self) -> None:
         """Tune wants the next result."""
-        self._wanted.set()
+        self._result_wanted.set()
 
     def leave(self) -> None:
         """Tune wants no more of this trial."""
-        self._left.set()
-        self._wanted.set()
+        self._dismissed.set()
+        self._result_wanted.set()
 
-    def rest(self, seconds: float) -> None:
-        """Wait, but no longer than until Tune wants no more of this trial."""
-        self._left.wait(seconds)
+    def pause(self, seconds: float) -> None:
+        """Wait for so long, or until Tune wants no more of this trial."""
+        self._dismissed.wait(seconds)
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
         with self._saved:
-            self._saved.wait_for(lambda: step in self._save_errors, SAVE_S)
+            wait_for(partial(self._saved.wait_for, lambda: step in self._save_errors), SAVE_S)
         error = self._save_errors.get(step, f"no result of the save after {SAVE_S:.0f} s")
         if error is not None:
             raise problems.UNSAVED(step=step, got=error)
@@ -82,7 +84,7 @@ class TrialRun:
 
     def tell(self, event: Event) -> None:
         """Take an event of rank 0."""
-        if self._left.is_set():
+        if self._dismissed.is_set():
             return  # the code that ended the trial records its outcome
         match event:
             case Started():
@@ -102,7 +104,7 @@ class TrialRun:
         self._sender.tell(event)
 
     def stop(self) -> bool:
-        return self._left.is_set() or self._sender.stop()
+        return self._dismissed.is_set() or self._sender.stop()
 
     def save(self) -> bool:
         return self._sender.save()
@@ -119,19 +121,19 @@ class TrialRun:
         if self.on_run_id is not None and not self._learn():
             return False
         if self.pending is not None:
-            self._wanted.clear()
+            self._result_wanted.clear()
             row, self.pending = self.pending, None
             if not self._give_once(row):  # workers that go on in memory have evaluated it again
-                return not self._left.is_set()
-            while not self._left.is_set() and not self._wanted.wait(ALIVE_S):
+                return not self._dismissed.is_set()
+            while not self._dismissed.is_set() and not self._result_wanted.wait(ALIVE_S):
                 self._sender.tell(Alive())  # held, and not hung
-        return not self._left.is_set()
+        return not self._dismissed.is_set()
 
     def _give_once(self, row: EvaluationRow) -> bool:
         """Give Tune an evaluation, unless it had it. Whether it was given."""
-        if row.step <= self._given:
+        if row.step <= self._given_step:
             return False
-        self._given = row.step
+        self._given_step = row.step
         self._give(row)
         return True
 

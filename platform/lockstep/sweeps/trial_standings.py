@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 TrialRow = Mapping[str, Any]
 """A row of a sweep's table."""
 
-_Place = tuple[bool, float, int]
+_SortKey = tuple[bool, float, int]
 """Whether a trial has no value, its value so that less is better, its number."""
 
 
@@ -19,7 +19,7 @@ class _Counted(NamedTuple):
 
     status: str
     step: int
-    place: _Place
+    sort_key: _SortKey
 
 
 class Standing:
@@ -40,7 +40,9 @@ class Standing:
     @property
     def best(self) -> TrialRow | None:
         """The trial with the best value, or None."""
-        return None if self._first is None or self._counted[self._first].place[0] else self.rows[self._first]
+        return (
+            None if self._first is None or self._counted[self._first].sort_key[0] else self.rows[self._first]
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -49,30 +51,30 @@ class Standing:
 
     def take(self, row: TrialRow) -> None:
         """A trial is new, or has changed."""
-        number, now = row["trial"], _Counted(row["status"], row["step"], place(row, self._mode))
-        before = self._counted.get(number)
-        self._counted[number], self.rows[number] = now, row
-        if before is not None:
-            self._counts[before.status] -= 1
-            self.steps -= before.step
-        self._counts[now.status] += 1
-        self.steps += now.step
+        number, current = row["trial"], _Counted(row["status"], row["step"], sort_key(row, self._mode))
+        previous = self._counted.get(number)
+        self._counted[number], self.rows[number] = current, row
+        if previous is not None:
+            self._counts[previous.status] -= 1
+            self.steps -= previous.step
+        self._counts[current.status] += 1
+        self.steps += current.step
         if row["order"] is not None:
             self.ended[row["order"]] = row
-        if self._first is None or now.place < self._counted[self._first].place:
+        if self._first is None or current.sort_key < self._counted[self._first].sort_key:
             self._first = number
-        elif number == self._first and before is not None and now.place > before.place:
-            self._first = min(self._counted, key=lambda candidate: self._counted[candidate].place)
+        elif number == self._first and previous is not None and current.sort_key > previous.sort_key:
+            self._first = min(self._counted, key=lambda candidate: self._counted[candidate].sort_key)
 
 
 def best_of(trials: Sequence[TrialRow], mode: str) -> TrialRow | None:
     """The trial with the best value; of equal ones the one of the lowest number. None where no trial has one."""
-    best = min(trials, key=lambda trial: place(trial, mode), default=None)
-    return None if best is None or place(best, mode)[0] else best
+    best = min(trials, key=lambda trial: sort_key(trial, mode), default=None)
+    return None if best is None or sort_key(best, mode)[0] else best
 
 
-def place(trial: TrialRow, mode: str) -> _Place:
-    """What trials are ranked by, the best first: those that failed or have no value are last."""
+def sort_key(trial: TrialRow, mode: str) -> _SortKey:
+    """What trials are sorted by, the best first: those that failed or have no value are last."""
     value, number = trial["metric"], trial["trial"]
     if value is None or trial["status"] == "failed" or math.isnan(value):
         return True, 0.0, number

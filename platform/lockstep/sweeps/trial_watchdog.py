@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.progress_watchdog import end_with_stacks
+from lockstep.attempts.progress_watchdog import end_with_stacks, hung
 from lockstep.clusters.bounded_calls import unanswered
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
@@ -29,7 +29,7 @@ class SweepWatchdog:
         self._asked_at = 0.0
 
     def end_hung(self) -> dict[int, str]:
-        """End the trials that hang; why, by their number. What their ranks were doing goes into their records.
+        """End the trials that hang; why, by their number. The stacks of their ranks go into their records.
 
         SilentError where the recorders themselves are lost, or do not answer for NEWS_S.
         """
@@ -44,8 +44,7 @@ class SweepWatchdog:
                 name = f"stacks-attempt-{view.attempt}.txt"
                 members = [view.members[rank] for rank in sorted(view.members)]
                 self._recorders.document.remote(str(number), name, end_with_stacks(members))
-                what = "no rank made progress for" if patience.begun else "no first step within"
-                reasons[number] = f"{what} {patience.bound_s:.0f} s; what each was doing is in {name}"
+                reasons[number] = str(hung(patience, view.stage_ends, name))
         return reasons
 
     def _views(self) -> dict[int, RunView]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lockstep.communication.group import Group
 from lockstep.job.inputs.external_facts import COPIED, MOST_TOLD, UNKNOWN, UNREPEATABLE, Files
-from lockstep.job.inputs.external_reads import ABSENT, content_of, taken
+from lockstep.job.inputs.external_reads import ABSENT, content_of, merged
 from lockstep.job.inputs.imports import Imported
 from lockstep.job.inputs.process_queries import ENVIRONMENT, answers, asked, unrepeatable
 from lockstep.job.inputs.replaced_functions import process_facts
@@ -35,7 +35,7 @@ class ExternalInputs(NamedTuple):
 def external_inputs_of(spec: Spec, job: Job, group: Group, imported: Imported) -> ExternalInputs:
     """What the job has taken on any rank so far. All ranks call it."""
     files = Files(spec, imported.paths)
-    found = taken(reads.outside for reads in reads_by(job, imported.paths))
+    found = merged(reads.outside for reads in reads_by(job, imported.paths))
     steady = {
         name: content
         for path, content in found.steady.items()

@@ -39,7 +39,7 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     """
     folder = None if run.group.rank > 0 else kept_in(run, seat)
     if run.state.sharding is not None:
-        folder = run.group.given(folder, 0)  # the others send their rows
+        folder = run.group.broadcast_object(folder, 0)  # the others send their rows
     if folder is None or seat.origin is None:
         return []
     best = run.state.best.weights

@@ -221,7 +221,7 @@ def prepare(
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
     if made and deferred is None and asks_for_shards(spec, sum(p.nbytes for p in model.parameters())):
         warn(f"sharding: every worker begins with the whole model: {made}")
-    for text in (*job._told, *short_parameters(model), *learning_in_evaluation_mode(model)):
+    for text in (*job._model_warnings, *short_parameters(model), *learning_in_evaluation_mode(model)):
         warn(text)
     evaluates = bool(data.held_out) and has_evaluation_loss(job) and "eval" in data.held_out
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
@@ -312,7 +312,7 @@ def rehearse_sharded(
     state = rehearsal.state
     # One rank finds them out for all: it computes a forward, and with initial_weights reads them once through.
     on_rank_0 = group.together(lambda: rehearsal.units(deferred) if group.rank == 0 else [])
-    units = group.given(on_rank_0, 0)
+    units = group.broadcast_object(on_rank_0, 0)
     calls = Calls.of_units(deferred.model.get_submodule(name) for name in units)
     fill = deferred.fill if deferred.weights is None else deferred.fill_blank
     shard(rehearsal.spec, rehearsal.job, state, group, calls, fill)

@@ -188,7 +188,7 @@ def test_a_worker_that_rays_trainer_starts_is_the_first_of_its_rank_or_joins_or_
     mailbox.begin(1, workers=2)
     slots = [mailbox.take_slot(1, rank, [f"of {rank}"]) for rank in (0, 1)]
     assert slots == [TrainerSlot(0), TrainerSlot(1)]
-    assert mailbox.slots(1).held == {0: ["of 0"], 1: ["of 1"]}  # a loss is noticed from here on
+    assert mailbox.slots(1).references == {0: ["of 0"], 1: ["of 1"]}  # a loss is noticed from here on
     assert mailbox.take_slot(1, 1, ["of none"]) == TrainerSlot(None)  # not all train yet: nobody goes on
     for worker in (0, 1):
         mailbox.tell(1, [joined(worker)])

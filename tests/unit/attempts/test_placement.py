@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.attempts import problems
-from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, place, rooms_for_more
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, fit_workers, nodes_for, rooms_for_more
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -72,7 +72,7 @@ def test_as_many_workers_are_planned_as_fit_on_the_nodes(
 ) -> None:
     """Ray would wait for ever for a placement of more, though the cluster has the sum."""
     cpus = int(each["CPU"])
-    assert place(spec_with(min=1, max=8, cpus_each=cpus), nodes) == (workers, each)
+    assert fit_workers(spec_with(min=1, max=8, cpus_each=cpus), nodes) == (workers, each)
     free = {str(number): node for number, node in enumerate(nodes)}
     placed_there = WorkerPlacement(workers, each, frozenset(free), frozenset())
     assert nodes_for(placed_there, free)
@@ -80,10 +80,10 @@ def test_as_many_workers_are_planned_as_fit_on_the_nodes(
 
 def test_nodes_that_are_too_small_by_themselves_are_refused_in_one_line() -> None:
     with pytest.raises(SpecError) as caught:
-        place(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 3.0}, {"CPU": 3.0}])
+        fit_workers(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 3.0}, {"CPU": 3.0}])
     assert str(caught.value) == (
         "workers.min: got 3 workers of 2 CPU each, but the cluster has 6 CPU, enough for 2 on its 2 nodes; "
         "lower workers.min or workers.cpus_each, or add nodes"
     )
     with raises(problems.TOO_SMALL, have="4 CPU", fit=2):
-        place(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 2.0}, {"CPU": 2.0}])
+        fit_workers(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 2.0}, {"CPU": 2.0}])

@@ -44,10 +44,10 @@ def test_of_two_that_differ_again_the_one_that_contradicts_itself_is_wrong() -> 
     untrusted_workers.judge(found(1, 5, 6), NODES)
     verdict = untrusted_workers.judge(found(2, 5, 8), NODES)
     assert verdict.nodes == {"b"}
-    assert (verdict.found.wrong, verdict.found.how) == ((1,), "repetition")
+    assert (verdict.corruption.wrong, verdict.corruption.how) == ((1,), "repetition")
     assert (
         "rank 1 (host host-1, cuda:0, GPU-1, process 201) had other weights than when it was computed again"
-        in str(verdict.found)
+        in str(verdict.corruption)
     )
     assert not untrusted_workers.doubts
 
@@ -57,7 +57,7 @@ def test_two_that_each_say_the_same_again_are_both_named() -> None:
     untrusted_workers.judge(found(1, 5, 6), NODES)
     verdict = untrusted_workers.judge(found(2, 5, 6), NODES)
     assert verdict.nodes == {"a", "b"}
-    assert "which is wrong cannot be told from these alone: rank 0" in str(verdict.found)
+    assert "which is wrong cannot be told from these alone: rank 0" in str(verdict.corruption)
 
 
 def test_the_same_step_on_other_workers_is_the_jobs() -> None:

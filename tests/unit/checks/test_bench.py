@@ -14,8 +14,8 @@ from torch import nn
 
 from lockstep.calls.checking import bench_spec
 from lockstep.checks import bench_worker, processes
-from lockstep.checks.bench import PARTS, Benched, Speed, bench, first_difference
-from lockstep.checks.bench_worker import Taken
+from lockstep.checks.bench import PARTS, BenchResult, Speed, bench, first_difference
+from lockstep.checks.bench_worker import StepTimes
 from lockstep.checks.processes import Ended, Process, first_failure, run_together
 from lockstep.errors import LockstepError, SpecError
 from lockstep.spec.loading import load_spec
@@ -62,7 +62,7 @@ def test_the_line_of_a_worker_that_fails_is_told_and_the_others_end(monkeypatch:
 
 
 def speed(workers: int, losses: tuple[str, ...], digests: tuple[str, ...], *taken: float) -> Speed:
-    return Speed(workers, 1.0, Taken(*(taken or (0.0, 1.0, 0.0, 0.0))), losses, digests, "cpu")
+    return Speed(workers, 1.0, StepTimes(*(taken or (0.0, 1.0, 0.0, 0.0))), losses, digests, "cpu")
 
 
 def test_the_first_difference_is_a_loss_or_the_weights_of_a_rank() -> None:
@@ -74,7 +74,7 @@ def test_the_first_difference_is_a_loss_or_the_weights_of_a_rank() -> None:
 
 
 def test_what_a_part_takes_more_of_all_workers_is_lost_to_it() -> None:
-    found = Benched(
+    found = BenchResult(
         1,
         [speed(1, (), ("a",), 1.0, 6.0, 0.0, 1.0), speed(2, (), ("a", "a"), 0.5, 3.0, 1.0, 0.5)],
         True,

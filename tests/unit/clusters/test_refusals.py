@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import running_time
 from lockstep.clusters import connection, core_watch, local_cluster, node_departure, problems, reachability
 from lockstep.clusters.core_watch import Part
 from tests.raised import raises
@@ -55,6 +56,41 @@ def test_how_a_process_of_the_cluster_has_ended_is_told() -> None:
         assert (error.code, error.facts["got"].partition(";")[0]) == (problems.CORE_GONE.code, how)
     silent = core_watch._silent("gcs_server", "head:6379", "does not answer")
     assert (silent.code, silent.facts["address"]) == (problems.CORE_SILENT.code, "head:6379")
+
+
+@pytest.mark.parametrize("silent", ["raylet", "gcs_server"])
+def test_a_part_of_the_cluster_is_lost_after_its_silence_and_not_after_a_stop(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is stopped for longer than the limit while it asks: the part answers again, and then no more."""
+    monkeypatch.setattr(running_time, "MOST_S", 0.02)
+    wall_s, stopped_s, asked = time.monotonic, 0.0, list[str]()
+    monkeypatch.setattr(running_time.time, "monotonic", lambda: wall_s() + stopped_s)
+    for name, seconds in {"ASK_S": 0.01, "LOOK_S": 0.01, "GCS_SILENT_S": 0.1, "RAYLET_SILENT_S": 0.1}.items():
+        monkeypatch.setattr(core_watch, name, seconds)
+
+    def answers(part: str) -> bool:
+        nonlocal stopped_s
+        if part != silent:
+            return True
+        asked.append(part)
+        if len(asked) == 2:
+            stopped_s = 60.0
+        return len(asked) in (1, 3)
+
+    def check(address: str, look: Any) -> None:
+        if not answers("gcs_server"):
+            raise problems.NO_ANSWER(got=address, why="it is silent")
+
+    monkeypatch.setattr(core_watch, "reached", lambda host, port: answers("raylet"))
+    monkeypatch.setattr(core_watch, "check_answers", check)
+    lost = list[Any]()
+    watch = core_watch.CoreWatch(SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
+    monkeypatch.setattr(watch, "_lose", lambda error, *_: lost.append(error))
+    watch._watch_joined("head:6379", ("head", 7000))
+    assert len(asked) > 4
+    (error,) = lost
+    assert (error.code, error.facts["part"]) == (problems.CORE_SILENT.code, core_watch.PARTS[silent])
 
 
 def test_nodes_that_do_not_start_are_told_with_their_last_line(tmp_path: Path) -> None:

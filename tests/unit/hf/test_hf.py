@@ -629,8 +629,8 @@ def test_a_new_head_is_told_and_nothing_else_is_new(
         "lockstep.hf:SequenceClassifier", of_folder(folder, saved(tmp_path / "whole", config, kind))
     )
     job.model()
-    assert len(job._told) >= len(new)
-    for told, name in zip(job._told, new, strict=False):
+    assert len(job._model_warnings) >= len(new)
+    for told, name in zip(job._model_warnings, new, strict=False):
         assert told.startswith(f"job.params.path: {name!r}"[:-1]) and "it begins with random values" in told
     for number, (change, more) in enumerate(
         [

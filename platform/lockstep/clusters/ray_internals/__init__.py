@@ -250,8 +250,8 @@ def _differs(part: Part) -> str | None:
     return None
 
 
-def _found(name: str) -> Any:
-    """What is at `module:attribute.attribute`."""
+def _resolve(name: str) -> Any:
+    """The object at `module:attribute.attribute`."""
     module, _, path = name.partition(":")
     target: Any = importlib.import_module(module)
     for attribute in path.split("."):
@@ -262,7 +262,7 @@ def _found(name: str) -> Any:
 def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
     """What is wrong with `module:attribute.attribute`; None if nothing is."""
     try:
-        target = _found(name)
+        target = _resolve(name)
     except (ImportError, AttributeError) as error:
         return f"{name} is not there ({type(error).__name__})"
     if parameters is None:
@@ -277,16 +277,16 @@ def _lacks(name: str, attributes: tuple[str, ...]) -> str | None:
     problem = _problem(name, None)
     if problem is not None:
         return problem
-    target = _found(name)
+    target = _resolve(name)
     return next((f"{name} has no {each}" for each in attributes if not _has(target, each)), None)
 
 
-def _has(found: type, attribute: str) -> bool:
+def _has(kind: type, attribute: str) -> bool:
     """Whether instances of a class have an attribute: the class has it, declares it for them, or sets it in a method."""
-    return hasattr(found, attribute) or any(
+    return hasattr(kind, attribute) or any(
         attribute in inspect.get_annotations(each)
         or any(_sets(attribute, method) for method in vars(each).values())
-        for each in found.__mro__
+        for each in kind.__mro__
     )
 
 

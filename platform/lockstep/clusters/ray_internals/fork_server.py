@@ -158,14 +158,14 @@ def _forked_by(name: str, words: list[str]) -> bool | None:
             return False
 
 
-def _hand_over(place: socket.socket, words: list[str], *more: int) -> None:
+def _hand_over(connection: socket.socket, words: list[str], *more: int) -> None:
     """Send what a worker is made of, and more open files."""
     payload = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
-    socket.send_fds(place, [struct.pack("!Q", len(payload)) + payload], [0, 1, 2, *more])
+    socket.send_fds(connection, [struct.pack("!Q", len(payload)) + payload], [0, 1, 2, *more])
 
 
-def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
-    """Whether the process that the driver has import ahead becomes the server, with this place, and forks this worker first."""
+def _taken_over(listener: socket.socket, words: list[str], until: float) -> bool:
+    """Whether the process that the driver has import ahead becomes the server, with this listener, and forks this worker first."""
     secret = os.environ.get(CREDENTIAL_VARIABLE)
     if not secret:
         return False
@@ -175,7 +175,7 @@ def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
         ahead.connect(address_ahead(secret))
         if not _recognised(ahead):
             return False
-        _hand_over(ahead, words, place.fileno())
+        _hand_over(ahead, words, listener.fileno())
         return ahead.recv(1) == b"1"
     return False
 
@@ -196,20 +196,20 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_READ_LATER)}
 
 
-def _recognised(place: socket.socket, *, client: bool = False) -> bool:
+def _recognised(connection: socket.socket, *, client: bool = False) -> bool:
     """Whether the other end, a server or a client, is this user's process, and if this one's cluster has a secret knows it too.
 
     In a container with this machine's network another user may have the same number. OSError where the other end leaves, or takes too long.
     """
     _, user, _ = struct.unpack(
-        "3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     secret = os.environ.get(CREDENTIAL_VARIABLE)
     if user != os.getuid() or not secret:
         return bool(user == os.getuid())
     module = credentials()
     shown = module.is_client if client else module.is_server
-    return bool(shown(place, module.Secret(bytes.fromhex(secret))))
+    return bool(shown(connection, module.Secret(bytes.fromhex(secret))))
 
 
 @cache

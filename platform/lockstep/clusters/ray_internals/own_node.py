@@ -81,13 +81,13 @@ def own_node(*, logs: bool, begun: Begun) -> Iterator[None]:
 
 
 def _once_it_is_there(get_node: Callable[[str, str], dict[str, Any]]) -> Callable[[str, str], dict[str, Any]]:
-    """Ray's function, which sleeps for a second where the node is not there yet: it is asked for one that is, or when time is up."""
+    """Ray's function, called once the node is registered or time is up: by itself it sleeps for a whole second if the node is not registered yet."""
 
-    def found(gcs_address: str, node_id: str) -> dict[str, Any]:
+    def get_when_registered(gcs_address: str, node_id: str) -> dict[str, Any]:
         state, until = GlobalState(), time.monotonic() + _AT_MOST_S
         state._initialize_global_state(services._get_gcs_client_options(gcs_address))
         while time.monotonic() < until and all(node["NodeID"] != node_id for node in state.node_table()):
             time.sleep(_EVERY_S)
         return get_node(gcs_address, node_id)
 
-    return found
+    return get_when_registered

@@ -22,8 +22,8 @@ class Distribution(NamedTuple):
 def distribution_of(path: Path) -> Distribution | None:
     """The distribution that has installed a file, or a package's folder. None for what none has, such as a source tree of an editable one."""
     for folder in path.parents:
-        there = _installed_in(str(folder), _changed(folder))
-        if there and (distribution := _owner(path, folder, there)) is not None:
+        distributions = _installed_in(str(folder), _changed(folder))
+        if distributions and (distribution := _owner(path, folder, distributions)) is not None:
             return distribution
     return None
 
@@ -48,12 +48,12 @@ def _installed_in(folder: str, _changed: int) -> tuple[Distribution, ...]:
     )
 
 
-def _owner(path: Path, folder: Path, there: tuple[Distribution, ...]) -> Distribution | None:
+def _owner(path: Path, folder: Path, distributions: tuple[Distribution, ...]) -> Distribution | None:
     inside = path.relative_to(folder)
     top = inside.parts[0].partition(".")[0]
-    likely = [distribution for distribution in there if distribution.name == normalised(top)]
+    likely = [distribution for distribution in distributions if distribution.name == normalised(top)]
     owners = [distribution for distribution in likely if top in _tops(distribution.metadata)]
-    owners = owners or [distribution for distribution in there if top in _tops(distribution.metadata)]
+    owners = owners or [distribution for distribution in distributions if top in _tops(distribution.metadata)]
     if len(owners) > 1:  # a namespace that they share
         line = f"{inside.as_posix()},"
         owners = [

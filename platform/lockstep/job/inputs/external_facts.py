@@ -50,7 +50,7 @@ class Files:
         self._roots = roots_of(spec.job.use)
         self._source = source
         folders = (spec.checkpoint.storage, spec.record.folder, spec.record.uri)
-        self._own = frozenset(
+        self._record_folders = frozenset(
             os.path.abspath(folder.removeprefix("sqlite:///"))  # noqa: PTH100 - not to follow links
             for folder in folders
             if folder and not folder.startswith(("s3:", "http"))
@@ -83,13 +83,13 @@ class Files:
     def listings(self, folders: Sequence[str]) -> dict[str, Any]:
         """The facts of folders that were listed, but for those of records and checkpoints."""
         return {
-            f"{FOLDER}{below(Path(path), self._roots) or path}": names_of(path, self._own)
+            f"{FOLDER}{below(Path(path), self._roots) or path}": names_of(path, self._record_folders)
             for path in folders
             if not self._is_record(path)
         }
 
     def _is_record(self, path: str) -> bool:
-        return any(path == own or path.startswith(own + os.sep) for own in self._own)
+        return any(path == folder or path.startswith(folder + os.sep) for folder in self._record_folders)
 
 
 def path_here(inside: str, roots: Sequence[Path]) -> str:
@@ -124,8 +124,8 @@ def continued_files(
     """
     gone = {name: tree for name, tree in saved_fields.items() if name.startswith(FILE) and name not in fields}
     new = {name: tree for name, tree in fields.items() if name.startswith(FILE) and name not in saved_fields}
-    before, now = {**saved_facts, **gone}, {**facts, **new}
-    moved = dict(_moved(before, now))
+    saved, now = {**saved_facts, **gone}, {**facts, **new}
+    moved = dict(_moved(saved, now))
     roots = roots_of(spec.job.use)
     lost = [
         Difference(name, tree, ABSENT)
@@ -134,7 +134,7 @@ def continued_files(
         and tree is not ABSENT
         and not Path(path_here(name.removeprefix(FILE), roots)).exists()
     ]
-    told_of_changes([*changed_facts(before, now, spec), *lost], tell)
+    warn_of_changes([*changed_facts(saved, now, spec), *lost], tell)
     known = {name: tree for name, tree in new.items() if name in saved_facts or name in moved.values()}
     for name in sorted(new.keys() - known.keys()):
         tell(
@@ -147,77 +147,71 @@ def changed_facts(
     saved: Mapping[str, Any], now: Mapping[str, Any], spec: Spec | None = None
 ) -> list[Difference]:
     """What has changed between two environments' facts. With a `spec`, files and folders that only `saved` has are looked for here."""
-    here = dict(now)
+    now = dict(now)
     if spec is not None:
-        here |= _looked_for([name for name in saved if name not in now], spec)
-    copies = all(any(name.startswith(COPIED) for name in side) for side in (saved, here))
-    names = {*saved.keys() & here.keys()}
+        now |= _looked_for([name for name in saved if name not in now], spec)
+    copies = all(any(name.startswith(COPIED) for name in side) for side in (saved, now))
+    names = {*saved.keys() & now.keys()}
     names |= {
         name
-        for name in saved.keys() ^ here.keys()
+        for name in saved.keys() ^ now.keys()
         if name.startswith(_BOTH_SIDES) and (copies or not name.startswith(COPIED))
     }
-    found = [
-        Difference(name, saved.get(name), here.get(name))
+    changed = [
+        Difference(name, saved.get(name), now.get(name))
         for name in sorted(names)
-        if saved.get(name) != here.get(name)
+        if saved.get(name) != now.get(name)
     ]
-    moved = _moved(saved, here)
-    return [
-        *found,
-        *(
-            Difference(f"{new} ({old})", saved[old], here[new])
-            for old, new in moved
-            if saved[old] != here[new]
-        ),
+    changed += [
+        Difference(f"{new} ({old})", saved[old], now[new])
+        for old, new in _moved(saved, now)
+        if saved[old] != now[new]
     ]
+    return changed
 
 
 def _looked_for(names: Sequence[str], spec: Spec) -> dict[str, Any]:
     """The facts of files and folders with these names, as far as they are here."""
     roots, files = roots_of(spec.job.use), Files(spec)
-    found = dict[str, Any]()
+    facts = dict[str, Any]()
     for name in names:
         if (
             name.startswith(FILE)
             and (content := content_of(path_here(name.removeprefix(FILE), roots))[0]) is not ABSENT
         ):
-            found[name] = content
+            facts[name] = content
         elif name.startswith(FOLDER) and os.path.isdir(path := path_here(name.removeprefix(FOLDER), roots)):  # noqa: PTH112
-            found.update(dict.fromkeys([name], *files.listings([path]).values()))
-    return found
+            facts.update(dict.fromkeys([name], *files.listings([path]).values()))
+    return facts
 
 
-def _moved(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Files that are read from another folder here, by their names on both sides: where only one of each side has such a name at its end."""
-    sides = [_by_last_part(one, other) for one, other in ((saved, here), (here, saved))]
-    for last, names in sides[0].items():
-        others = sides[1].get(last, [])
-        if len(names) == len(others) == 1:
-            yield names[0], others[0]
+def _moved(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Files that are now read from another folder, by their old and their new name: the last part of the path is the same, and on each side only one has it."""
+    saved_names, new_names = _by_last_part(saved, now), _by_last_part(now, saved)
+    for last, names in saved_names.items():
+        candidates = new_names.get(last, [])
+        if len(names) == len(candidates) == 1:
+            yield names[0], candidates[0]
 
 
 def _by_last_part(facts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, list[str]]:
-    found = dict[str, list[str]]()
+    """The names of the files that only `facts` has, by the last part of their path."""
+    names_by_last_part = dict[str, list[str]]()
     for name in facts:
         if name.startswith(FILE) and name not in others:
-            found.setdefault(Path(name.removeprefix(FILE)).name, []).append(name)
-    return found
+            names_by_last_part.setdefault(Path(name.removeprefix(FILE)).name, []).append(name)
+    return names_by_last_part
 
 
-def told_of_changes(changes: Sequence[Difference], tell: Callable[[str], None]) -> None:
-    """Warn of facts that a resumed run finds changed: of each, but of many files of a few, and of all copied variables at once."""
-    files = [one for one in changes if one.name.startswith((FILE, FOLDER))]
-    copied = [one.name.removeprefix(COPIED) for one in changes if one.name.startswith(COPIED)]
-    for one in changes:
-        if not one.name.startswith((FILE, FOLDER, COPIED)):
-            tell(
-                f"resume: {one.name} is {shown(one.now)} and was {shown(one.before)} in the run; {_advice(one.name)}"
-            )
-    for one in files[:MOST_TOLD]:
-        tell(
-            f"resume: {one.name} is {_short(one.now)} and was {_short(one.before)} in the run; {_advice(one.name)}"
-        )
+def warn_of_changes(changes: Sequence[Difference], tell: Callable[[str], None]) -> None:
+    """Warn of facts that have changed since the run was saved: one warning each, but of many files only the first, and one for all copied variables."""
+    files = [change for change in changes if change.name.startswith((FILE, FOLDER))]
+    copied = [change.name.removeprefix(COPIED) for change in changes if change.name.startswith(COPIED)]
+    for name, old, new in changes:
+        if not name.startswith((FILE, FOLDER, COPIED)):
+            tell(f"resume: {name} is {shown(new)} and was {shown(old)} in the run; {_advice(name)}")
+    for name, old, new in files[:MOST_TOLD]:
+        tell(f"resume: {name} is {_short(new)} and was {_short(old)} in the run; {_advice(name)}")
     if len(files) > MOST_TOLD:
         tell(f"resume: {len(files) - MOST_TOLD} more files and folders that the job reads have changed")
     if copied:

@@ -46,16 +46,16 @@ class FileRead(NamedTuple):
 def content_of(path: str) -> tuple[str | None, int]:
     """What stands for the content of a file, and the bytes that were read for it. ABSENT where it is not there or may not be read."""
     try:
-        found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode):
             return NOT_REGULAR, 0
         with io.FileIO(path) as file:  # no `open`: that one is noted
-            if found.st_size <= WHOLE_BYTES:
+            if status.st_size <= WHOLE_BYTES:
                 content = file.read(WHOLE_BYTES + 1) or b""
                 return hashlib.sha256(content).hexdigest(), len(content)
-            digest = hashlib.sha256(f"{found.st_size}\n".encode())
+            digest = hashlib.sha256(f"{status.st_size}\n".encode())
             for i in range(_BLOCKS):
-                file.seek((found.st_size - _BLOCK) * i // (_BLOCKS - 1))
+                file.seek((status.st_size - _BLOCK) * i // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK) or b"")
             return f"{digest.hexdigest()} of {_BLOCKS} blocks", _BLOCKS * _BLOCK
     except (OSError, ValueError):
@@ -122,13 +122,13 @@ class ExternalReads:
         if path not in self.folders and len(self.folders) < MOST_FILES:
             self.folders[path] = None
 
-    def started(self, program: str, place: str) -> None:
-        """Note that another program is about to be started."""
+    def started(self, program: str, caller: str) -> None:
+        """Note that another program is about to be started by a line of the job, such as `job.py:12`."""
         if len(self.programs) < MOST_FILES:
-            self.programs.setdefault(program, place)
+            self.programs.setdefault(program, caller)
 
 
-class Taken(NamedTuple):
+class MergedReads(NamedTuple):
     """What several `ExternalReads` have noted: the content of files by path, folders, and programs with where they were started."""
 
     steady: dict[str, str | None]
@@ -139,17 +139,17 @@ class Taken(NamedTuple):
     programs: dict[str, str]
 
 
-def taken(every: Iterable[ExternalReads]) -> Taken:
-    """All of it together."""
+def merged(every: Iterable[ExternalReads]) -> MergedReads:
+    """The reads of several processes or phases as one. A file that any of them has written is none of the steady ones."""
     parts = list(every)
-    written = set[str]().union(*(one.written for one in parts))
+    written = set[str]().union(*(part.written for part in parts))
     steady, others = dict[str, str | None](), dict[str, str | None]()
-    for path, file in [pair for one in parts for pair in list(one.files.items())]:
+    for path, file in [pair for part in parts for pair in list(part.files.items())]:
         if path in written or (file.content is ABSENT and Path(path).exists()):
             if (now := content_of(path)[0]) is not ABSENT:
                 others[path] = now
         else:
             (steady if file.early else others).setdefault(path, file.content)
-    folders = dict.fromkeys(path for one in parts for path in one.folders)
-    programs = {program: place for one in parts for program, place in one.programs.items()}
-    return Taken({p: c for p, c in steady.items() if p not in others}, others, list(folders), programs)
+    folders = dict.fromkeys(path for part in parts for path in part.folders)
+    programs = {program: caller for part in parts for program, caller in part.programs.items()}
+    return MergedReads({p: c for p, c in steady.items() if p not in others}, others, list(folders), programs)

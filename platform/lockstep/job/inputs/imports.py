@@ -54,14 +54,14 @@ class Asked:
         if by_job:
             self.by_job.update(names)
 
-    def join(self, other: Asked) -> None:
+    def join(self, asked: Asked) -> None:
         """Note all that was asked for elsewhere."""
-        self.modules |= other.modules
-        self.by_job |= other.by_job
+        self.modules |= asked.modules
+        self.by_job |= asked.by_job
 
 
 @contextmanager
-def imports_noted(found: Asked) -> Iterator[None]:
+def imports_noted(asked: Asked) -> Iterator[None]:
     """Note what the code of the block asks to be imported, by module name, or by file where it is loaded from one.
 
     A request counts whether or not the module is there already, so a second run in a process notes what the first one did. What a module
@@ -79,7 +79,7 @@ def imports_noted(found: Asked) -> Iterator[None]:
         importing = True
         try:
             yield
-            found.add(names, by_job=is_of_the_job(file))
+            asked.add(names, by_job=is_of_the_job(file))
         finally:
             importing = False
 
@@ -179,8 +179,8 @@ def imported(use: str, asked: Asked) -> Imported:
         visited.add(name)
         path = _path(name, root)
         if path is None or not path.is_file():
-            if (other := _other_file(name)) is not None:
-                (archives if path else libraries).add(other)
+            if (file := _other_file(name)) is not None:
+                (archives if path else libraries).add(file)
             continue
         path = Path(os.path.abspath(path))  # noqa: PTH100 - without `..`, and links as they are
         if not is_of_the_job(str(path)):
@@ -213,7 +213,7 @@ def _other_file(name: str) -> str | None:
     if not isinstance(file, str) or not is_of_the_job(file):
         return None
     path = Path(file)
-    return next((str(one) for one in (path, *path.parents) if one.is_file()), None)
+    return next((str(candidate) for candidate in (path, *path.parents) if candidate.is_file()), None)
 
 
 def roots_of(use: str) -> list[Path]:
@@ -269,9 +269,9 @@ def _file_at(path: str, root: Path) -> Path | None:
     return _path(name, root)
 
 
-def new_modules(before: Iterable[str]) -> list[str]:
-    """The modules of this process that are not among `before` and that no distribution has installed."""
-    names = sys.modules.keys() - set(before)
+def new_modules(known: Iterable[str]) -> list[str]:
+    """The modules of this process that are not among `known` and that no distribution has installed."""
+    names = sys.modules.keys() - set(known)
     files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names))
     return [name for name, file in files if isinstance(file, str) and is_of_the_job(file)]
 
@@ -353,10 +353,10 @@ def _root_or_none(name: str) -> Path | None:
 def below(path: Path, roots: Iterable[Path]) -> str | None:
     """The path from the first of the roots that it lies below; None for one that is elsewhere."""
     for root in roots:
-        if (one := path.absolute()).is_relative_to(folder := root.absolute()):
-            return one.relative_to(folder).as_posix()
-        if (one := path.resolve()).is_relative_to(folder := root.resolve()):
-            return one.relative_to(folder).as_posix()
+        if (inside := path.absolute()).is_relative_to(folder := root.absolute()):
+            return inside.relative_to(folder).as_posix()
+        if (inside := path.resolve()).is_relative_to(folder := root.resolve()):
+            return inside.relative_to(folder).as_posix()
     return None
 
 

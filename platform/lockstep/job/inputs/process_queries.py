@@ -36,14 +36,14 @@ def _digest(texts: Iterable[str]) -> str:
 def _umask() -> str:
     """From the system's own file: to ask for it any other way is to set it."""
     try:
-        found = re.search(
+        match = re.search(
             r"^Umask:\s*(\d+)",
             Path("/proc/self/status").read_text(encoding="ascii", errors="replace"),
             re.MULTILINE,
         )
     except OSError:  # not a Linux
         return "unknown"
-    return found[1] if found else "unknown"
+    return match[1] if match else "unknown"
 
 
 def _user() -> list[Any]:
@@ -139,28 +139,30 @@ _OF_QUESTIONS = ENVIRONMENT.union(*(question.names for question in QUESTIONS.val
 
 
 def asked(files: Iterable[str]) -> dict[str, str]:
-    """The names among those of the questions that code in these files has, each with where it is first, such as `job.py:12`."""
-    found = dict[str, str]()
+    """The names by which the code in these files asks one of the questions, each with its first line, such as `job.py:12`."""
+    lines = dict[str, str]()
     for file in sorted(files):
         for name, line in _asked_in(_source(file)).items():
-            found.setdefault(name, f"{Path(file).name}:{line}")
-    return found
+            lines.setdefault(name, f"{Path(file).name}:{line}")
+    return lines
 
 
 def answers(names: Iterable[str]) -> dict[str, Any]:
-    """What the questions that these names ask come to here."""
-    given = set(names)
+    """The answers in this process to the questions that these names ask, by fact."""
+    asked_names = set(names)
     return {
         fact: question.value()
         for fact, question in QUESTIONS.items()
-        if question.value is not None and question.names & given
+        if question.value is not None and question.names & asked_names
     }
 
 
 def unrepeatable(names: Iterable[str]) -> list[str]:
-    """The names that give another value each time."""
+    """Those of the names whose value is another one each time."""
     return sorted(
-        name for name in names if any(name in one.names for one in QUESTIONS.values() if one.value is None)
+        name
+        for name in names
+        if any(name in question.names for question in QUESTIONS.values() if question.value is None)
     )
 
 
@@ -179,11 +181,11 @@ def _asked_in(source: bytes) -> dict[str, int]:
     except (SyntaxError, ValueError):  # told by its import
         return {}
     imported = dict(_imported(tree))
-    found = dict[str, int]()
+    lines = dict[str, int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name) and (name := _dotted(node, imported)) in _OF_QUESTIONS:
-            found[name] = min(node.lineno, found.get(name, node.lineno))
-    return found
+            lines[name] = min(node.lineno, lines.get(name, node.lineno))
+    return lines
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -60,15 +60,15 @@ def _holders() -> Iterator[tuple[str, Any]]:
 
 def _replaced() -> Facts:
     """What stands for each function that is not its library's own, by its name."""
-    found = Facts()
-    for holder, thing in _holders():
-        for name, value in list(vars(thing).items()):
-            if (other := _other(holder, name, value)) is not None:
-                found[f"{REPLACED}{holder}.{name}"] = other
-    return found
+    facts = Facts()
+    for holder, namespace in _holders():
+        for name, value in list(vars(namespace).items()):
+            if (stand_in := _stand_in(holder, name, value)) is not None:
+                facts[f"{REPLACED}{holder}.{name}"] = stand_in
+    return facts
 
 
-def _other(holder: str, name: str, value: Any) -> str | None:
+def _stand_in(holder: str, name: str, value: Any) -> str | None:
     """What stands for a function where it is another one than its name says: the file of its code, or its own name."""
     value = value.__func__ if isinstance(value, staticmethod | classmethod | MethodType) else value
     if isinstance(value, FunctionType):
@@ -136,7 +136,7 @@ def _of_class(holder: str, name: str, kind: type) -> str | None:
 
 def _startup_lines() -> Facts:
     """The sha256 of the lines that begin with `import` in each `.pth` file that no distribution has installed."""
-    found = Facts()
+    facts = Facts()
     for folder in _site_folders():
         for file in sorted(Path(folder).glob("*.pth")) if Path(folder).is_dir() else ():
             try:
@@ -148,8 +148,8 @@ def _startup_lines() -> Facts:
             except OSError:  # which Python could not read either
                 continue
             if lines and not _is_known(file):
-                found[f"{STARTUP}{file.name}"] = hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]
-    return found
+                facts[f"{STARTUP}{file.name}"] = hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]
+    return facts
 
 
 def _site_folders() -> list[str]:

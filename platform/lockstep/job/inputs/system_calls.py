@@ -79,12 +79,12 @@ def _noted_in(frame: FrameType) -> ExternalReads | None:
     return None if reads is None else reads.outside
 
 
-def _path_of(given: Any) -> str | None:
+def _path_of(argument: Any) -> str | None:
     """The absolute path that a function is given, as it is written; None for a file that is open already."""
-    if isinstance(given, int) or given is None:
+    if isinstance(argument, int) or argument is None:
         return None
     try:
-        path = os.fsdecode(os.fspath(given))
+        path = os.fsdecode(os.fspath(argument))
     except TypeError:  # told by the function itself
         return None
     return os.path.abspath(path) if path else None  # noqa: PTH100 - not to follow links
@@ -100,10 +100,10 @@ def _is_skipped(path: str, taker: FrameType, *, by_package: bool) -> bool:
     return path.startswith(_OF_SYSTEM) or f"{os.sep}." in path
 
 
-def _note_file(frame: FrameType | None, given: Any, *, writes: bool) -> None:
+def _note_file(frame: FrameType | None, argument: Any, *, writes: bool) -> None:
     if (taker := _taker(frame)) is None or (outside := _noted_in(taker[0])) is None:
         return
-    path = _path_of(given)
+    path = _path_of(argument)
     if path is None or _is_skipped(path, taker[0], by_package=taker[1]):
         return
     if writes:
@@ -114,24 +114,24 @@ def _note_file(frame: FrameType | None, given: Any, *, writes: bool) -> None:
 
 def _note_open(frame: FrameType | None, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     """`open(file, mode)`."""
-    given = arguments[0] if arguments else named.get("file")
+    argument = arguments[0] if arguments else named.get("file")
     mode = arguments[1] if len(arguments) > 1 else named.get("mode", "r")
     writes = isinstance(mode, str) and not set("wax+").isdisjoint(mode)
-    _note_file(frame, given, writes=writes)
+    _note_file(frame, argument, writes=writes)
 
 
 def _note_os_open(frame: FrameType | None, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     """`os.open(path, flags)`."""
-    given = arguments[0] if arguments else named.get("path")
+    argument = arguments[0] if arguments else named.get("path")
     flags = arguments[1] if len(arguments) > 1 else named.get("flags", 0)
     if named.get("dir_fd") is None and isinstance(flags, int):
-        _note_file(frame, given, writes=flags & os.O_ACCMODE != os.O_RDONLY)
+        _note_file(frame, argument, writes=flags & os.O_ACCMODE != os.O_RDONLY)
 
 
 def _note_read(frame: FrameType | None, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     """A function whose first argument is the path of a file to read."""
-    given = arguments[0] if arguments else next(iter(named.values()), None)
-    _note_file(frame, given, writes=False)
+    argument = arguments[0] if arguments else next(iter(named.values()), None)
+    _note_file(frame, argument, writes=False)
 
 
 def _note_listing(frame: FrameType | None, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -147,8 +147,8 @@ def _note_program(frame: FrameType | None, arguments: Sequence[Any], named: Mapp
     """`os.system(command)`, and a process of `subprocess`."""
     if (taker := _taker(frame)) is None or taker[1] or (outside := _noted_in(taker[0])) is None:
         return
-    given = arguments[0] if arguments else named.get("args", named.get("command"))
-    words = given if isinstance(given, list | tuple) else [given]
+    command = arguments[0] if arguments else named.get("args", named.get("command"))
+    words = command if isinstance(command, list | tuple) else [command]
     shown = " ".join(_shown(word) for word in words)
     outside.started(shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…", place_of(taker[0]))
 
@@ -220,9 +220,9 @@ def _note_library(
     frame: FrameType | None, _library: Any, arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
     """`ctypes.CDLL(path)`; one without a folder is the system's."""
-    given = arguments[0] if arguments else named.get("name")
-    if isinstance(given, str) and os.sep in given:
-        _note_read(frame, [given], {})
+    argument = arguments[0] if arguments else named.get("name")
+    if isinstance(argument, str) and os.sep in argument:
+        _note_read(frame, [argument], {})
 
 
 def watch_calls() -> None:

@@ -211,7 +211,7 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
     ClusterError on all ranks where a joining worker would compute other bits: on another machine or from other data.
     """
     is_source = group.rank == source
-    facts, rows = group.given((run.facts, run.history.handed()) if is_source else None, source)
+    facts, rows = group.broadcast_object((run.facts, run.history.handed()) if is_source else None, source)
     others = other_fields(run, facts["fields"])
     for rank, names in enumerate(group.gather(others)):
         if names:
@@ -237,7 +237,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     is_source = group.rank == source
-    skeleton, source_shapes = group.given((packed.skeleton, shapes), source)
+    skeleton, source_shapes = group.broadcast_object((packed.skeleton, shapes), source)
     taken: dict[str, Tensor] = {}
     for name, (dtype, shape) in source_shapes.items():
         tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)

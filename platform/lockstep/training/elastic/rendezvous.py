@@ -19,6 +19,7 @@ from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.store import AuthenticatedStore, StoreServer
 from lockstep.errors import SilentError
+from lockstep.running_time import running_s
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.membership import Answer, Arrival, Dismissed, Formation, Progress
 from lockstep.training.elastic.recovery import Seat
@@ -151,23 +152,18 @@ class RendezvousHandler:
     def _listen(self) -> None:
         """Break the group off if a rendezvous is on and this worker still waits for a lost one."""
         heard: int | None = None
-        silences, silent_s = 0, 0.0
+        silences, answered_at = 0, running_s()
         while True:
             woken = self._wake.wait(LISTEN_S)
             self._wake.clear()
             if self._over.is_set():
                 return
-            asked_at = time.monotonic()
             try:
                 called = self._client.called()
-                silences, silent_s = 0, 0.0
+                silences, answered_at = 0, running_s()
             except SilentError:
-                # Counted rather than timed: while this process is stopped, nobody is silent.
-                silences, silent_s = (
-                    silences + 1,
-                    silent_s + min(time.monotonic() - asked_at + LISTEN_S, CUT_OFF_S),
-                )
-                if silences > 1 and silent_s >= CUT_OFF_S:
+                silences += 1
+                if silences > 1 and running_s() - answered_at >= CUT_OFF_S:
                     self._cut_off()
                     return
                 continue

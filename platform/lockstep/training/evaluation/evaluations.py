@@ -145,7 +145,7 @@ class Evaluations:
         if measured is None and self._beside:
             answered = self.evaluator.answer(self._wait_on) if self.evaluator is not None else None
             told = answered and replace(answered, figures={})
-            shared: Measured | None = run.group.given(told, 0)
+            shared: Measured | None = run.group.broadcast_object(told, 0)
             measured = answered or shared
         assert pending.weights is not None
         if measured is None:

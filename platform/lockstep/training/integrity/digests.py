@@ -254,7 +254,7 @@ def gathered_on_first(group: Group, value: Any) -> Any:
 
 def digest_on_first(group: Group, weights: Mapping[str, Any]) -> str:
     """`weights_digest` of weights of some of which each rank has a `Shard`, on every rank. Rank 0 has one whole tensor after another. All ranks call it."""
-    return str(group.given(weights_digest(weights, partial(gathered_on_first, group)), 0))
+    return str(group.broadcast_object(weights_digest(weights, partial(gathered_on_first, group)), 0))
 
 
 def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:

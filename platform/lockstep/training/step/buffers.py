@@ -150,7 +150,7 @@ class StepBuffers:
         values = [self._kept.get(i, self._before[i]) for i in flagged]
         if self.group.size > 1:
             if resized:
-                shapes = self.group.given([value.shape for value in values], 0)
+                shapes = self.group.broadcast_object([value.shape for value in values], 0)
                 values = [
                     v.new_empty(shape) if v.shape != shape else v
                     for v, shape in zip(values, shapes, strict=True)

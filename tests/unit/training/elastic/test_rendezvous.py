@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lockstep import running_time
 from lockstep.communication.credentials import Secret
 from lockstep.errors import SilentError
 from lockstep.training.elastic import rendezvous
@@ -73,4 +74,24 @@ def test_one_answer_that_does_not_come_ends_nobody(answers: list[bool]) -> None:
     cut_off = threading.Event()
     keeper = Keeper(iter(answers))
     listen(keeper, lambda: keeper.asked > 10, cut_off)
+    assert not cut_off.is_set()
+
+
+def test_a_stop_of_the_worker_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped during a call, which is over when it goes on, and the next one is refused at once."""
+    monkeypatch.setattr(running_time, "MOST_S", 0.05)
+    wall_s, stopped_s = time.monotonic, 0.0
+    monkeypatch.setattr(running_time.time, "monotonic", lambda: wall_s() + stopped_s)
+
+    class Stopped(Keeper):
+        def called(self) -> int | None:
+            nonlocal stopped_s
+            self.asked += 1
+            if self.asked in (3, 4):
+                stopped_s = 5.0
+                raise SilentError("the run's mailbox did not answer")
+            return None
+
+    cut_off, keeper = threading.Event(), Stopped(iter(()))
+    listen(keeper, lambda: keeper.asked > 10 or cut_off.is_set(), cut_off)
     assert not cut_off.is_set()

@@ -147,11 +147,11 @@ def sentences(count: int, seed: int = 1) -> list[str]:
     """Such as `a quiet robot paints an old lamp.`, each once. One `seed` gives one list, in every process."""
     source = random.Random(seed)
 
-    def thing() -> str:
+    def noun_phrase() -> str:
         words = [*source.sample(ADJECTIVES, k=source.randint(0, 2)), source.choice(NOUNS)]
         return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
     unique: dict[str, None] = {}  # in the order in which they were made
     while len(unique) < count:
-        unique[f"{thing()} {source.choice(VERBS)} {thing()}."] = None
+        unique[f"{noun_phrase()} {source.choice(VERBS)} {noun_phrase()}."] = None
     return list(unique)
