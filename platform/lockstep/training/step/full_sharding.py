@@ -568,7 +568,9 @@ def _sharded(
         # FSDP never lets go of what the root has between forward and backward, unless it is told to.
         reshards = settings.reshard_after_forward and module is not root
         fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
-    for each in root.modules():  # torch's compiler would trace a module with this mark otherwise than one that is whole
+    for each in (
+        root.modules()
+    ):  # torch's compiler would trace a module with this mark otherwise than one that is whole
         vars(each).pop("_is_fsdp_managed_module", None)
     return root, modules
 
