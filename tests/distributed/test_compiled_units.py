@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.errors import JobError
 from lockstep.spec.loading import load_spec
 from lockstep.training.step import compiled, compiled_units, problems
 from lockstep.training.step.compiled_units import check_units_apart, compile_units
+from lockstep.training.step.full_sharding import FullSharding
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
-from tests.distributed.test_compile import go_on_in_folder, programs, told, train_in_folder
+from tests.distributed.test_compile import go_on_in_folder, told, train_in_folder
 from tests.distributed.test_full_sharding import kinds
 from tests.distributed.test_resume import RUN, taken_up
 from tests.distributed.test_same_bits import document
@@ -36,7 +38,11 @@ pytestmark = [
 ]
 """The compiler's own."""
 
-__all__ = ["programs"]
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of programs of this module's own."""
+    return str(tmp_path_factory.mktemp("programs"))
 
 
 class Block(nn.Module):
@@ -162,18 +168,41 @@ def train_with_modes(run: Document, folder: str) -> Trained:
         return train_in_folder(run, folder)
 
 
+def programs_in(folder: Path) -> list[str]:
+    """Their names, which follow from their text."""
+    return sorted(path.name for path in folder.rglob("*.so"))
+
+
 @pytest.mark.exact
-def test_what_is_set_over_a_sharded_model_is_no_part_of_a_program(pool: Pool, tmp_path: Path) -> None:
-    """The programs of a sharded run are those of a whole one: it writes none of its own, but for those that are compiled in a step and not before it."""
+def test_the_programs_of_a_sharded_run_are_those_of_a_whole_one(pool: Pool, tmp_path: Path) -> None:
+    """In the control a unit has other programs in its forward than where it is computed again, which torch notices."""
     run = small(length={"steps": 1})
-    folders = [tmp_path / name for name in ("with", "without")]
-    for folder, way in zip(folders, (train_in_folder, train_with_modes), strict=True):
-        pool.run(2, way, {**run, "sharding": "full", "rehearsal": "off"}, str(folder))
-    found = [sorted(path.name for path in folder.rglob("*.so")) for folder in folders]
-    train_in_folder(run, str(tmp_path / "whole"))
-    whole = sorted(path.name for path in (tmp_path / "whole").rglob("*.so"))
-    assert found[0] == whole
-    assert found[1] != whole
+    sharded = {**run, "sharding": "full", "rehearsal": "off"}
+    whole = train_in_folder(run, str(tmp_path / "whole"))
+    assert pool.run(2, train_in_folder, sharded, str(tmp_path / "sharded")) == [whole] * 2
+    assert programs_in(tmp_path / "sharded") == programs_in(tmp_path / "whole") != []
+    with pytest.raises(JobError, match="Recomputed values"):
+        pool.run(2, train_with_modes, sharded, str(tmp_path / "control"))
+
+
+def marked_modules(run: Document) -> list[str]:
+    """The modules of a sharded model that torch's compiler would trace as FSDP's: it takes a buffer of theirs for one that moves."""
+    sharded: list[FullSharding] = []
+    init = FullSharding.__init__
+
+    def noted(self: FullSharding, *given: Any) -> None:
+        init(self, *given)
+        sharded.append(self)
+
+    with mock.patch.object(FullSharding, "__init__", noted):
+        train(run)
+    modules = sharded[0].model.named_modules()
+    return [name for name, module in modules if hasattr(module, "_is_fsdp_managed_module")]
+
+
+def test_torchs_compiler_knows_no_module_as_one_of_fsdp(pool: Pool) -> None:
+    run = small(compile=False, sharding="full", length={"steps": 1})
+    assert pool.run(2, marked_modules, run) == [[], []]
 
 
 # --- which modules --------------------------------------------------------------------------------------------------
