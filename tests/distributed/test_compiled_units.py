@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -76,6 +76,9 @@ class Blocks(Plain):
     def model(self) -> nn.Module:
         return Stack()
 
+    def activation_checkpoints(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [model.blocks[0]]  # type: ignore[index]
+
 
 def small(**more: Any) -> Document:
     """Two epochs of 32 samples, whose last steps are ragged."""
@@ -109,7 +112,8 @@ def test_units_have_one_value_under_every_sharding(pool: Pool, programs: str) ->
 CASES: dict[str, Callable[[], Document]] = {
     "gpt in bf16": lambda: document("gpt", 8, "bf16", compile="units"),
     "every kind of parameter": lambda: {**kinds("adamw"), "compile": "units"},
-    "recomputed in bf16": lambda: {**kinds("recomputed"), "compile": "units"},
+    "recomputed": lambda: {**kinds("recomputed"), "precision": "fp32", "compile": "units"},
+    "recomputed in bf16": lambda: small(precision="bf16", activation_checkpointing=True),
     "named": lambda: {**kinds("sgd"), "compile": {"units": ["blocks.*.into", "head"]}},
 }
 
