@@ -77,7 +77,7 @@ class Blocks(Plain):
         return Stack()
 
     def activation_checkpoints(self, model: nn.Module) -> Sequence[nn.Module]:
-        return [model.blocks[0]]  # type: ignore[index]
+        return [model.get_submodule("blocks.0")]
 
 
 def small(**more: Any) -> Document:

@@ -74,7 +74,7 @@ def _in_program(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
 @contextmanager
 def only_of_job() -> Iterator[None]:
     """The block without what Lockstep has torch call for every function or module, as over a sharded model: traced into a program, it would make it another one."""
-    modes = _get_current_function_mode_stack()
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     of_job = [mode for mode in modes if not isinstance(mode, Unseen)]
     registered = (_global_forward_pre_hooks, _global_forward_hooks)
     hooks = [dict(each) for each in registered]
@@ -95,6 +95,6 @@ def only_of_job() -> Iterator[None]:
 def _change_modes(current: Sequence[TorchFunctionMode], wanted: Sequence[TorchFunctionMode]) -> None:
     if len(current) != len(wanted):
         for _ in current:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         for mode in wanted:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
