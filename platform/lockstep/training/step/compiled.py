@@ -131,7 +131,7 @@ class CompiledLosses:
         losses: tuple[float, float],
         gradients: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
-        gather: Callable[[dict[str, _Away]], list[dict[str, _Away]]] = lambda own: [own],
+        gather: Callable[[dict[str, _Away]], list[dict[str, _Away]]] = lambda part: [part],
     ) -> None:
         """Note how far a phase's compiled micro-batch is from the eager one; `losses` are (compiled, eager).
 
@@ -218,8 +218,8 @@ class LossOfCompiledUnits(CompiledLoss):
             yield
 
 
-def _computed(forward: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    return forward(*given, **named)
+def _computed(forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return forward(*arguments, **keywords)
 
 
 class Program:
@@ -233,7 +233,7 @@ class Program:
         if callers > 1:
             self._settings["accumulated_recompile_limit"] = limit
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """What the function returns. JobError where it cannot be compiled."""
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -241,7 +241,7 @@ class Program:
         try:
             # An active dispatch mode would make the operators run one by one, with other bits.
             with config.patch(self._settings), _disable_current_modes(), only_of_job():
-                return self._compiled(*given)
+                return self._compiled(*arguments)
         except FailOnRecompileLimitHit as error:
             raise problems.COMPILED_AGAIN(
                 limit=_DYNAMO["recompile_limit"], got=first_line(error)[:300]

@@ -65,10 +65,10 @@ def computing_units(program: _Program | None) -> Iterator[None]:
         _program = previous
 
 
-def _in_program(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _in_program(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     if _program is None:
-        return forward(*given, **named)
-    return _program(forward, given, named)
+        return forward(*arguments, **keywords)
+    return _program(forward, arguments, keywords)
 
 
 @contextmanager

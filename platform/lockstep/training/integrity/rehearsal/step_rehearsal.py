@@ -395,7 +395,7 @@ class StepRehearsal:
         keys: Sequence[MicroBatch],
         firsts: Sequence[Computed],
         computed: Callable[[LossModule, Any], Computed],
-        gather: Callable[[Any], list[Any]] = lambda own: [own],
+        gather: Callable[[Any], list[Any]] = lambda part: [part],
     ) -> None:
         """Record how far the compiled first micro-batch is from an eager one, and warn if the second one would not be compiled."""
         for module, first in zip(modules, firsts, strict=True):
