@@ -124,8 +124,8 @@ def test_units_have_one_value(pool: Pool, case: str, workers: int, programs: str
     run = CASES[case]()
     whole = train_in_folder(run, programs)
     for sharding in ("none", "optimizer", "full"):
-        found = pool.run(workers, train_in_folder, {**run, "sharding": sharding}, programs)
-        assert found == [whole] * workers, sharding
+        ranks = pool.run(workers, train_in_folder, {**run, "sharding": sharding}, programs)
+        assert ranks == [whole] * workers, sharding
     begun_by_shards = {**run, "sharding": "full", "rehearsal": "off"}
     assert pool.run(workers, train_in_folder, begun_by_shards, programs) == [whole] * workers
 
@@ -194,8 +194,8 @@ def marked_modules(run: Document) -> list[str]:
     sharded: list[FullSharding] = []
     init = FullSharding.__init__
 
-    def noted(self: FullSharding, *given: Any) -> None:
-        init(self, *given)
+    def noted(self: FullSharding, *arguments: Any) -> None:
+        init(self, *arguments)
         sharded.append(self)
 
     with mock.patch.object(FullSharding, "__init__", noted):
@@ -214,11 +214,11 @@ def test_torchs_compiler_knows_no_module_as_one_of_fsdp(pool: Pool) -> None:
 
 def test_a_unit_computes_by_a_program_only_where_a_loss_does() -> None:
     """An evaluation and an export call the same modules. Where its activations are recomputed, the program is inside of that."""
-    model, calls = Stack(), []
+    model, calls = Stack(), list[Callable[..., Any]]()
 
-    def program(forward: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def program(forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         calls.append(forward)
-        return forward(*given, **named)
+        return forward(*arguments, **keywords)
 
     assert compile_units(model, None) == ["blocks.0", "blocks.1", "blocks.2"]
     x = torch.ones(2, 8, requires_grad=True)
