@@ -23,6 +23,7 @@ from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import (
     ExportFormat,
     Safetensors,
+    Shards,
     artifact_path,
     check_predicts,
     format_named,
@@ -83,6 +84,7 @@ def export(
     fixed_batch: bool = False,
     inputs: str | Path | None = None,
     rtol: float | None = None,
+    max_file_size: str | None = None,
     uri: str | None = None,
     storage: str | Path = "runs",
     options: RunOptions | None = None,
@@ -91,7 +93,8 @@ def export(
     """Export a run's weights, the final ones or the `best`, in a format, and compare the artifact with eager mode.
 
     The final weights are their average where the run has one. It is compared on the job's example, and on the `inputs` of a file where
-    one is given; `rtol` is the relative difference that is allowed. The artifact goes into the run's folder, and to its store. The job is
+    one is given; `rtol` is the relative difference that is allowed. The files of `shards` have at most
+    `max_file_size` of tensors, such as `2GB`; default: 5GB. The artifact goes into the run's folder, and to its store. The job is
     imported by a process of its own, confined where it is `sandboxed`. SpecError
     where there is no such run, format or weights; ExportError where the model cannot be exported or the artifact computes something else.
     """
@@ -99,6 +102,10 @@ def export(
     export_format = format_named(form)
     if rtol is not None and not 0 <= rtol < 1:
         raise problems.RTOL(got=f"{rtol:g}")
+    if max_file_size is not None:
+        if not isinstance(export_format, Shards):
+            raise export_problems.FILE_SIZE_OF_ONE(got=max_file_size, format=export_format.name)
+        export_format = export_format.limited(max_file_size)
     export_format.check_installed()
     store, storage = tracking_uri(uri), Path(storage).absolute()
     stored_run, spec, folder = _located_run(run_id, store, storage)

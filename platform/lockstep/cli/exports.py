@@ -44,6 +44,12 @@ def export(
         float | None,
         typer.Option(metavar="R", help="relative difference that is allowed; default: 0, for onnx 1e-4"),
     ] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="most bytes of tensors in a file of shards, such as 2GB; default: 5GB"
+        ),
+    ] = None,
     sandbox: Sandbox = False,
     uri: Uri = None,
     storage: Storage = RUNS,
@@ -63,6 +69,7 @@ def export(
                 fixed_batch=fixed_batch,
                 inputs=inputs,
                 rtol=rtol,
+                max_file_size=max_file_size,
                 uri=uri,
                 storage=storage,
                 options=options,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,14 @@ from lockstep.export import problems
 from lockstep.export.artifact import BATCH, Artifact
 from lockstep.export.example import Example, Inputs
 from lockstep.job.frames import place_in_job
+
+_UNITS = {
+    prefix + unit: base**power
+    for power, prefix in enumerate(("", "K", "M", "G", "T"))
+    for unit, base in (("B", 1000), ("IB", 1024))
+    if prefix or unit == "B"
+}
+_SIZE = re.compile(rf"(\d{{1,15}}) *({'|'.join(_UNITS)})")
 
 Outputs = dict[str, Tensor]
 Call = Callable[[Inputs], Outputs]
@@ -247,7 +256,16 @@ class Shards(Safetensors):
 
     name, suffix = "shards", ""
     most_file_bytes = 5_000_000_000
-    """The most bytes of tensors in a file, but of one that has a single tensor: the limit that transformers has by default."""
+    """The most bytes of tensors in a file, but of one that has a single tensor: as `save_pretrained` of transformers has long had it."""
+
+    def limited(self, size: str) -> Shards:
+        """The format with files of at most this size, written as for `save_pretrained`: `2GB`, `500MiB`. SpecError for anything else."""
+        match = _SIZE.fullmatch(size.strip().upper())
+        if match is None or not (most := int(match[1]) * _UNITS[match[2]]):
+            raise problems.FILE_SIZE(got=size)
+        limited = Shards()
+        limited.most_file_bytes = most
+        return limited
 
 
 class Pretrained(ExportFormat):

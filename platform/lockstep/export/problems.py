@@ -16,6 +16,22 @@ FIXED_ROWS = Problem(
     advice="take it from the input's shape; or `--fixed-batch`",
 )
 
+FILE_SIZE = Problem(
+    "export.file_size",
+    SpecError,
+    "max_file_size: got {got!r}, wanted a size such as 2GB or 500MiB",
+    cause="a wrong `--max-file-size`",
+    advice="a whole number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
+)
+
+FILE_SIZE_OF_ONE = Problem(
+    "export.file_size_of_one",
+    SpecError,
+    "max_file_size: got {got!r} with format {format}, which is no set of files; export shards, or leave it out",
+    cause="`--max-file-size` with another format than `shards`",
+    advice="`--format shards`",
+)
+
 NOT_TRACED = Problem(
     "export.not_traced",
     ExportError,

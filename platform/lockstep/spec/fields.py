@@ -28,6 +28,7 @@ from lockstep.errors import nearest
 from lockstep.plan import Position, is_due
 from lockstep.spec.alert import Alert
 from lockstep.spec.batch import Batch
+from lockstep.spec.compiling import Compile, CompiledUnits
 from lockstep.spec.messages import FieldError, shown
 from lockstep.spec.optimizers import AdamW, Optimizer
 from lockstep.spec.sample_ids import normal
@@ -281,7 +282,7 @@ class Spec(Section):
     clip_norm: PositiveFloat | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     activation_checkpointing: bool = False
-    compile: bool = False
+    compile: Compile = False
     initial_weights: str | None = None
     fork: Fork | None = None
     evaluate: Evaluate = Evaluate()
@@ -363,10 +364,11 @@ class Spec(Section):
                 "evaluate.beside",
                 "got true with sharding full, where no process has the whole weights to evaluate; set evaluate.beside=false, or set sharding=optimizer",
             )
-        if self.compile:
+        if self.compile is True:
             raise ValueError(
                 "sharding: got 'full' with compile true, which has one program for the whole loss, and FSDP gathers each unit of it in Python: under FSDP2 alone the "
-                "program is cut at every unit, and computes other bits than that of a run on one worker; set compile=false, or set sharding=optimizer"
+                "program is cut at every unit, and computes other bits than that of a run on one worker; set compile=units, which has a program for each unit, or "
+                "set sharding=optimizer"
             )
         return self
 
@@ -389,7 +391,7 @@ class Spec(Section):
         if self.compile:
             raise FieldError(
                 "batch.tokens",
-                f"got {tokens} with compile=true, and a program is compiled for one shape, while micro-batches then have many; set compile=false, or pad to one "
+                f"got {tokens} with compile={shown(self.document()['compile'])}, and a program is compiled for one shape, while micro-batches then have many; set compile=false, or pad to one "
                 "length and leave batch.tokens out",
             )
         if any(each.until_samples for each in self.batch.sizes):
@@ -431,4 +433,6 @@ class Spec(Section):
         if (share := document.pop(RECHECK)) is not None:
             document["determinism"] = {"mode": self.determinism, "recheck": share}
         document["sharding"] = self.sharding.document()
+        if isinstance(self.compile, CompiledUnits):
+            document["compile"] = self.compile.document()
         return document

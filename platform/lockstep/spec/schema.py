@@ -72,6 +72,7 @@ def _spec() -> _Schema:
         "default": sharding["default"]["mode"],
         **_kept(sharding, "description"),
     }
+    fields["compile"]["oneOf"].append({"const": "units"})
     defined["Batch"]["properties"]["micro"]["type"] = ["integer", "null"]
     defined["Data"]["properties"]["without"]["anyOf"].append({"type": "integer", "minimum": 0})
     return schema

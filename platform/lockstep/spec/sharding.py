@@ -17,11 +17,15 @@ def _named(units: tuple[str, ...]) -> tuple[str, ...]:
     return units
 
 
+ModuleNames = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_named)]
+"""Names or classes of modules, with `*` for any part."""
+
+
 class Sharding(Section):
     """What is shared out, and the units of a fully sharded model: which modules they are, and when their parameters are gathered and let go of."""
 
     mode: Literal["none", "optimizer", "full"] = "none"
-    units: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_named)] | None = None
+    units: ModuleNames | None = None
     prefetch: NonNegativeInt = 1
     reshard_after_forward: bool = True
 

@@ -278,10 +278,10 @@ SPARSE_MIRRORED = Problem(
 NO_UNIT = Problem(
     "sharding.no_unit",
     SpecError,
-    "sharding.units: got {got!r}, which is the name or the class of no module of the model{near}",
+    "{field}: got {got!r}, which is the name or the class of no module of the model{near}",
     "name modules as model.named_modules() does, with * for any part of a name",
-    shown="sharding.units: got '…', which is the name or the class of no module of the model; …",
-    cause="a pattern of `sharding.units` that fits nothing",
+    shown="sharding.units: got '…', which is the name or the class of no module of the model; …`, `compile.units: got …",
+    cause="a pattern of `sharding.units` or `compile.units` that fits nothing",
     advice="a name of `model.named_modules()`, such as `layers.*`, or the name of a class",
 )
 

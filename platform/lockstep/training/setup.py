@@ -32,6 +32,7 @@ from lockstep.job.interface import Job, Updates
 from lockstep.plan import Plan, Position
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
+from lockstep.spec.compiling import CompiledUnits
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.checkpoints import Checkpoints, LastSave
@@ -65,6 +66,7 @@ from lockstep.training.start import Start, find_start, restore_on_every_rank, ve
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.compiled_units import check_units_apart, compile_units
 from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.learning_rate import RateSchedule, make_schedule
@@ -523,8 +525,20 @@ def make_state(
         Precision(spec.precision, device),
         average=average,
         schedule=schedule,
-        compiled=CompiledLosses(spec.determinism, device, spec.precision) if spec.compile else None,
+        compiled=_compiled(spec, model, device),
     )
+
+
+def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> CompiledLosses | None:
+    """What compiles the losses, or the units of the model that the spec names. SpecError where these would be gathered in part."""
+    if not spec.compile:
+        return None
+    names: list[str] = []
+    if isinstance(spec.compile, CompiledUnits):
+        names = compile_units(model, spec.compile.units)
+        if spec.sharding.mode == "full":
+            check_units_apart(model, names, spec.sharding.units)
+    return CompiledLosses(spec.determinism, device, spec.precision, len(names))
 
 
 def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:

@@ -244,10 +244,9 @@ def test_weights_alone_say_where_they_are_from_and_need_no_job(run: Path) -> Non
     assert weights_digest(load_file(found.path)) == digest == found.artifact.weights_digest
 
 
-def test_shards_have_the_weights_with_an_index(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_have_the_weights_with_an_index(run: Path) -> None:
     """Files of at most so many bytes but for one with a single tensor; a run begins from them, and transformers reads them."""
-    monkeypatch.setattr(formats.Shards, "most_file_bytes", 300)
-    found = exported(run, form="shards")
+    found = exported(run, form="shards", max_file_size="300 B")
     index = json.loads(Path(found.path, stored_weights.INDEX).read_text())
     files: dict[str, list[str]] = {}
     for name, file in index["weight_map"].items():
@@ -270,10 +269,19 @@ def test_shards_have_the_weights_with_an_index(run: Path, monkeypatch: pytest.Mo
     assert weights_digest(stored_weights.stored_folder(Path(found.path)), in_memory) == weights_digest(
         tensors
     )
-    monkeypatch.undo()
     (whole,) = Path(exported(run, form="shards").path).iterdir()  # fits into one file
     assert whole.name == stored_weights.SINGLE
     assert weights_digest(load_file(whole)) == weights_digest(tensors)
+
+
+def test_a_size_is_written_as_for_save_pretrained() -> None:
+    shards = formats.Shards()
+    for size, most in {"2GB": 2 * 10**9, "500 MiB": 500 << 20, "7kb": 7000, "1tib": 1 << 40, "9B": 9}.items():
+        assert shards.limited(size).most_file_bytes == most
+    assert shards.most_file_bytes == 5 * 10**9
+    for size in ("", "0GB", "GB", "5", "1.5GB", "-1GB", "5GiB5"):
+        with raises(export_problems.FILE_SIZE, got=size):
+            shards.limited(size)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "shards"])
@@ -526,6 +534,8 @@ MISTAKES: dict[str, tuple[list[str], Any, str]] = {
     "no best weights": (["export", "RUN", "--best"], without_best, "best: run RUN has no best weights; a run with early_stop keeps them"),
     "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),
     "no tolerance": (["export", "RUN", "--rtol", "1.5"], None, "rtol: got 1.5, wanted a relative difference from 0 to below 1"),
+    "no size": (["export", "RUN", "--format", "shards", "--max-file-size", "big"], None, "max_file_size: got 'big', wanted a size such as 2GB or 500MiB"),
+    "a size of one file": (["export", "RUN", "--max-file-size", "2GB"], None, "max_file_size: got '2GB' with format pt2"),
     "not exported": (["predict", "RUN", "x.npy", "--best"], None, "has no export/pt2/best.pt2; make it with `lockstep export RUN --format pt2 --best`"),
     "weights alone": (["predict", "RUN", "x.npy", "--format", "safetensors"], None, "format: got safetensors, which has weights alone; predict from pt2, "),
     "no such kind of file": (["predict", "RUN", "x.csv"], None, "inputs: got 'x.csv', wanted a .npy, .npz or .safetensors"),

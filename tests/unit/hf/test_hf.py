@@ -18,7 +18,6 @@ from lockstep.calls.exporting import export
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import DataError, LockstepError, SpecError
-from lockstep.export import formats
 from lockstep.hf import causal_lm, text_files
 from lockstep.hf.causal_lm import CausalLM
 from lockstep.hf.libraries import transformers
@@ -346,17 +345,20 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exact
-def test_from_pretrained_reads_shards(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several files with an index, and the `config.json` of the model beside them."""
-    config = transformers().AutoConfig.from_pretrained(exported(trained), local_files_only=True)
-    monkeypatch.setattr(formats.Shards, "most_file_bytes", 20_000)
-    found = export(trained.name, form="shards", uri="off", storage=trained.parent)
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_reads_shards(folder: Path, tmp_path: Path, tied: bool) -> None:
+    """Several files with an index, and the `config.json` of the model beside them; with one matrix for embedding and head as well."""
+    run = recorded(language_model(folder, {**LLAMA, "tie_word_embeddings": tied}), tmp_path)
+    config = transformers().AutoConfig.from_pretrained(exported(run), local_files_only=True)
+    assert config.tie_word_embeddings == tied
+    found = export(run.name, form="shards", max_file_size="20KB", uri="off", storage=run.parent)
     assert len(list(Path(found.path).glob("model-*-of-*.safetensors"))) > 1
     config.save_pretrained(found.path)
     model = transformers().AutoModelForCausalLM.from_pretrained(
         found.path, local_files_only=True, dtype=torch.float32
     )
     assert weights_digest(model.state_dict()) == found.artifact.weights_digest
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 @pytest.mark.exact

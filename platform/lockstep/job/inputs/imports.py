@@ -269,9 +269,13 @@ def _file_at(path: str, root: Path) -> Path | None:
     return _path(name, root)
 
 
+_GENERATED = "torch._inductor.runtime.compile_tasks."
+"""What torch's compiler writes is a module too, wherever its folder of programs is."""
+
+
 def new_modules(known: Iterable[str]) -> list[str]:
-    """The modules of this process that are not among `known` and that no distribution has installed."""
-    names = sys.modules.keys() - set(known)
+    """The modules of this process that are not among `known`, that no distribution has installed and that torch's compiler has not written."""
+    names = {name for name in sys.modules.keys() - set(known) if not name.startswith(_GENERATED)}
     files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(names))
     return [name for name, file in files if isinstance(file, str) and is_of_the_job(file)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -28,6 +28,19 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
         module.forward = partial(_recomputed, module.forward)
 
 
+def of_forward(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the forward of a module by what `change` makes of it; of one that is recomputed, the forward inside of that."""
+    forward = module.forward
+    if _is_recomputed(forward):
+        module.forward = partial(_recomputed, change(forward.args[0]))
+    else:
+        module.forward = change(forward)
+
+
+def _is_recomputed(forward: Any) -> TypeGuard[partial[Any]]:
+    return isinstance(forward, partial) and forward.func is _recomputed
+
+
 def _recomputed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """A forward whose activations are recomputed. torch puts its own generators back for that, and no others: a layer that is dropped by python's would stay.
 
@@ -45,7 +58,7 @@ def kept_activations(model: nn.Module) -> Iterator[None]:
     checkpointed = {
         module: forward
         for module in model.modules()
-        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _recomputed
+        if _is_recomputed(forward := vars(module).get("forward"))
     }
     for module, forward in checkpointed.items():
         module.forward = forward.args[0]

@@ -1,10 +1,10 @@
-"""`compile: true`: a loss and its backward as programs that torch's inductor generates, for micro-batches of one shape.
+"""`compile`: a loss, or the units of its model, with their backward as programs that torch's inductor generates, for micro-batches of one shape.
 
 Invariants: which program computes a micro-batch follows from that micro-batch and the spec, never from what its worker has computed
 before. The first micro-batch of the run, which every worker rehearses, decides which shapes are compiled; a batch of any other shape, such
 as a ragged tail, runs eager. Shapes are static, and under strict determinism no kernel is chosen by timing it. Only the function that
-computes the loss is compiled: the model, its names and its checkpoints are those of an eager run. What is compiled computes what eager
-computes, up to rounding: the gradient of the first micro-batch is compared, and a distance that rounding does not explain is refused.
+computes the loss is compiled, or the forward of each unit in it: the model, its names and its checkpoints are those of an eager run. What is compiled
+computes what eager computes, up to rounding: the gradient of the first micro-batch is compared, and a distance that rounding does not explain is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from lockstep.data.cache import cache_path
 from lockstep.data.loader import map_tensors
 from lockstep.errors import JobError, first_line
 from lockstep.training.step import problems
+from lockstep.training.step.compiled_units import computing_units, only_of_job
 
 NAME = "compile.json"
 """The document that says what was compiled, and how far its results are from eager."""
@@ -90,8 +91,10 @@ class CompiledLosses:
         determinism: Literal["strict", "fast"],
         device: torch.device,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        units: int = 0,
     ) -> None:
-        self.device, self.precision = device, precision
+        """`units` is the number of the model's modules that are compiled by themselves (`compile_units`); 0 where the loss is compiled as a whole."""
+        self.device, self.precision, self.units = device, precision, units
         self.options = _INDUCTOR | (_STRICT if determinism == "strict" else {})
         self.differences: dict[str, Difference] = {}
         """By phase name."""
@@ -104,7 +107,8 @@ class CompiledLosses:
     def of(self, phase: str, loss: LossFunction) -> CompiledLoss:
         """The compiled loss of a phase, made at the first call."""
         if phase not in self._losses:
-            self._losses[phase] = CompiledLoss(loss, self)
+            kind = LossOfCompiledUnits if self.units else CompiledLoss
+            self._losses[phase] = kind(loss, self)
         return self._losses[phase]
 
     @property
@@ -127,19 +131,22 @@ class CompiledLosses:
         losses: tuple[float, float],
         gradients: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
+        gather: Callable[[dict[str, _Away]], list[dict[str, _Away]]] = lambda part: [part],
     ) -> None:
         """Note how far a phase's compiled micro-batch is from the eager one; `losses` are (compiled, eager).
 
-        JobError where the gradient is farther than rounding explains.
+        Where each rank has its part of the gradients, `gather` collects what it is given from all of them. JobError where the gradient is farther than
+        rounding explains.
         """
-        off = {name: gradients[name].double() - eager[name].double() for name in gradients}
-        worst = max(off, key=lambda name: _largest(off[name]))
+        by_rank = gather({name: _away(gradients[name], eager[name]) for name in gradients})
+        away = {name: _Away.joined([of_rank[name] for of_rank in by_rank]) for name in gradients}
+        worst = max(away, key=lambda name: away[name].largest)
         difference = Difference(
             *losses,
             worst,
-            _largest(off[worst]),
-            _largest(eager[worst]),
-            _distance(off.values(), eager.values()),
+            away[worst].largest,
+            away[worst].largest_eager,
+            _distance(away.values()),
         )
         self.differences[phase] = difference
         short = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in eager.values())
@@ -153,6 +160,7 @@ class CompiledLosses:
         breaks = [" ".join(str(reason).split()) for reason in counters["graph_break"]]
         report = {
             **identity_of_compiler(self),
+            **({"units": self.units} if self.units else {}),
             "programs": counters["stats"]["unique_graphs"],
             "graph_breaks": breaks,
             "first_micro_batch": {
@@ -167,7 +175,7 @@ class CompiledLoss:
 
     def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
         self._loss, self._all = loss, all_losses
-        self._compiled = torch.compile(loss, dynamic=False, options=all_losses.options)
+        self._program = Program(loss, all_losses.options)
         self._shapes: tuple[str, ...] | None = None
 
     def compiles(self, batch: Any) -> bool:
@@ -179,15 +187,61 @@ class CompiledLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """The loss of `batch`, or its rows. JobError where it cannot be compiled."""
+        if self._all.eager or not self.compiles(batch):
+            return self._loss(model, batch)
+        return self._program(model, batch)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The block in which the gradients of what the last call gave are computed."""
+        yield
+
+
+class LossOfCompiledUnits(CompiledLoss):
+    """A phase's loss whose units are compiled: those of batches that have the shapes of the first one. What is outside of units runs eager."""
+
+    def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
+        super().__init__(loss, all_losses)
+        self._program = Program(_computed, all_losses.options, all_losses.units)
+        self._is_compiled = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of `batch`, or its rows. JobError where a unit cannot be compiled."""
+        self._is_compiled = not self._all.eager and self.compiles(batch)
+        with self.backward():
+            return self._loss(model, batch)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A unit that is recomputed in a backward is computed as in its forward."""
+        with computing_units(self._program if self._is_compiled else None):
+            yield
+
+
+def _computed(forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return forward(*arguments, **keywords)
+
+
+class Program:
+    """A function that is compiled wherever it is called with something new."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], callers: int = 1) -> None:
+        """`callers` share the function, each with `recompile_limit` programs."""
+        self._compiled = torch.compile(function, dynamic=False, options=options)
+        limit = _DYNAMO["recompile_limit"] * callers
+        self._settings = _DYNAMO | {"recompile_limit": limit}
+        if callers > 1:
+            self._settings["accumulated_recompile_limit"] = limit
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function returns. JobError where it cannot be compiled."""
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        if self._all.eager or not self.compiles(batch):
-            return self._loss(model, batch)
         try:
             # An active dispatch mode would make the operators run one by one, with other bits.
-            with config.patch(_DYNAMO), _disable_current_modes():
-                return self._compiled(model, batch)
+            with config.patch(self._settings), _disable_current_modes(), only_of_job():
+                return self._compiled(*arguments)
         except FailOnRecompileLimitHit as error:
             raise problems.COMPILED_AGAIN(
                 limit=_DYNAMO["recompile_limit"], got=first_line(error)[:300]
@@ -304,16 +358,37 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-def _largest(values: Tensor) -> float:
-    return float(values.detach().abs().max()) if values.numel() else 0.0
+class _Away(NamedTuple):
+    """How far a gradient, or a rank's part of it, is from the eager one: largest absolute elements and norms of their difference and of the eager one."""
+
+    largest: float
+    largest_eager: float
+    norm: float
+    norm_eager: float
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Away]) -> _Away:
+        """That of the whole, of its parts."""
+        largest, largest_eager, norms, norms_eager = zip(*parts, strict=True)
+        return cls(max(largest), max(largest_eager), math.hypot(*norms), math.hypot(*norms_eager))
 
 
-def _distance(off: Iterable[Tensor], eager: Iterable[Tensor]) -> float:
-    """The norm of some tensors, all together, relative to that of others."""
-    mine, reference = (
-        math.hypot(*(float(tensor.detach().double().norm()) for tensor in every)) for every in (off, eager)
+def _away(gradient: Tensor, eager: Tensor) -> _Away:
+    reference = eager.detach().double()
+    difference = gradient.detach().double() - reference
+    return _Away(
+        _largest(difference), _largest(eager.detach()), float(difference.norm()), float(reference.norm())
     )
-    return mine / reference if reference else math.inf if mine else 0.0
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _distance(gradients: Iterable[_Away]) -> float:
+    """The norm of the differences, all together, relative to that of the eager gradients."""
+    _, _, norm, reference = _Away.joined(list(gradients))
+    return norm / reference if reference else math.inf if norm else 0.0
 
 
 def _too_far(difference: Difference) -> JobError:

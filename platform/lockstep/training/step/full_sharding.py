@@ -568,6 +568,9 @@ def _sharded(
         # FSDP never lets go of what the root has between forward and backward, unless it is told to.
         reshards = settings.reshard_after_forward and module is not root
         fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
+    for each in root.modules():
+        # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
+        vars(each).pop("_is_fsdp_managed_module", None)
     return root, modules
 
 

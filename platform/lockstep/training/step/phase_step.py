@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -136,7 +137,9 @@ class LossModule(nn.Module):
     def backward(self, total: Tensor) -> None:
         """Leave the gradients of `total`, which the newest call has given, in the parameters that learn."""
         earlier = {name: _gradient_version(parameter) for name, parameter in self.conditional.items()}
-        torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
+        compiled = self._of_batch if isinstance(self._of_batch, CompiledLoss) else None
+        with nullcontext() if compiled is None else compiled.backward():
+            torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
         if self.conditional and not self.without_batch:
             used = {name for name, one in self.conditional.items() if _gradient_version(one) != earlier[name]}
             self.used |= used

@@ -804,11 +804,30 @@ NO_MODULE_RECOMPUTED = Problem(
 NO_COMPILER = Problem(
     "step.compile.no_compiler",
     SpecError,
-    "compile: got true, but {got} does not run on this machine, and inductor needs a C++ compiler",
+    "compile: got true or units, but {got} does not run on this machine, and inductor needs a C++ compiler",
     "install g++ on every node (or name one by CXX), or set compile=false",
-    shown="compile: got true, but g++ does not run on this machine, …",
+    shown="compile: got true or units, but g++ does not run on this machine, …",
     cause="inductor needs a C++ compiler",
     advice="install g++ on every node, name one by `CXX`, or `compile=false`",
+)
+
+NO_UNITS_TO_COMPILE = Problem(
+    "step.compile.no_units",
+    SpecError,
+    "compile: got units, and the model repeats no blocks: it has no list of modules, and names none that must not be split",
+    "name modules in compile.units, or set compile=true",
+    cause="`compile: units` for a model without an `nn.ModuleList`, an `nn.Sequential` or `_no_split_modules`",
+    advice="`compile.units`, or `compile=true`",
+)
+
+UNIT_INSIDE = Problem(
+    "step.compile.unit_inside",
+    SpecError,
+    "sharding.units: got {got!r}, which is inside of {name!r}, and that is compiled as one program: its parameters would be gathered in the middle of it",
+    "name {name!r} or what has it inside, or name the modules that are compiled in compile.units",
+    shown="sharding.units: got '…', which is inside of '…', and that is compiled as one program, …",
+    cause="a unit of `sharding.units` inside of a module that `compile: units` compiles",
+    advice="units that are compiled, or that have them inside; or `compile.units`",
 )
 
 NOT_COMPILED = Problem(

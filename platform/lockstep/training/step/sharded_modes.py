@@ -22,7 +22,7 @@ _TENSOR: Any = Tensor
 _GRADIENT = _TENSOR.grad.__get__
 
 
-class _Unseen(TorchFunctionMode):
+class Unseen(TorchFunctionMode):
     """A mode that a module's kernels do not depend on."""
 
     @contextmanager
@@ -52,7 +52,7 @@ class _Unseen(TorchFunctionMode):
                 hook.remove()
 
 
-class NoShards(_Unseen):
+class NoShards(Unseen):
     """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class NoShards(_Unseen):
         return func(*args, **(kwargs or {}))
 
 
-class WholeGradients(_Unseen):
+class WholeGradients(Unseen):
     """Gives a gathered parameter its whole gradient where it is asked for it; all ranks ask for the same ones, in the same order."""
 
     def __init__(self, names: Mapping[int, str], whole: Callable[[str], Tensor | None]) -> None:

@@ -82,22 +82,24 @@ def units_of(model: nn.Module, calls: Calls, patterns: Sequence[str] | None = No
     return units
 
 
-def members_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[nn.Module]:
-    """The modules that are units where every loss calls them once, of nested ones the outermost.
+def members_of(
+    model: nn.Module, patterns: Sequence[str] | None = None, field: str = "sharding.units"
+) -> list[nn.Module]:
+    """The modules that are units where every loss calls them once, of nested ones the outermost; `field` of the spec has the patterns.
 
     They are those whose name or class is one of the `patterns`, with `*` for any part. Without patterns they are those of the classes that the model does
     not want split, as Hugging Face's name theirs (`_no_split_modules`), else the members of its lists and sequences of modules. SpecError for a pattern
     that fits no module.
     """
     if patterns is not None:
-        return _of_patterns(model, patterns)
+        return _of_patterns(model, patterns, field)
     unsplit = {
         name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
     }
     return _of_classes(model, unsplit) or _of_lists(model)
 
 
-def _of_patterns(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def _of_patterns(model: nn.Module, patterns: Sequence[str], field: str) -> list[nn.Module]:
     named = [(name, module) for name, module in model.named_modules() if name]
     fits = {
         pattern: {
@@ -110,7 +112,9 @@ def _of_patterns(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     for pattern, names in fits.items():
         if not names:
             near = closest(pattern, [name for name, _ in named])
-            raise problems.NO_UNIT(got=pattern, near="" if near is None else f" (did you mean {near!r}?)")
+            raise problems.NO_UNIT(
+                field=field, got=pattern, near="" if near is None else f" (did you mean {near!r}?)"
+            )
     chosen = set[str]().union(*fits.values())
     return [
         module

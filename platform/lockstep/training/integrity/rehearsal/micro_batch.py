@@ -218,25 +218,29 @@ def compute_sharded(
     seed: int,
     device: torch.device,
     m: int = 0,
+    keep_gradients: bool = False,
 ) -> Computed:
     """Run micro-batch 0, or another, as `compute` does, on every worker, where each has its rows of the parameters alone. All ranks call it.
 
-    The results are the same; the gradients are not kept.
+    The results are the same. Of the gradients each rank keeps every W-th element, or none.
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
     seeded = partial(seed_all, rehearsal_key(seed, *([m] if m else [])), device)
     seeded()
-    buffers, digests = KeptBuffers(model), dict[str, str]()
+    buffers, digests, parts = KeptBuffers(model), dict[str, str](), dict[str, Tensor]()
+    rank, workers = sharding.group.rank, sharding.group.size
 
     def observe(gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
         for gradient, i in zip(gradients, indices, strict=True):
             digests[module.names[i]] = tensor_digest(gradient)
+            if keep_gradients:
+                parts[module.names[i]] = gradient.detach().reshape(-1)[rank::workers].clone()
 
     try:
         module.parameters_that_learn = sharding.as_computed(module.names)
-        sharding.begin_step(sharding.group.size, module.names)
-        sharding.begin_pass(range(sharding.group.size), empty=False, last=True, observe=observe)
+        sharding.begin_step(workers, module.names)
+        sharding.begin_pass(range(workers), empty=False, last=True, observe=observe)
         with advised(), job_at(where):
             with precision.autocast():
                 loss = sharding.computed(lambda: module(batch))
@@ -248,7 +252,7 @@ def compute_sharded(
         with torch.no_grad(), precision.autocast():
             of_step = partial(_statistics_of, module, batch, buffers, seeded, where)
             statistics = _statistics(module, loss, results, partial(sharding.computed, of_step))
-        return Computed(loss, results, {}, written, statistics)
+        return Computed(loss, results, parts, written, statistics)
     finally:
         buffers.restore()
         sharding.reshard()

@@ -146,7 +146,7 @@ class StepRehearsal:
         for tree in (model.state_dict(), unlisted_tensors(model)):
             pack(tree, "model")  # only now: the first forward makes what is lazy
         if self.state.compiled is not None:
-            self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts)
+            self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts, self._computed)
         if not can_fork(self.device) and self.spec.determinism == "strict":
             self._compare_here(modules, firsts)
         return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
@@ -163,14 +163,26 @@ class StepRehearsal:
         batch, _ = self._fetch_drawing(keys[0])
 
         def computed(module: LossModule, batch: Any, m: int = 0) -> Computed:
-            precision, seed = self.state.precision, self.spec.seed
-            return compute_sharded(module, batch, precision, sharding, seed=seed, device=self.device, m=m)
+            return compute_sharded(
+                module,
+                batch,
+                self.state.precision,
+                sharding,
+                seed=self.spec.seed,
+                device=self.device,
+                m=m,
+                keep_gradients=self.state.compiled is not None and m == 0,
+            )
 
         for module in modules:
             batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
             with filled_memory(True):
                 firsts.append(computed(module, batch))
         pack(unlisted_tensors(self.state.model), "model")
+        if self.state.compiled is not None:
+            self._compare_with_eager(
+                self.state.compiled, modules, keys, firsts, computed, sharding.group.gather
+            )
         if self.spec.rehearsal != "off" and self.spec.determinism == "strict":
             for module, first in zip(modules, firsts, strict=True):
                 memory_before = self._memory()
@@ -209,9 +221,11 @@ class StepRehearsal:
                     with torch.no_grad(), self.state.precision.autocast(), job_at(where):
                         module(batch)
 
-            check_norms(model, self.plan, len(key.ids), forward)
-            with calls.counted():
-                forward()
+            compiled = self.state.compiled
+            with nullcontext() if compiled is None else compiled.off():
+                check_norms(model, self.plan, len(key.ids), forward)
+                with calls.counted():
+                    forward()
             return [
                 name for name, member in model.named_modules() if member in members and calls.once(member)
             ]
@@ -380,17 +394,19 @@ class StepRehearsal:
         modules: Sequence[LossModule],
         keys: Sequence[MicroBatch],
         firsts: Sequence[Computed],
+        computed: Callable[[LossModule, Any], Computed],
+        gather: Callable[[Any], list[Any]] = lambda part: [part],
     ) -> None:
         """Record how far the compiled first micro-batch is from an eager one, and warn if the second one would not be compiled."""
         for module, first in zip(modules, firsts, strict=True):
             with compiled.off():
-                eager = self._compute(module, keys[0])
+                eager = computed(module, self._fetch(keys[0]))
             losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
             rows = [
                 {name: numbers_of(gradient) for name, gradient in each.gradients.items()}
                 for each in (first, eager)
             ]
-            compiled.compare(module.phase.name, losses, *rows)
+            compiled.compare(module.phase.name, losses, *rows, gather)
         of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
         if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
             self.warn(
