@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
@@ -95,7 +94,6 @@ def in_order_of_fsdp(
 
     visit(module)
     return result
-
 
 
 def places_of(model: nn.Module) -> Places:

@@ -174,9 +174,7 @@ class FullSharding:
         """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
         self._writes: list[int] = []
 
-    def _rows_of_rank(
-        self, rank: int, names: Sequence[str], done: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _rows_of_rank(self, rank: int, names: Sequence[str], done: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of a rank of those parameters that are to be cut, and are whole now, in memory of their own."""
         parameters = dict(self.model.named_parameters())
         return {

@@ -141,6 +141,8 @@ class MirroredShards:
         """Copy the rows as they are after `step` steps, into the memory of the previous copy. JobError where something holds parameters that are cut by now."""
         self._check_originals()
         self._before_step = None
+        if self.group.size == 1:  # there is no other rank that could have done less
+            return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         copies = {}
@@ -193,9 +195,7 @@ class MirroredShards:
         for name, value in state.average_state().items():
             yield ("average", name), value
 
-    def _values_of_optimizer(
-        self, phase: str, optimizer: FullyShardedOptimizer
-    ) -> Iterator[tuple[Key, Any]]:
+    def _values_of_optimizer(self, phase: str, optimizer: FullyShardedOptimizer) -> Iterator[tuple[Key, Any]]:
         (parts, own), *mirroring = optimizer.states()
         numbers = {id(part.value): i for i, part in parts.items()}
         for parameter, values in own.state.items():
@@ -302,13 +302,9 @@ class MirroredShards:
         units, whole, fused = self.cut
         calls = Calls.of_units(state.model.get_submodule(name) for name in units)
         fill = (lambda names: None) if previous is None else previous.fill_blank
-        sharding = FullSharding(
-            state.model, group, calls, whole, fused, fill, self._settings, self.mirrored
-        )
+        sharding = FullSharding(state.model, group, calls, whole, fused, fill, self._settings, self.mirrored)
         if self._undivided is not None:
-            self._originals = {
-                name: weakref.ref(self._undivided[1][name]) for name in sharding.shards
-            }
+            self._originals = {name: weakref.ref(self._undivided[1][name]) for name in sharding.shards}
         state.shard(sharding, group)
 
     def _take(self, contents: Sequence[_Content], exchange: _Exchange) -> None:
