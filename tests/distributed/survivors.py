@@ -52,6 +52,7 @@ from lockstep.training.step.mirrored_shards import MirroredShards, _Exchange
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
 from lockstep.training.step.sharding import FullyShardedOptimizer, _Gathering
+from lockstep.training.step.shards import Shard
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -499,6 +500,13 @@ def _without(mechanism: str) -> Iterator[None]:
             newest[row.data_ptr()] = row.clone()
             row.copy_(earlier)
 
+    def changed_rows(self: _Exchange, *arguments: Any) -> Any:
+        value = exchanged(self, *arguments)
+        if isinstance(value, Shard) and value.local.numel():
+            value.local.view(-1)[:1] += 1
+        return value
+
+    exchanged = _Exchange.value
     own, restore, update = Stepper.abandon, TrainState.restore, MirroredOptimizer.step
     update_rows = FullyShardedOptimizer.step
     patches = {
@@ -506,6 +514,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "spans before": (MirroredOptimizer, "take_back", lambda self, step: None),
         "mirror": (MirroredOptimizer, "step", behind),
         "rows before": (MirroredShards, "take_back", lambda self, step: None),
+        "exchanged rows": (_Exchange, "value", changed_rows),
         "mirrored rows": (FullyShardedOptimizer, "step", rows_behind),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
 from lockstep.training import problems as training_problems
+from lockstep.training.elastic import problems as elastic_problems
 from lockstep.training.loop import report_end
 from lockstep.training.setup import Run
 from lockstep.training.step import problems
@@ -137,6 +138,12 @@ def test_a_mirror_of_another_step_gives_other_bits(broken: str, fall: Fall) -> N
     check(outlive(SMALL, 3, [fall]), plain(), [0, 2])
     outlived = outlive(SMALL, 3, [fall], broken=broken)
     assert {one["weights_digest"] for one in outlived.summaries.values()} != {plain().weights_digest}
+
+
+def test_rows_that_change_on_their_way_are_found() -> None:
+    """Digests of the state before it is cut anew, and after, do not agree."""
+    with raises(elastic_problems.OTHER_STATES, step=2):
+        outlive(SMALL, 3, [Fall(1, 3, "forward")], broken="exchanged rows")
 
 
 def rows_and_mirrors(document: Document) -> tuple[list[Any], list[Any], int | None]:

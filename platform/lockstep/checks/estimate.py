@@ -218,11 +218,11 @@ def estimated(fixture: Fixture) -> Estimate:
         if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
             largest_micro = micro
     return Estimate(
-        parameters_bytes=held(spec, full.parameters, workers, full.tables),
+        parameters_bytes=with_mirror(spec, full.parameters, workers, full.tables),
         buffers_bytes=full.buffers,
         gradients_bytes=held(spec, full.gradients, workers, full.table_rows),
         optimizer_bytes=optimizer_bytes(spec, full, workers),
-        average_bytes=held(spec, full.average, workers, min(full.average, full.tables)),
+        average_bytes=with_mirror(spec, full.average, workers, min(full.average, full.tables)),
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
@@ -360,13 +360,15 @@ def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     """The optimizer's state, where it is sharded that of the worker that holds most of it; with its mirror, and both as before an update."""
     if not is_sharded(spec, workers):
         whole = sum(state.scalars + state.others + state.on_all for state in found.optimizer)
-        return 2 * whole if is_mirrored(spec) else whole
+        return 2 * whole if is_mirrored(spec) and spec.sharding.mode == "optimizer" else whole
     bytes_by_worker = [0] * workers
     for span in _spans(found, workers):
         bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
+    on_all = sum(state.on_all for state in found.optimizer)
     if is_mirrored(spec):
-        return 2 * max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
-    return max(bytes_by_worker) + sum(state.on_all for state in found.optimizer)
+        both = max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
+        return 2 * (both + on_all)
+    return max(bytes_by_worker) + on_all
 
 
 def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
@@ -383,8 +385,8 @@ def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
 
 
 def is_mirrored(spec: Spec) -> bool:
-    """Whether the optimizer's state of each worker is kept by another one too."""
-    return spec.sharding.mode == "optimizer" and spec.faults.mirror
+    """Whether what each worker alone has of the state is kept by another one too."""
+    return spec.sharding.mode != "none" and spec.faults.mirror
 
 
 def is_sharded(spec: Spec, workers: int) -> bool:
@@ -403,8 +405,8 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
     """
     optimizer = optimizer_bytes(spec, found, workers)
-    parameters = held(spec, found.parameters, workers, found.tables)
-    average = held(spec, found.average, workers, min(found.average, found.tables))
+    parameters = with_mirror(spec, found.parameters, workers, found.tables)
+    average = with_mirror(spec, found.average, workers, min(found.average, found.tables))
     standing = parameters + 2 * found.buffers + optimizer + average + found.workspace
     if is_mirrored(spec):  # the start of the step
         standing += parameters + found.buffers + average
@@ -415,7 +417,8 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     kept = 0 if found.phases == 1 else batches - found.batch  # through the updates of all phases but the last
     gradients = held(spec, found.gradients, workers, found.table_rows)
     computing = found.computing - found.gradients + gradients
-    step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
+    in_update = kept + with_mirror(spec, found.gradients, workers, found.table_rows) + updating
+    step = standing + moving + max(sums + batches + computing, in_update)
     start = found.parameters + 2 * found.buffers + found.batch + found.computing
     by_shards = asks_for_shards(spec, found.parameters) and not found.tables
     begins_whole = is_fully_sharded(spec, workers) and not by_shards
@@ -430,6 +433,12 @@ def is_fully_sharded(spec: Spec, workers: int) -> bool:
 def held(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
     """What a worker holds of so many bytes of parameters, or of what there is of each parameter; of `on_all` of them every worker has all."""
     return on_all - (on_all - size) // workers if is_fully_sharded(spec, workers) else size
+
+
+def with_mirror(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
+    """`held`, with what a worker mirrors of another's share."""
+    mirrors = is_fully_sharded(spec, workers) and is_mirrored(spec)
+    return held(spec, size, workers, on_all) + (held(spec, size - on_all, workers) if mirrors else 0)
 
 
 def sums_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
@@ -452,6 +461,8 @@ def sent_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) ->
         passes = -(-micro_batches // workers)
         gathers = 2 if spec.sharding.reshard_after_forward else 1
         sets = passes * (gathers * (found.parameters - found.tables) + found.gradients)
+        if is_mirrored(spec):  # its rows of the finished gradients go to its mirror
+            return sets * (workers - 1) // workers + held(spec, found.gradients, workers)
     else:
         sets = 2 * found.gradients + (found.gradients if is_sharded(spec, workers) else 0)
     return sets * (workers - 1) // workers

@@ -42,7 +42,7 @@ from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
-from lockstep.training.integrity.digests import digest_on_first
+from lockstep.training.integrity.digests import digest_on_first, element_digest
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
@@ -549,7 +549,7 @@ def make_state(
         compiled=CompiledLosses(spec.determinism, device, spec.precision) if spec.compile else None,
     )
     if group is not None and spec.sharding.mode == "full" and spec.faults.mirror:
-        state.mirrored_shards = MirroredShards(state, group, spec.sharding)
+        state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
     return state
 
 

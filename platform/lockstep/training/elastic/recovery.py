@@ -199,12 +199,12 @@ def agree_on_state(
     source = min(holding, key=lambda rank: (holding[rank], rank))
     if holds:
         take_back(holding[source])
-    if state.mirrored is not None:
-        state.mirrored.regroup(group, holds=holds)
-    # A job's own state may have changed in the step that was left.
-    if any(report != (every[source][0], False) for report in every):
-        hand_over(group, state, source)
     try:
+        if state.mirrored is not None:
+            state.mirrored.regroup(group, holds=holds)
+        # A job's own state may have changed in the step that was left.
+        if any(report != (every[source][0], False) for report in every):
+            hand_over(group, state, source)
         check_same_state(group, state)
     except DriftError as error:
         raise problems.OTHER_STATES(step=state.counters.step) from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,8 +100,15 @@ class _Kept(NamedTuple):
 class MirroredShards:
     """The shards of a state of which each worker has its own and those of one other. A single worker has all whole, and may be joined by others."""
 
-    def __init__(self, state: TrainState, group: Group, settings: Sharding) -> None:
-        self._state, self.group, self._settings = state, group, settings
+    def __init__(
+        self,
+        state: TrainState,
+        group: Group,
+        settings: Sharding,
+        digesting: Callable[[], Callable[[str, Tensor | Shard], int]],
+    ) -> None:
+        """`digesting` gives what makes the digest of a tensor by its name, or the part of it that a shard adds."""
+        self._state, self.group, self._settings, self._digesting = state, group, settings, digesting
         self._layout = Layout(1, group.size, mirrors(group.gather(node_name())))
         self.cut: Cut | None = None
         """Known once the first micro-batch was computed."""
@@ -123,9 +130,10 @@ class MirroredShards:
         return None if self.group.size == 1 else self._layout.mirrors.index(self.group.rank)
 
     @property
-    def bytes_before(self) -> int:
-        """The bytes that are kept of the start of a step."""
-        return sum(tensor.nbytes for value in self._before.values() for tensor in _tensors(value))
+    def optimizer_bytes_before(self) -> int:
+        """The bytes that are kept of the optimizer's state at the start of a step."""
+        kept = [value for key, value in self._before.items() if key[0] == "optimizer"]
+        return sum(tensor.nbytes for value in kept for tensor in _tensors(value))
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +270,7 @@ class MirroredShards:
     def regroup(self, group: Group, *, holds: bool) -> None:
         """Cut the state anew in another group. All ranks of that call it; one that joins `holds` nothing.
 
-        Raises ClusterError on all ranks where the rows of a rank are lost with its mirror.
+        Raises ClusterError on all ranks where the rows of a rank are lost with its mirror, and DriftError where they are not what they were.
         """
         current = [_Kept(self._layout, dict(self._values()))] if self._is_complete else []
         kept = [*current, *self._previous] if holds else []
@@ -280,9 +288,44 @@ class MirroredShards:
         number = 1 + max(each.number for report in reports for each, _ in report.layouts)
         self._layout = Layout(number, group.size, mirrors([report.node for report in reports]))
         self._cut_model()
+        told = [] if mine is None else [owner for owner, rank in sources.items() if rank == group.rank]
+        digest_before = self._digest_of(mine, told, whole=group.rank == first)
         held_by = [tuple(dict(report.layouts).get(layout, ())) for report in reports]
         self._take(contents, _Exchange(group, self._layout, layout.ranks, held_by, sources, mine))
+        self._check(digest_before)
         self._is_complete, self._undivided = True, None
+
+    def _digest_of(self, kept: _Kept | None, owners: Sequence[int], *, whole: bool) -> int:
+        """What the rows of some ranks add to the digest of all that is kept, and with `whole` the tensors that are not cut."""
+        if kept is None or not (owners or whole):
+            return 0
+        digest, total = self._digesting(), 0
+        for key, value in kept.values.items():
+            name = " ".join(map(str, key))
+            if isinstance(value, Shard):
+                shards = [shard for shard in (value, value.mirror) if shard is not None]
+                total += sum(digest(name, shard) for shard in shards if shard.rank in owners)
+            elif whole and _Content.of(key, value).dtype is not None:
+                total += digest(name, value)
+        return total % 2**64
+
+    def _check(self, digest_before: int) -> None:
+        """DriftError on all ranks where the state is another than before, or a mirror other than its owner."""
+        kept, rank = _Kept(self._layout, dict(self._values())), self.group.rank
+        own = self._digest_of(kept, [rank], whole=False)
+        whole = self._digest_of(kept, [], whole=True)
+        mirror = own if self.mirrored is None else self._digest_of(kept, [self.mirrored], whole=False)
+        owner = rank if self.mirrored is None else self.mirrored
+        every = self.group.gather((digest_before, own, whole, mirror, owner))
+        before, owns, wholes, *_ = zip(*every, strict=True)
+        strays = [
+            each
+            for each, (_, _, whole, mirror, owner) in enumerate(every)
+            if mirror != owns[owner] or whole != wholes[0]
+        ]
+        if strays or (sum(owns) + wholes[0] - sum(before)) % 2**64:
+            ranks = strays or list(range(self.group.size))
+            raise problems.RESTORED_OTHERWISE(step=self._state.counters.step, ranks=ranks)
 
     def _cut_model(self) -> None:
         """Cut the model for the group; the rows have any content."""

@@ -483,7 +483,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             self._load(self._mirrors, self._mirroring, state_dict["state"])
 
     def states(self) -> Iterator[tuple[dict[int, Part], torch.optim.Optimizer]]:
-        """This worker's parts with the optimizer that has their state, then those that it mirrors, if any."""
+        """The parts of this worker with the optimizer that has their state, then those that it mirrors, if any."""
         yield self._parts, self._own
         if self._mirroring is not None:
             yield self._mirrors, self._mirroring
