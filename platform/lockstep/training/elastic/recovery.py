@@ -245,14 +245,14 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     is_source = group.rank == source
     skeleton, source_shapes, elsewhere = group.given((packed.skeleton, shapes, shards), source)
-    taken: dict[str, Any] = {**elsewhere}
+    received: dict[str, Any] = {**elsewhere}
     for name, (dtype, shape) in source_shapes.items():
         tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
         if tensor.numel():
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
-        taken[name] = tensor
+        received[name] = tensor
     if not is_source:
-        state.restore_on_all_ranks(unpack(skeleton, taken))
+        state.restore_on_all_ranks(unpack(skeleton, received))
 
 
 def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:

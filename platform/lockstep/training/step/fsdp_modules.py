@@ -80,16 +80,17 @@ def in_order_of_fsdp(
     module: nn.Module, modules: Sequence[nn.Module], names: Mapping[int, str], whole: frozenset[str]
 ) -> list[nn.Parameter]:
     """A unit's parameters in the order in which FSDP lays them out: those of a module's children before its own."""
-    others, seen, result = {id(other) for other in modules if other is not module}, set[int](), []
+    other_modules = {id(each) for each in modules if each is not module}
+    visited, result = set[int](), list[nn.Parameter]()
 
     def visit(at: nn.Module) -> None:
-        seen.add(id(at))
+        visited.add(id(at))
         for child in at.children():
-            if id(child) not in seen and id(child) not in others:
+            if id(child) not in visited and id(child) not in other_modules:
                 visit(child)
         for parameter in at.parameters(recurse=False):
-            if id(parameter) not in seen and names[id(parameter)] not in whole:
-                seen.add(id(parameter))
+            if id(parameter) not in visited and names[id(parameter)] not in whole:
+                visited.add(id(parameter))
                 result.append(parameter)
 
     visit(module)

@@ -157,10 +157,12 @@ class MirroredShards:
         for key, value in self._values_of_step():
             memory = [*_tensors(self._before.get(key))]
             tensors = [*_tensors(value)]
-            if [(one.shape, one.dtype) for one in memory] != [(one.shape, one.dtype) for one in tensors]:
-                memory = [torch.empty_like(one) for one in tensors]
+            if [(each.shape, each.dtype) for each in memory] != [
+                (each.shape, each.dtype) for each in tensors
+            ]:
+                memory = [torch.empty_like(tensor) for tensor in tensors]
             targets += memory
-            sources += [one.detach() for one in tensors]
+            sources += [tensor.detach() for tensor in tensors]
             copies[key] = _with_tensors(value, memory)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -184,9 +186,9 @@ class MirroredShards:
     def _check_originals(self) -> None:
         if self._originals:
             gc.collect()
-            held = [name for name, original in self._originals.items() if original() is not None]
-            if held:
-                raise problems.HELD_OUTSIDE(name=held[0])
+            alive = [name for name, original in self._originals.items() if original() is not None]
+            if alive:
+                raise problems.HELD_OUTSIDE(name=alive[0])
             self._originals = {}
 
     # --- what there is --------------------------------------------------------------------------------------------
@@ -204,14 +206,16 @@ class MirroredShards:
             yield ("average", name), value
 
     def _values_of_optimizer(self, phase: str, optimizer: FullyShardedOptimizer) -> Iterator[tuple[Key, Any]]:
-        (parts, own), *mirroring = optimizer.states()
+        (parts, updating), *mirroring = optimizer.states()
         numbers = {id(part.value): i for i, part in parts.items()}
-        for parameter, values in own.state.items():
+        for parameter, values in updating.state.items():
             i = numbers[id(parameter)]
             for name, value in values.items():
                 key = ("optimizer", phase, i, name)
                 mirrors_of_it = [
-                    other.state[others[i].value][name] for others, other in mirroring if i in others
+                    mirror.state[mirrored_parts[i].value][name]
+                    for mirrored_parts, mirror in mirroring
+                    if i in mirrored_parts
                 ]
                 if mirrors_of_it and isinstance(value, Tensor) and name not in SCALARS:
                     yield key, self._shard(optimizer.parameters[i].shape, value, mirrors_of_it[0])
@@ -240,7 +244,11 @@ class MirroredShards:
 
     def _optimizers(self) -> dict[str, FullyShardedOptimizer]:
         by_phase = getattr(self._state.optimizer, "by_phase", {"": self._state.optimizer})
-        return {phase: one for phase, one in by_phase.items() if isinstance(one, FullyShardedOptimizer)}
+        return {
+            phase: optimizer
+            for phase, optimizer in by_phase.items()
+            if isinstance(optimizer, FullyShardedOptimizer)
+        }
 
     def _shard(self, shape: torch.Size, local: Tensor, mirror: Tensor) -> Shard:
         assert self.mirrored is not None
@@ -250,19 +258,21 @@ class MirroredShards:
     def _put_optimizers(self, values: Mapping[Key, Any]) -> None:
         """Have the optimizers the state of `values`, and no other."""
         for phase, optimizer in self._optimizers().items():
-            (parts, own), *mirroring = optimizer.states()
-            for each in (own, *(other for _, other in mirroring)):
+            (parts, updating), *mirroring = optimizer.states()
+            for each in (updating, *(mirror for _, mirror in mirroring)):
                 each.state.clear()
             for (_, of_phase, i, name), value in values.items():
                 if of_phase != phase:
                     continue
-                own.state[parts[i].value][name] = value.local if isinstance(value, Shard) else value
-                for others, other in mirroring:
-                    if i in others:
-                        mirror = value.mirror.local if isinstance(value, Shard) and value.mirror else value
+                updating.state[parts[i].value][name] = value.local if isinstance(value, Shard) else value
+                for mirrored_parts, mirror in mirroring:
+                    if i in mirrored_parts:
+                        mirrored = value.mirror.local if isinstance(value, Shard) and value.mirror else value
                         # Each optimizer counts by itself.
-                        is_count = name in SCALARS and isinstance(mirror, Tensor)
-                        other.state[others[i].value][name] = mirror.clone() if is_count else mirror
+                        is_count = name in SCALARS and isinstance(mirrored, Tensor)
+                        mirror.state[mirrored_parts[i].value][name] = (
+                            mirrored.clone() if is_count else mirrored
+                        )
 
     # --- another group --------------------------------------------------------------------------------------------
 
@@ -288,8 +298,8 @@ class MirroredShards:
         number = 1 + max(each.number for report in reports for each, _ in report.layouts)
         self._layout = Layout(number, group.size, mirrors([report.node for report in reports]))
         self._cut_model()
-        told = [] if mine is None else [owner for owner, rank in sources.items() if rank == group.rank]
-        digest_before = self._digest_of(mine, told, whole=group.rank == first)
+        supplied = [] if mine is None else [owner for owner, rank in sources.items() if rank == group.rank]
+        digest_before = self._digest_of(mine, supplied, whole=group.rank == first)
         held_by = [tuple(dict(report.layouts).get(layout, ())) for report in reports]
         self._take(contents, _Exchange(group, self._layout, layout.ranks, held_by, sources, mine))
         self._check(digest_before)
@@ -312,18 +322,18 @@ class MirroredShards:
     def _check(self, digest_before: int) -> None:
         """DriftError on all ranks where the state is another than before, or a mirror other than its owner."""
         kept, rank = _Kept(self._layout, dict(self._values())), self.group.rank
-        own = self._digest_of(kept, [rank], whole=False)
+        rows = self._digest_of(kept, [rank], whole=False)
         whole = self._digest_of(kept, [], whole=True)
-        mirror = own if self.mirrored is None else self._digest_of(kept, [self.mirrored], whole=False)
+        mirror = rows if self.mirrored is None else self._digest_of(kept, [self.mirrored], whole=False)
         owner = rank if self.mirrored is None else self.mirrored
-        every = self.group.gather((digest_before, own, whole, mirror, owner))
-        before, owns, wholes, *_ = zip(*every, strict=True)
+        every = self.group.gather((digest_before, rows, whole, mirror, owner))
+        before_by_rank, rows_by_rank, whole_by_rank, *_ = zip(*every, strict=True)
         strays = [
             each
             for each, (_, _, whole, mirror, owner) in enumerate(every)
-            if mirror != owns[owner] or whole != wholes[0]
+            if mirror != rows_by_rank[owner] or whole != whole_by_rank[0]
         ]
-        if strays or (sum(owns) + wholes[0] - sum(before)) % 2**64:
+        if strays or (sum(rows_by_rank) + whole_by_rank[0] - sum(before_by_rank)) % 2**64:
             ranks = strays or list(range(self.group.size))
             raise problems.RESTORED_OTHERWISE(step=self._state.counters.step, ranks=ranks)
 
@@ -429,8 +439,8 @@ class _Exchange:
         rank, shape = self._group.rank, content.shape
         if shard is not None:
             ranges = element_ranges(shape, self._group.size)
-            wanted = [[ranges[owner] for owner in owners] for owners in self._replicas]
-            parts = self._elements(content, wanted)
+            by_rank = [[ranges[owner] for owner in owners] for owners in self._replicas]
+            parts = self._elements(content, by_rank)
             local, *mirror = (
                 part.view(-1, *shape[1:]) if part.numel() else part.view(0, *shape[1:]) for part in parts
             )
@@ -443,8 +453,8 @@ class _Exchange:
             return self._mine.values[content.key]
         return parts[0].view(shape)
 
-    def _elements(self, content: _Content, wanted: Sequence[Sequence[range]]) -> list[Tensor]:
-        """The elements of a tensor that this rank wants; `wanted` has by rank some ranges of elements. Those that it has are not sent."""
+    def _elements(self, content: _Content, by_rank: Sequence[Sequence[range]]) -> list[Tensor]:
+        """The elements of a tensor in this rank's ranges of `by_rank`, each in memory of its own. Those that a rank has are not sent to it."""
         rank, shape = self._group.rank, content.shape
         if content.is_cut:
             earlier = list(enumerate(element_ranges(shape, self._earlier_ranks)))
@@ -453,7 +463,7 @@ class _Exchange:
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
         parts = []
-        for replica, ranges in enumerate(wanted):
+        for replica, ranges in enumerate(by_rank):
             for new in ranges:
                 part = None
                 if replica == rank:
@@ -470,11 +480,12 @@ class _Exchange:
                     piece = None if part is None else part[begin - new.start : end - new.start]
                     if source == rank:
                         assert self._mine is not None
-                        own = self._mine.elements(content.key, owner)[begin - old.start : end - old.start]
+                        elements = self._mine.elements(content.key, owner)
+                        kept = elements[begin - old.start : end - old.start]
                         if piece is None:
-                            outgoing.append((replica, own))
+                            outgoing.append((replica, kept))
                         else:
-                            piece.copy_(own)
+                            piece.copy_(kept)
                     elif piece is not None:
                         incoming.append((source, piece))
         self._group.pass_on(outgoing, incoming)()

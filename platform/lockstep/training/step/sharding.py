@@ -439,9 +439,9 @@ class FullyShardedOptimizer(ShardedOptimizer):
                 self._mirrors[i] = Part(spans[mirrored], mirrors[name])
         self._orders = [list(range(parameter.dim())) for parameter in self.parameters]
         self._uncut = [name in whole for name in names]
-        given = iter(names)
+        name_of_next = iter(names)
         for every in self.param_groups:
-            every["params"] = [local[next(given)] for _ in every["params"]]
+            every["params"] = [local[next(name_of_next)] for _ in every["params"]]
         self._own = self._made(self._parts)
         self._mirroring = self._made(self._mirrors) if self._mirrors else None
 
