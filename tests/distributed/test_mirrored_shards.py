@@ -52,7 +52,7 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -> None:
@@ -91,6 +91,19 @@ def test_parameters_of_every_kind_are_cut_anew(name: str) -> None:
 
 
 @pytest.mark.scenario
+@pytest.mark.parametrize("count", [5, 6, 7, 8])
+def test_an_evaluation_that_is_left_is_judged_once(count: int) -> None:
+    """Some have the best weights of it by then, and return to those of the evaluation before."""
+    document = DIGITS | ADAMW | {"early_stop": {"metric": "eval/loss", "mode": "max", "patience": 2}}
+    outlived = outlive(document | MIRRORED, 3, [Fall(2, 6, "gather", count)])
+    whole = train(document)
+    check(outlived, whole, [0, 1])
+    for summary in outlived.summaries.values():
+        best = summary["best_step"], summary["best_digest"]
+        assert (*best, summary["step"]) == (*whole.best, len(whole.rows))
+
+
+@pytest.mark.scenario
 def test_phases_are_taken_again_as_a_whole() -> None:
     """A worker is lost when the others have updated what the first phase learns."""
     check(outlive(PHASED | MIRRORED, 3, [IN_SECOND_PHASE]), train(PHASED), [0, 2])
@@ -110,6 +123,7 @@ def test_workers_are_lost_one_after_another_and_replaced() -> None:
     check(outlived, train(DIGITS | ADAMW), [5])
 
 
+@pytest.mark.scenario
 def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     """1 → 3 → 2: a worker alone has all whole; then joining workers have rows, and the first leaves."""
     changes = [Change(2, joining=2), Change(3, leaving=(0,))]
@@ -118,7 +132,7 @@ def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     assert repeated(outlived) == []
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
 @pytest.mark.parametrize("worker", [0, 1, 2])
 @pytest.mark.parametrize("place", ["cut anew", "exchange"])
 def test_a_worker_is_lost_while_the_state_is_cut_anew(place: str, worker: int) -> None:
@@ -138,7 +152,7 @@ def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
         outlive(SMALL, 4, falls)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_save_under_way_with_rows_is_whole_or_made_again(tmp_path: Path, worker: int) -> None:
     document = SMALL | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
@@ -218,6 +232,7 @@ class Holding(Plain):
         return model
 
 
+@pytest.mark.scenario
 def test_a_parameter_that_a_job_holds_is_found_where_a_run_grows() -> None:
     """On one worker it is the model's; cut, it would be one that nobody updates."""
     document = SMALL | {"job": {"use": f"{HERE}:Holding"}}

@@ -354,7 +354,7 @@ class MirroredShards:
             self._undivided = places_of(state.model), dict(state.model.named_parameters())
         units, whole, fused = self.cut
         calls = Calls.of_units(state.model.get_submodule(name) for name in units)
-        fill = (lambda names: None) if previous is None else previous.fill_blank
+        fill: Callable[[Sequence[str]], None] = _fill_nothing if previous is None else previous.fill_blank
         sharding = FullSharding(state.model, group, calls, whole, fused, fill, self._settings, self.mirrored)
         if self._undivided is not None:
             self._originals = {name: weakref.ref(self._undivided[1][name]) for name in sharding.shards}
@@ -490,6 +490,10 @@ class _Exchange:
                         incoming.append((source, piece))
         self._group.pass_on(outgoing, incoming)()
         return parts
+
+
+def _fill_nothing(names: Sequence[str]) -> None:
+    """For a model whose parameters have memory."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
