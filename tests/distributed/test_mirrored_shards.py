@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.training import problems as training_problems
 from lockstep.training.elastic import problems as elastic_problems
 from lockstep.training.loop import report_end
@@ -35,7 +37,7 @@ from tests.distributed.test_survivors import (
     check_saves,
     repeated,
 )
-from tests.distributed.training import Document, Trained, train
+from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.raised import raises
 
 HERE = "tests.distributed.test_mirrored_shards"
@@ -179,8 +181,10 @@ def test_rows_that_change_on_their_way_are_found() -> None:
         outlive(SMALL, 3, [Fall(1, 3, "forward")], broken="exchanged rows")
 
 
-def rows_and_mirrors(document: Document) -> tuple[list[Any], list[Any], int | None]:
-    """This worker's rows at the end of a run, those that it mirrors, and whose these are."""
+def rows_and_mirrors(
+    document: Document, origin: AttemptOrigin | None = None
+) -> tuple[list[Any], list[Any], int]:
+    """This worker's rows at the end of a run, or of an attempt, those that it mirrors, and whose these are."""
     ended: list[Run] = []
 
     def note(run: Run, *arguments: Any, **more: Any) -> Any:
@@ -188,24 +192,41 @@ def rows_and_mirrors(document: Document) -> tuple[list[Any], list[Any], int | No
         return report_end(run, *arguments, **more)
 
     with mock.patch("lockstep.training.loop.report_end", note):
-        train(document)
+        if origin is None:
+            train(document)
+        else:
+            train_attempt(document, "run", origin)
     state = ended[0].state
-    assert state.mirrored_shards is not None
-    own, mirrors = [], []
+    assert state.mirrored_shards is not None and state.mirrored_shards.mirrored is not None
+    rows, mirrors = [], []
     for key, value in state.mirrored_shards._values():
         if getattr(value, "mirror", None) is not None and key[-1] not in SCALARS:
-            own.append((key, value.local.numpy().tobytes()))
+            rows.append((key, value.local.numpy().tobytes()))
             mirrors.append((key, value.mirror.local.numpy().tobytes()))
-    return own, mirrors, state.mirrored_shards.mirrored
+    return rows, mirrors, state.mirrored_shards.mirrored
 
 
 def test_a_mirror_has_the_rows_of_its_owner(pool: Pool) -> None:
     """Parameters, the optimizer's state, the average and the best weights, of parameters of every kind."""
-    by_rank = pool.run(3, rows_and_mirrors, kinds("adamw") | MIRRORED)
-    for own, mirrors, mirrored in by_rank:
+    check_mirrors(pool.run(3, rows_and_mirrors, kinds("adamw") | MIRRORED))
+
+
+@pytest.mark.scenario
+def test_a_resume_reads_the_rows_that_are_mirrored_too(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint of two workers is gone on from by three, each of which reads its rows and those of another."""
+    save = {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1}}
+    document = kinds("adamw") | MIRRORED | save
+    pool.run(2, train_attempt, document, "run", AttemptOrigin())
+    folder = RunFolder.open(open_storage(str(tmp_path)), "run")
+    taken_up = AttemptOrigin("run", folder.claim().number, 2)
+    check_mirrors(pool.run(3, rows_and_mirrors, document, taken_up))
+
+
+def check_mirrors(by_rank: list[tuple[list[Any], list[Any], int]]) -> None:
+    for rows, mirrors, mirrored in by_rank:
         assert mirrors == by_rank[mirrored][0]
-        assert mirrors != own
-        assert {key[0] for key, _ in own} == {"parameter", "optimizer", "average", "best"}
+        assert mirrors != rows
+        assert {key[0] for key, _ in rows} == {"parameter", "optimizer", "average", "best"}
 
 
 def test_a_worker_holds_its_share_and_that_of_another(pool: Pool) -> None:
