@@ -89,7 +89,7 @@ def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     """Whether this group survives the loss of a member, and can let others in.
 
     It cannot if the others lack a part of the state (sharding, unless it is mirrored), if fewer workers would be another run
-    (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
+    (`reduction: native`), if the backend cannot abort, in a replay of another run's steps, or if this torch's FSDP2 cannot be taken off a model.
     """
     whole = spec.sharding.mode == "none" or spec.faults.mirror
     if spec.sharding.mode == "full":

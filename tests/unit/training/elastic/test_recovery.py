@@ -74,6 +74,13 @@ def test_what_is_sharded_is_outlived_where_it_is_mirrored(sharding: str, mirror:
     assert recovers({"sharding": sharding, "faults": {"mirror": mirror}}, CPU, AttemptOrigin()) == mirror
 
 
+def test_a_torch_whose_sharding_cannot_be_taken_off_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the parts of FSDP2 that this needs, the table of modules is torch's own."""
+    monkeypatch.delattr("torch.distributed._composable_state._module_state_mapping")
+    assert not recovers({"sharding": "full", "faults": {"mirror": True}}, CPU, AttemptOrigin())
+    assert recovers({"sharding": "optimizer", "faults": {"mirror": True}}, CPU, AttemptOrigin())
+
+
 @pytest.mark.parametrize("origin", [None, AttemptOrigin(), AttemptOrigin("a" * 32, 2)])
 def test_any_other_run_goes_on_in_memory(origin: AttemptOrigin | None) -> None:
     """The control: on the CPU, with a whole optimizer, the exact reduction and one loss."""
