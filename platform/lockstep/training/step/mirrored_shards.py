@@ -119,6 +119,8 @@ class MirroredShards:
         self._before_step: int | None = None
         """The step after which `_before` is; None where that is not to be returned to."""
         self._before: dict[Key, Any] = {}
+        self._averaged_before = False
+        """Whether there was an average of the weights by then: it begins with the first update."""
         self._undivided: tuple[Places, dict[str, nn.Parameter]] | None = None
         """The parameters of a model that was whole, while it is cut for the first time."""
         self._originals: dict[str, weakref.ref[nn.Parameter]] = {}
@@ -146,7 +148,7 @@ class MirroredShards:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Copy the rows as they are after `step` steps, into the memory of the previous copy. JobError where something holds parameters that are cut by now."""
+        """Copy rows and optimizers as they are after `step` steps, into the memory of the previous copy. JobError where something holds parameters that are cut by now."""
         self._check_originals()
         self._before_step = None
         if self.group.size == 1:  # there is no other rank that could have done less
@@ -155,6 +157,8 @@ class MirroredShards:
         sources: list[Tensor] = []
         copies = {}
         for key, value in self._values_of_step():
+            if key[0] != "optimizer" and not isinstance(value, Shard):
+                continue  # whole on every worker: kept with the start of the step
             memory = [*_tensors(self._before.get(key))]
             tensors = [*_tensors(value)]
             if [(each.shape, each.dtype) for each in memory] != [
@@ -167,6 +171,7 @@ class MirroredShards:
         if targets:
             torch._foreach_copy_(targets, sources)
         self._before, self._before_step = copies, step
+        self._averaged_before = self._state.average is not None and bool(self._state.average.weights)
 
     @torch.no_grad()
     def take_back(self, step: int) -> None:
@@ -177,7 +182,7 @@ class MirroredShards:
                 if key[0] != "optimizer" and key in self._before:
                     for target, source in zip(_tensors(value), _tensors(self._before[key]), strict=True):
                         target.copy_(source)
-            if average is not None and not any(key[0] == "average" for key in self._before):
+            if average is not None and not self._averaged_before:
                 average.weights, average.mirror = {}, {}
             self._put_optimizers({key: value for key, value in self._before.items() if key[0] == "optimizer"})
             self._before = {}
