@@ -370,19 +370,17 @@ class MirroredShards:
         state, values = self._state, dict[str, dict[Key, Any]]()
         parameters: Mapping[str, Tensor] = dict(state.model.named_parameters())
         shards = {} if state.sharding is None else state.sharding.shards
-        names = self._names_in_state_dict()
-        for content in contents:
-            kind, name = content.key[0], self._parameter_of(content.key, names)
-            shard = shards.get(name)
-            value = content.number
+        for content, name in zip(contents, self._parameters_of(contents), strict=True):
+            shard, value = shards.get(name), content.number
             if content.dtype is not None:
                 value = exchange.value(content, shard)
-            if kind == "parameter":
-                into = parameters[name] if shard is None else shard
-                for target, source in zip(_tensors(into), _tensors(value), strict=True):
-                    if target.data_ptr() != source.data_ptr():
-                        target.detach().copy_(source)
-            values.setdefault(kind, {})[content.key] = value
+            if content.key[0] != "parameter":
+                values.setdefault(content.key[0], {})[content.key] = value
+                continue
+            into = parameters[name] if shard is None else shard
+            for target, source in zip(_tensors(into), _tensors(value), strict=True):
+                if target.data_ptr() != source.data_ptr():
+                    target.detach().copy_(source)
         self._put_optimizers(self._counting_where_read(values.get("optimizer", {})))
         if state.average is not None:
             average = {key[1]: value for key, value in values.get("average", {}).items()}
@@ -400,11 +398,17 @@ class MirroredShards:
         if pending := {key[1]: value for key, value in values.get("pending", {}).items()}:
             state.have_pending({**kept.get("pending", {}), **pending})
 
-    def _parameter_of(self, key: Key, names: Mapping[str, str]) -> str:
-        """The name of the parameter to which a value belongs."""
-        if key[0] == "optimizer":
-            return [name for group in self._state.order[key[1]] for name in group][key[2]]
-        return names[key[1]] if key[0] in ("best", "pending") else key[1]
+    def _parameters_of(self, contents: Sequence[_Content]) -> Iterator[str]:
+        """The name of the parameter to which each value belongs."""
+        names = self._names_in_state_dict()
+        by_phase = {
+            phase: [name for group in groups for name in group] for phase, groups in self._state.order.items()
+        }
+        for kind, *key in (content.key for content in contents):
+            if kind == "optimizer":
+                yield by_phase[key[0]][key[1]]
+            else:
+                yield names[key[0]] if kind in ("best", "pending") else key[0]
 
     def _counting_where_read(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
         """The optimizers' state with the numbers of updates where their kernels read them."""
