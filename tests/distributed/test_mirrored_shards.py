@@ -106,6 +106,19 @@ def test_an_evaluation_that_is_left_is_judged_once(count: int) -> None:
 
 
 @pytest.mark.scenario
+@pytest.mark.parametrize("fall", [Fall(2, 4, "update"), Fall(1, 5, "gather", 5), Fall(0, 5, "note")])
+def test_an_evaluation_that_decides_later_outlives_a_worker(fall: Fall) -> None:
+    """The weights after step 3 are cut anew until it decides after step 5; a joining worker gets its rows of them."""
+    more = {"evaluate": {"delay": 2}, "early_stop": {"metric": "eval/loss", "mode": "min", "patience": 9}}
+    document = DIGITS | ADAMW | more
+    outlived = outlive(document | MIRRORED, 3, [fall], [Change(4, joining=1)])
+    whole = train(document)
+    check(outlived, whole, [n for n in range(4) if n != fall.worker])
+    for summary in outlived.summaries.values():
+        assert (summary["best_step"], summary["best_digest"]) == whole.best
+
+
+@pytest.mark.scenario
 def test_phases_are_taken_again_as_a_whole() -> None:
     """A worker is lost when the others have updated what the first phase learns."""
     check(outlive(PHASED | MIRRORED, 3, [IN_SECOND_PHASE]), train(PHASED), [0, 2])
