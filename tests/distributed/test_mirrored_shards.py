@@ -54,7 +54,7 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
-@pytest.mark.every(11)
+@pytest.mark.every(21)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -> None:
@@ -160,6 +160,7 @@ def test_a_worker_is_lost_while_the_state_is_cut_anew(place: str, worker: int) -
     check(outlive(SMALL, 4, falls), plain(), [n for n in range(3) if n != worker])
 
 
+@pytest.mark.scenario
 def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
     """The next one reads a checkpoint, and the error says why."""
     falls = [Fall(0, 3, "send whole"), Fall(1, 3, "send whole")]
@@ -188,6 +189,7 @@ def test_a_mirror_of_another_step_gives_other_bits(broken: str, fall: Fall) -> N
     assert {one["weights_digest"] for one in outlived.summaries.values()} != {plain().weights_digest}
 
 
+@pytest.mark.scenario
 def test_rows_that_change_on_their_way_are_found() -> None:
     """Digests of the state before it is cut anew, and after, do not agree."""
     with raises(elastic_problems.OTHER_STATES, step=2):
@@ -242,6 +244,7 @@ def check_mirrors(by_rank: list[tuple[list[Any], list[Any], int]]) -> None:
         assert {key[0] for key, _ in rows} == {"parameter", "optimizer", "average", "best"}
 
 
+@pytest.mark.scenario
 def test_a_worker_holds_its_share_and_that_of_another(pool: Pool) -> None:
     """As estimated: two of four shares of each parameter, and of the optimizer's state as much again from before the step."""
     document = small("tests.distributed.test_full_sharding:Deep")
