@@ -21,11 +21,14 @@ from lockstep.training.loop import report_end
 from lockstep.training.setup import Run
 from lockstep.training.step import problems
 from lockstep.training.step.sharding import SCALARS
+from tests.distributed.kinds import Kind
+from tests.distributed.kinds import document as kind_of_job
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.survivors import Change, Fall, outlive
 from tests.distributed.test_full_sharding import held as memory_of
 from tests.distributed.test_full_sharding import kinds, small
+from tests.distributed.test_gradients import Recommender, RecommenderBySgd
 from tests.distributed.test_same_bits import document as same_bits
 from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.test_survivors import (
@@ -116,6 +119,15 @@ def test_an_evaluation_that_decides_later_outlives_a_worker(fall: Fall) -> None:
     check(outlived, whole, [n for n in range(4) if n != fall.worker])
     for summary in outlived.summaries.values():
         assert (summary["best_step"], summary["best_digest"]) == whole.best
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("kind", [RecommenderBySgd, Recommender])
+def test_tables_stay_whole_and_are_outlived(kind: type[Kind]) -> None:
+    """Beside what is cut, also with several optimizers."""
+    document = kind_of_job(kind, rehearsal="off")
+    outlived = outlive(document | MIRRORED, 3, [Fall(1, 2, "gather", OF_DIGESTS)], [Change(1, joining=1)])
+    check(outlived, train(document), [0, 2, 3])
 
 
 @pytest.mark.scenario
