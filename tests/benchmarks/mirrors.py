@@ -1,8 +1,8 @@
-"""What a mirrored optimizer costs: a step of the byte-level GPT of `jobs/stdlib_gpt`, beside one whose optimizer is sharded and not mirrored.
+"""What mirrors cost: a step of the byte-level GPT of `jobs/stdlib_gpt`, beside one whose state is sharded and not mirrored.
 
-Two workers take a step of the one and of the other in turn, so that a busy machine slows both. A mirrored step also keeps its start.
+The workers take a step of the one and of the other in turn, so that a busy machine slows both. A mirrored step also keeps its start.
 
-    python -m tests.benchmarks.mirrors [--workers N] [--steps N]
+    python -m tests.benchmarks.mirrors [--workers N] [--steps N] [--sharding optimizer|full]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack, closing
 from itertools import islice
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -22,53 +23,75 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.observe.worker_memory import optimizer_bytes
+from lockstep.training.observe.worker_memory import bytes_before, optimizer_bytes
 from lockstep.training.setup import prepare
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks.agreement import document
 from tests.distributed.pool import Pool
 
 
-def measured(steps: int) -> tuple[list[float], list[float], int, int]:
-    """The seconds of each step without and with mirrors, and the bytes of the optimizers' state on this worker."""
+class Costs(NamedTuple):
+    """What the steps of one kind took on a worker, and the bytes that it has of the optimizer's state."""
+
+    seconds: list[float]
+    processor_s: list[float]
+    optimizer_bytes: int
+
+
+def measured(steps: int, sharding: str) -> tuple[Costs, Costs]:
+    """The costs without mirrors, and with them."""
     runs = []
     with determinism("strict", 1), ExitStack() as stack:
         for mirror in (False, True):
-            spec = load_spec(document(sharding="optimizer", faults={"mirror": mirror}))
+            spec = load_spec(document(sharding=sharding, faults={"mirror": mirror}))
             job = load_job(spec.job.use, spec.job.params)
             run = prepare(spec, job, Group.join(torch.device("cpu")), tell_nobody, AttemptOrigin())
             run.step.keeps_start = True
             runs.append(
                 (run, stack.enter_context(closing(run.loader())), islice(run.ahead(over=False), steps))
             )
-        taken: tuple[list[float], list[float]] = [], []
+        costs = [Costs([], [], 0), Costs([], [], 0)]
         for positions in zip(*(ahead for *_, ahead in runs), strict=True):
-            for seconds, (run, batches, _), position in zip(taken, runs, positions, strict=True):
+            for cost, (run, batches, _), position in zip(costs, runs, positions, strict=True):
                 run.group.gather(None)
-                began = time.perf_counter()
+                began, began_cpu = time.perf_counter(), time.process_time()
                 run.step(position, batches)
-                seconds.append(time.perf_counter() - began)
-        plain, mirrored = (optimizer_bytes(run.state.optimizer) for run, *_ in runs)
-    return *taken, plain, mirrored
+                cost.seconds.append(time.perf_counter() - began)
+                cost.processor_s.append(time.process_time() - began_cpu)
+        plain, mirrored = (
+            cost._replace(optimizer_bytes=optimizer_bytes(run.state.optimizer) + bytes_before(run.state))
+            for cost, (run, *_) in zip(costs, runs, strict=True)
+        )
+    return plain, mirrored
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--steps", type=int, default=40)
-    given = options.parse_args()
+    options.add_argument("--sharding", choices=["optimizer", "full"], default="optimizer")
+    arguments = options.parse_args()
     os.environ |= WORKER_ENVIRONMENT
-    pool = Pool(given.workers)
+    pool = Pool(arguments.workers)
     try:
-        plain, mirrored, bytes_plain, bytes_mirrored = pool.run(given.workers, measured, given.steps)[0]
+        by_rank = pool.run(arguments.workers, measured, arguments.steps, arguments.sharding)
     finally:
         pool.close()
-    ratio = median(two / one for one, two in zip(plain[2:], mirrored[2:], strict=True))
+    plain, mirrored = by_rank[0]
+    seconds = [cost.seconds[2:] for cost in (plain, mirrored)]
+    ratio = median(second / first for first, second in zip(*seconds, strict=True))
     print(
-        f"a step without mirrors: {1e3 * median(plain[2:]):.1f} ms, with: {1e3 * median(mirrored[2:]):.1f} ms"
+        f"a step without mirrors: {1e3 * median(seconds[0]):.1f} ms, with: {1e3 * median(seconds[1]):.1f} ms"
     )
     print(f"median ratio: {ratio:.4f}, {100 * (ratio - 1):.1f} % more")
-    print(f"the optimizer's state on rank 0: {bytes_plain:,} bytes without, {bytes_mirrored:,} with")
+    least = [sum(min(pair[i].processor_s[2:]) for pair in by_rank) for i in range(2)]
+    print(
+        f"processor time of all workers, least of each: {1e3 * least[0]:.1f} ms without, {1e3 * least[1]:.1f} ms with, "
+        f"{100 * (least[1] / least[0] - 1):.1f} % more"
+    )
+    print(
+        f"the optimizer's state on rank 0: {plain.optimizer_bytes:,} bytes without, {mirrored.optimizer_bytes:,} with"
+    )
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ RUNS = {
     "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=25"],
 }  # fmt: skip
 RUNS["mirrored"] = [*RUNS["digits"], "sharding=optimizer", "faults.mirror=true"]
+RUNS["sharded"] = [*RUNS["digits"], "sharding=full", "faults.mirror=true"]
+"""A bit that flips in a shard is passed on to all workers, and nobody notices: it gets other faults."""
 RUNS["brief"] = [*RUNS["digits"], "length.epochs=9"]
 """Long enough for two kills."""
 
@@ -374,7 +376,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--runs",
-        default="digits=9,digits=8,mirrored=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
+        default="digits=9,digits=8,mirrored=8,sharded=worker+node,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
         help="jobs, each with how much happens, or with what: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
     parser.add_argument(

@@ -48,9 +48,11 @@ from lockstep.training.loop import fit, join
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
+from lockstep.training.step.mirrored_shards import MirroredShards, _Exchange
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
-from lockstep.training.step.sharding import _Gathering
+from lockstep.training.step.sharding import FullyShardedOptimizer, _Gathering
+from lockstep.training.step.shards import Shard
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -403,6 +405,9 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "gather weights": (_Gathering, "_begun"),
     "take weights": (_Gathering, "_done"),
     "share out": (MirroredOptimizer, "_exchange"),
+    "pass gradients": (MirroredShards, "pass_gradients"),
+    "cut anew": (MirroredShards, "_cut_model"),
+    "exchange": (_Exchange, "value"),
     "note": (lockstep.training.loop, "note_step"),
     "write": (lockstep.checkpoint.saver, "write_part"),
     "receipt": (lockstep.checkpoint.saver, "post_receipt"),
@@ -483,11 +488,34 @@ def _without(mechanism: str) -> Iterator[None]:
                 for i, part in share.parts.items():
                     share.optimizer.state[part.value] |= self._before[owner, i]
 
+    newest: dict[int, torch.Tensor] = {}
+
+    def rows_behind(self: FullyShardedOptimizer, closure: None = None) -> None:
+        rows = [part.value.detach() for part in self._mirrors.values()]
+        before = [row.clone() for row in rows]
+        for row in rows:
+            row.copy_(newest.get(row.data_ptr(), row))
+        update_rows(self)
+        for row, earlier in zip(rows, before, strict=True):
+            newest[row.data_ptr()] = row.clone()
+            row.copy_(earlier)
+
+    def changed_rows(self: _Exchange, *arguments: Any) -> Any:
+        value = exchanged(self, *arguments)
+        if isinstance(value, Shard) and value.local.numel():
+            value.local.view(-1)[:1] += 1
+        return value
+
+    exchanged = _Exchange.value
     own, restore, update = Stepper.abandon, TrainState.restore, MirroredOptimizer.step
+    update_rows = FullyShardedOptimizer.step
     patches = {
         "": (),
         "spans before": (MirroredOptimizer, "take_back", lambda self, step: None),
         "mirror": (MirroredOptimizer, "step", behind),
+        "rows before": (MirroredShards, "take_back", lambda self, step: None),
+        "exchanged rows": (_Exchange, "value", changed_rows),
+        "mirrored rows": (FullyShardedOptimizer, "step", rows_behind),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),

@@ -218,11 +218,11 @@ def estimated(fixture: Fixture) -> Estimate:
         if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
             largest_micro = micro
     return Estimate(
-        parameters_bytes=held_bytes(spec, full.parameters, workers, full.tables),
+        parameters_bytes=with_mirror(spec, full.parameters, workers, full.tables),
         buffers_bytes=full.buffers,
         gradients_bytes=held_bytes(spec, full.gradients, workers, full.table_rows),
         optimizer_bytes=optimizer_bytes(spec, full, workers),
-        average_bytes=held_bytes(spec, full.average, workers, min(full.average, full.tables)),
+        average_bytes=with_mirror(spec, full.average, workers, min(full.average, full.tables)),
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
@@ -360,13 +360,15 @@ def optimizer_bytes(spec: Spec, measured: Measured, workers: int) -> int:
     """Bytes of the optimizer's state on the worker that holds most of it; with a mirror, also of the state that it mirrors, and of a copy of both from before the update."""
     if not is_sharded(spec, workers):
         whole = sum(state.scalars + state.others + state.on_all for state in measured.optimizer)
-        return 2 * whole if is_mirrored(spec) else whole
+        return 2 * whole if is_mirrored(spec) and spec.sharding.mode == "optimizer" else whole
     bytes_by_worker = [0] * workers
     for span in _spans(measured, workers):
         bytes_by_worker[span.owner] += measured.optimizer[span.parameter].bytes(span)
+    on_all = sum(state.on_all for state in measured.optimizer)
     if is_mirrored(spec):
-        return 2 * max(size + bytes_by_worker[rank - 1] for rank, size in enumerate(bytes_by_worker))
-    return max(bytes_by_worker) + sum(state.on_all for state in measured.optimizer)
+        both = max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
+        return 2 * (both + on_all)
+    return max(bytes_by_worker) + on_all
 
 
 def updating_bytes(spec: Spec, measured: Measured, workers: int) -> int:
@@ -383,8 +385,8 @@ def updating_bytes(spec: Spec, measured: Measured, workers: int) -> int:
 
 
 def is_mirrored(spec: Spec) -> bool:
-    """Whether the optimizer's state of each worker is kept by another one too."""
-    return spec.sharding.mode == "optimizer" and spec.faults.mirror
+    """Whether what each worker alone has of the state is kept by another one too."""
+    return spec.sharding.mode != "none" and spec.faults.mirror
 
 
 def is_sharded(spec: Spec, workers: int) -> bool:
@@ -403,8 +405,8 @@ def total_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int
     A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
     """
     optimizer = optimizer_bytes(spec, measured, workers)
-    parameters = held_bytes(spec, measured.parameters, workers, measured.tables)
-    average = held_bytes(spec, measured.average, workers, min(measured.average, measured.tables))
+    parameters = with_mirror(spec, measured.parameters, workers, measured.tables)
+    average = with_mirror(spec, measured.average, workers, min(measured.average, measured.tables))
     standing = parameters + 2 * measured.buffers + optimizer + average + measured.workspace
     if is_mirrored(spec):  # the start of the step
         standing += parameters + measured.buffers + average
@@ -417,7 +419,8 @@ def total_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int
     )  # through the updates of all phases but the last
     gradients = held_bytes(spec, measured.gradients, workers, measured.table_rows)
     computing = measured.computing - measured.gradients + gradients
-    step = standing + moving + max(sums + batches + computing, kept + gradients + updating)
+    in_update = kept + with_mirror(spec, measured.gradients, workers, measured.table_rows) + updating
+    step = standing + moving + max(sums + batches + computing, in_update)
     start = measured.parameters + 2 * measured.buffers + measured.batch + measured.computing
     by_shards = asks_for_shards(spec, measured.parameters) and not measured.tables
     begins_whole = is_fully_sharded(spec, workers) and not by_shards
@@ -432,6 +435,14 @@ def is_fully_sharded(spec: Spec, workers: int) -> bool:
 def held_bytes(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
     """The bytes that one worker holds of `size` bytes of parameters, or of a state of parameters; of these, `on_all` bytes are whole on every worker."""
     return on_all - (on_all - size) // workers if is_fully_sharded(spec, workers) else size
+
+
+def with_mirror(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
+    """`held_bytes`, with what a worker mirrors of another's share."""
+    mirrors = is_fully_sharded(spec, workers) and is_mirrored(spec)
+    return held_bytes(spec, size, workers, on_all) + (
+        held_bytes(spec, size - on_all, workers) if mirrors else 0
+    )
 
 
 def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
@@ -456,6 +467,8 @@ def sent_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int)
         passes = -(-micro_batches // workers)
         gathers = 2 if spec.sharding.reshard_after_forward else 1
         sets = passes * (gathers * (measured.parameters - measured.tables) + measured.gradients)
+        if is_mirrored(spec):  # its rows of the finished gradients go to its mirror
+            return sets * (workers - 1) // workers + held_bytes(spec, measured.gradients, workers)
     else:
         sets = 2 * measured.gradients + (measured.gradients if is_sharded(spec, workers) else 0)
     return sets * (workers - 1) // workers

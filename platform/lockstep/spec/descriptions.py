@@ -123,7 +123,7 @@ SPEC = {
     "faults.wait_for_workers_s": "seconds that the next attempt waits for workers.min",
     "faults.longest_start_s": "seconds that an attempt may take until its first step",
     "faults.longest_silence_s": "shortest time without progress, in seconds, after which an attempt is considered hung",
-    "faults.mirror": "with `sharding: optimizer`, whether another worker keeps each part of the state too, so that the others go on when one is lost",
+    "faults.mirror": "with `sharding`, whether another worker keeps each part of the state too, so that the others go on when one is lost",
     "faults.health": "measure every node before each attempt on Ray, and leave out those that are slow or wrong",
     "alert": "what a person is told of while the run goes on, once each",
     "alert.metrics": "rules by the name of a metric, which may also stand directly below `alert`",

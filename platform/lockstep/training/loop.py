@@ -76,15 +76,21 @@ def fit(
     LockstepError with one clear line for whatever is wrong with the spec, the job or the machine.
     """
     with surroundings(spec), variables_noted(reads_of(job)):
-        run = prepare(spec, job, group, tell, origin)
-        tell(Started(dict(run.facts)))
-        tell(run.history.past())
-        tell_compiled(run, tell)
         seat = Seat(group, tell, requests, origin)
-        outlives = recovery is not None and can_recover(spec, group, origin)
-        if recovery is not None and outlives:
-            recovery.ready(seat)
-        return train_on(run, seat, recovery if outlives else None)
+        meets = recovery if can_recover(spec, group, origin) else None
+        # No name for the run here: in another group it is another one, and the parameters of this one must go.
+        return train_on(begun(spec, job, seat, meets), seat, meets)
+
+
+def begun(spec: Spec, job: Job, seat: Seat, recovery: Recovery | None) -> Run:
+    """Prepare a run, and tell that it begins."""
+    run = prepare(spec, job, seat.group, seat.tell, seat.origin)
+    seat.tell(Started(dict(run.facts)))
+    seat.tell(run.history.past())
+    tell_compiled(run, seat.tell)
+    if recovery is not None:
+        recovery.ready(seat)
+    return run
 
 
 def join(
@@ -97,8 +103,9 @@ def join(
     with surroundings(spec), variables_noted(reads_of(job)):
         alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
         seen = {} if origin is None else origin.table_versions
-        run = prepare(spec, job, alone.group, tell_nobody, joining_worker=True, versions=seen)
-        entered = let_in(run, alone, recovery)
+        entered = let_in(
+            prepare(spec, job, alone.group, tell_nobody, joining_worker=True, versions=seen), alone, recovery
+        )
         return None if entered is None else train_on(*entered, recovery)
 
 

@@ -43,7 +43,7 @@ from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.inputs import Inputs, continued
-from lockstep.training.integrity.digests import digest_on_first
+from lockstep.training.integrity.digests import digest_on_first, element_digest
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
@@ -71,6 +71,7 @@ from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.learning_rate import RateSchedule, make_schedule
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
+from lockstep.training.step.mirrored_shards import Cut, MirroredShards
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
@@ -85,7 +86,7 @@ from lockstep.training.step.phases import (
 )
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.sharding import check_threads
-from lockstep.training.step.sharding_units import Calls
+from lockstep.training.step.sharding_units import Calls, units_of
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
 
@@ -114,10 +115,11 @@ class Run:
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
         old = self.step
+        plan = replace(self.plan, in_passes=self.state.sharding is not None)
         step = Stepper(
             self.job,
             self.spec,
-            self.plan,
+            plan,
             group,
             self.state,
             parts=old.parts,
@@ -129,12 +131,13 @@ class Run:
         step.settings = old.settings
         if self.evaluate is not None:
             self.evaluate.join(group)
+            self.evaluate.shard(self.state.sharding)
             self.evaluate.restore_buffers_by(step.buffers.restore)
         if self.state.job_weights is not None:
             self.state.job_weights.group = group
-        watch_bits(step, self.spec, self.plan, self.batches, tell, origin)
+        watch_bits(step, self.spec, plan, self.batches, tell, origin)
         facts = {**self.facts, "workers": group.size}
-        return replace(self, group=group, step=step, facts=facts, start=None)
+        return replace(self, group=group, plan=plan, step=step, facts=facts, start=None)
 
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
@@ -214,7 +217,8 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     is_sharded = spec.sharding.mode == "full" and group.size > 1
-    if is_sharded:
+    mirrors_shards = spec.sharding.mode == "full" and spec.faults.mirror
+    if is_sharded or mirrors_shards:
         return_freed_memory()
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
@@ -242,7 +246,7 @@ def prepare(
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
-    with imports_of_job(job), calls.counted() if is_sharded else nullcontext():
+    with imports_of_job(job), calls.counted() if is_sharded or mirrors_shards else nullcontext():
         rehearsal, evaluate = (
             rehearse_sharded(steps, deferred, group, evaluation)
             if deferred is not None
@@ -262,6 +266,8 @@ def prepare(
     check_ranks_agree(spec, group, state, facts["fields"])
     if is_sharded and state.sharding is None:
         shard(spec, job, state, group, calls, whole=tables)
+    elif state.mirrored_shards is not None and state.sharding is None:
+        hold_whole(spec, job, state, group, calls, tables)
     if state.sharding is not None:
         for text in state.sharding.told:
             warn(text)
@@ -413,12 +419,29 @@ def shard(
     originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
     fused = any(every.get("fused") for every in state.optimizer.param_groups)
     uncut = frozenset((*job.conditional_parameters(state.model), *whole))
-    state.shard(FullSharding(state.model, group, calls, uncut, fused, fill, spec.sharding))
+    mirrored = None if state.mirrored_shards is None else state.mirrored_shards.mirrored
+    sharding = FullSharding(state.model, group, calls, uncut, fused, fill, spec.sharding, mirrored)
+    state.shard(sharding, group)
+    if state.mirrored_shards is not None:
+        state.mirrored_shards.cut = Cut(tuple(sharding.units), uncut, fused)
     assert state.sharding is not None
     gc.collect()
     still_there = [name for name in state.sharding.shards if originals[name]() is not None]
     if still_there:
         raise problems.HELD_OUTSIDE(name=still_there[0])
+
+
+def hold_whole(
+    spec: Spec, job: Job, state: TrainState, group: Group, calls: Calls, whole: Sequence[str]
+) -> None:
+    """Leave a single worker all parameters, and note how they are to be cut when others join it. Parameters of `whole` stay so then."""
+    names = {id(module): name for name, module in state.model.named_modules()}
+    units = units_of(state.model, calls, spec.sharding.units)
+    fused = any(every.get("fused") for every in state.optimizer.param_groups)
+    uncut = frozenset((*job.conditional_parameters(state.model), *whole))
+    assert state.mirrored_shards is not None
+    state.mirrored_shards.cut = Cut(tuple(names[id(unit)] for unit in units), uncut, fused)
+    state.shard(None, group)
 
 
 def make_stepper(
@@ -518,7 +541,7 @@ def make_state(
         if isinstance(optimizer, PhaseOptimizers)
         else next(iter(schedules.values()))
     )
-    return TrainState(
+    state = TrainState(
         job,
         model,
         optimizer,
@@ -527,6 +550,9 @@ def make_state(
         schedule=schedule,
         compiled=_compiled(spec, model, device),
     )
+    if group is not None and spec.sharding.mode == "full" and spec.faults.mirror:
+        state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
+    return state
 
 
 def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> CompiledLosses | None:

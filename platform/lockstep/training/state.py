@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from lockstep.training.step.job_weights import JobWeights
 from lockstep.training.step.joined_optimizer import hyperparameters
 from lockstep.training.step.learning_rate import FunctionOfUpdates, RateSchedule
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
+from lockstep.training.step.mirrored_shards import MirroredShards
 from lockstep.training.step.parameter_order import Order, check_order, order_of
 from lockstep.training.step.phases import (
     Optimizers,
@@ -149,6 +150,8 @@ class TrainState:
     """The sharded parameters, where the spec has `sharding: full` and there are several workers; set by `shard`."""
     order: Order = field(init=False)
     """The order in which the optimizers hold the parameters: their state is saved by position."""
+    mirrored_shards: MirroredShards | None = field(init=False, default=None)
+    """What keeps another worker's rows of the state too, where the spec has `sharding: full` and mirrors."""
     settings: ModuleSettings = field(init=False)
     """What updates have changed of the modules' plain attributes."""
 
@@ -192,9 +195,15 @@ class TrainState:
         return self.counters.evaluated if self.pending is None else self.pending.step
 
     @property
-    def mirrored(self) -> MirroredOptimizer | None:
-        """The optimizer, where each worker keeps another one's part of its state too."""
-        return self.optimizer if isinstance(self.optimizer, MirroredOptimizer) else None
+    def mirrored(self) -> MirroredOptimizer | MirroredShards | None:
+        """What has another worker's part of the state too, where each worker keeps that."""
+        return self.optimizer if isinstance(self.optimizer, MirroredOptimizer) else self.mirrored_shards
+
+    def have_pending(self, weights: dict[str, Any]) -> None:
+        """Have the pending evaluation these weights. On a rank that joins, all else of it comes with the state."""
+        self.pending = (
+            Pending(0, 0, [], weights, {}) if self.pending is None else replace(self.pending, weights=weights)
+        )
 
     @property
     def has_average(self) -> bool:
@@ -213,15 +222,21 @@ class TrainState:
             return self.job_weights.shown()
         return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
-    def shard(self, sharding: FullSharding) -> None:
-        """Go on with the shards of the parameters: in the optimizer, and in the average."""
+    def shard(self, sharding: FullSharding | None, group: Group) -> None:
+        """Go on with the shards of the parameters: in the optimizer, and in the average. Without `sharding` they are whole, on one worker."""
         self.sharding = sharding
+        local: Mapping[str, Tensor] = dict(self.model.named_parameters())
+        whole, mirrors, mirrored = frozenset(local), dict[str, nn.Parameter](), 0
+        if sharding is not None:
+            local, whole, mirrors = sharding.local, sharding.whole, sharding.mirrors
+            mirrored = 0 if sharding.mirrored is None else sharding.mirrored
         for phase, optimizer in sharded_of(self.optimizer).items():
             assert isinstance(optimizer, FullyShardedOptimizer)
-            names = [name for group in self.order[phase] for name in group]
-            optimizer.take(names, sharding.local, sharding.whole)
+            names = [name for of_group in self.order[phase] for name in of_group]
+            optimizer.take(names, local, whole, mirrors, mirrored, group)
         if self.average is not None:
-            self.average.local = sharding.local
+            self.average.local = {} if sharding is None else local
+            self.average.mirrored = mirrors
 
     @property
     def shared_by(self) -> Group | None:
@@ -236,8 +251,10 @@ class TrainState:
         """The average by the names of its parameters, as `model_state`; empty where there is none."""
         average = {} if self.average is None else self.average.state_dict()
         shards = {} if self.sharding is None else self.sharding.shards
+        mirror = {} if self.average is None else self.average.mirror
         return {
-            name: shards[name].like(value) if name in shards else value for name, value in average.items()
+            name: shards[name].like(value, mirror.get(name)) if name in shards else value
+            for name, value in average.items()
         }
 
     def _standing(self, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -290,13 +307,17 @@ class TrainState:
         return {**values, "weights": self._standing(pending.weights)}
 
     def sections_on_all_ranks(self) -> dict[str, Any]:
-        """`sections` without what ranks have parts of: of a mirrored optimizer, the parameter groups alone. No rank waits for another."""
+        """`sections` without what ranks have parts of: of a mirrored optimizer, the parameter groups alone, and an `Elsewhere` for each shard. No rank waits for another."""
         if self.mirrored is None:
             return self.sections()
-        return self._sections({"param_groups": self.mirrored.groups_as_saved()})
+        groups = {
+            phase: {"param_groups": optimizer.groups_as_saved()}
+            for phase, optimizer in sharded_of(self.optimizer).items()
+        }
+        return self._sections(groups.get("", groups))
 
     def restore_on_all_ranks(self, sections: Mapping[str, Any]) -> None:
-        """Load what `sections_on_all_ranks` gave, in place. Errors as in `restore`."""
+        """Load what `sections_on_all_ranks` gave, in place: where that has an `Elsewhere`, this rank's shard stays. Errors as in `restore`."""
         self.restore(sections, optimizer_state=self.mirrored is None)
 
     def _resized(self) -> dict[str, list[int]]:
@@ -333,23 +354,34 @@ class TrainState:
             name: _filled(section, mine) for name, section in {**sections, "optimizer": optimizer}.items()
         }
 
-    def _rows(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The rows that this rank has of each whole parameter that is sharded; others as they are."""
-        shards = {} if self.sharding is None else self.sharding.shards
-        return {
-            name: shards[name].rows_of(value) if name in shards else in_memory(value)
-            for name, value in values.items()
-        }
+    def _cut(
+        self, values: Mapping[str, Any], own: Mapping[str, Any], current: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Whole tensors, with this rank's `Shard` of each that is one in `own`, in memory of its own; the `current` one where they have an `Elsewhere`."""
+        cut: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, Elsewhere):
+                cut[name] = (current or {})[name]
+            else:
+                cut[name] = own[name].cut(value) if isinstance(own.get(name), Shard) else in_memory(value)
+        return cut
 
-    def _shards(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole tensors of a `state_dict`, in memory of their own, with this rank's `Shard` of each that is sharded."""
-        own = self.model_state() if self.sharding is not None else {}
-        return {
-            name: own[name].like(own[name].rows_of(value).clone())
-            if isinstance(own.get(name), Shard)
-            else in_memory(value)
-            for name, value in values.items()
+    def _shards(self, values: Mapping[str, Any], current: Mapping[str, Any] | None) -> dict[str, Any]:
+        """`_cut` for what a `state_dict` of the model has."""
+        return self._cut(values, {} if self.sharding is None else self.model_state(), current)
+
+    def _restore_average(self, average: Average, saved: Mapping[str, Any]) -> None:
+        shards = {} if self.sharding is None else self.sharding.shards
+        cut = self._cut(saved, shards, self.average_state())
+        mirrors = {
+            name: value.mirror.local
+            for name, value in cut.items()
+            if isinstance(value, Shard) and value.mirror is not None
         }
+        average.load_state_dict(
+            {name: value.local if isinstance(value, Shard) else value for name, value in cut.items()}
+        )
+        average.mirror = mirrors
 
     def restore(
         self, sections: Mapping[str, Any], *, fork: bool = False, optimizer_state: bool = True
@@ -377,21 +409,26 @@ class TrainState:
             if optimizer_state:
                 restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             else:
-                assert self.mirrored is not None
-                self.mirrored.load_groups(sections["optimizer"]["param_groups"])
+                for phase, optimizer in sharded_of(self.optimizer).items():
+                    saved_optimizer = sections["optimizer"]
+                    optimizer.load_groups(
+                        (saved_optimizer[phase] if phase else saved_optimizer)["param_groups"]
+                    )
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
                 average = sections["ema"] if not fork else sections.get("ema", {})
-                self.average.load_state_dict(self._rows(average))
+                self._restore_average(self.average, average)
             self.precision.load_state_dict(sections["scaler"])
             self.counters = Counters(**sections["counters"])
             best = sections["best"]
-            self.best = Best(**{**best, "weights": best["weights"] and self._shards(best["weights"])})
+            best_weights = best["weights"] and self._shards(best["weights"], self.best.weights)
+            self.best = Best(**{**best, "weights": best_weights})
             self.metrics = dict(sections["metrics"])
             pending = sections.get("evaluation")
-            self.pending = pending and Pending(
-                **{**pending, "weights": pending["weights"] and self._shards(pending["weights"])}
-            )
+            if pending and pending["weights"]:
+                current = self.pending.weights if self.pending else None
+                pending = {**pending, "weights": self._shards(pending["weights"], current)}
+            self.pending = pending and Pending(**pending)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise problems.OTHER_STATE(got=" ".join(str(error).split())) from error
         if sections["job"]:
@@ -413,9 +450,7 @@ def assembled_optimizer(
 
 def _copied(value: Any) -> Any:
     """A tensor or a shard in host memory of its own."""
-    if isinstance(value, Shard):
-        return value.like(value.local.detach().cpu().clone())
-    return value.detach().cpu().clone()
+    return value.copied() if isinstance(value, Shard) else value.detach().cpu().clone()
 
 
 def _filled(tree: Any, tensors: Mapping[int, Tensor]) -> Any:

@@ -43,6 +43,7 @@ from lockstep.training.inputs import completed, differing
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
+from lockstep.training.step.fsdp_modules import can_be_undone
 
 
 class Seat(NamedTuple):
@@ -88,9 +89,11 @@ def can_recover(spec: Spec, group: Group, origin: AttemptOrigin | None) -> bool:
     """Whether this group survives the loss of a member, and can let others in.
 
     It cannot if the others lack a part of the state (sharding, unless it is mirrored), if fewer workers would be another run
-    (`reduction: native`), if the backend cannot abort, or in a replay of another run's steps.
+    (`reduction: native`), if the backend cannot abort, in a replay of another run's steps, or if this torch's FSDP2 cannot be taken off a model.
     """
-    whole = spec.sharding.mode == "none" or (spec.sharding.mode == "optimizer" and spec.faults.mirror)
+    whole = spec.sharding.mode == "none" or spec.faults.mirror
+    if spec.sharding.mode == "full":
+        whole &= can_be_undone()
     replays = origin is not None and origin.replay is not None
     return group.can_abort and spec.reduction == "exact" and whole and not replays
 
@@ -166,25 +169,28 @@ def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
     return run
 
 
-def return_to(run: Run, step: int) -> None:
-    """Return to the state after `step` steps, where this rank has done another one with a mirrored optimizer: to all of it, without a word to other ranks.
+def return_to(run: Run, progress: Progress) -> None:
+    """Return to an earlier state, where this rank has done another step or evaluation with mirrors: to all of it, without a word to other ranks.
 
-    If it took the optimizer's state back alone, and the rest from another rank, a loss between the two would leave it with halves of two states.
+    If it took what is mirrored back alone, and the rest from another rank, a loss between the two would leave it with halves of two states. Of an evaluation that
+    is so with the shards that it has left: the rest of it is handed over.
     """
-    if run.state.mirrored is not None:
-        run.state.mirrored.take_back(step)
-        if run.state.counters.step > step:
+    state = run.state
+    if state.mirrored is not None:
+        state.mirrored.take_back(progress.step)
+        if state.counters.step > progress.step:
             run.step.take_back()
-            counters = run.state.counters
-            run.history.take_back(counters.step, counters.evaluated)
+            run.history.take_back(state.counters.step, state.counters.evaluated)
+        elif progress_of(state) > progress:
+            run.step.take_back_evaluation()
 
 
 def agree_on_state(
-    group: Group, state: TrainState, take_back: Callable[[int], None], *, holds: bool = True
+    group: Group, state: TrainState, take_back: Callable[[Progress], None], *, holds: bool = True
 ) -> tuple[int, list[int]]:
     """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
 
-    `take_back` is called with that one's steps. ClusterError where the ranks then differ.
+    `take_back` is called with that one's progress. ClusterError where the ranks then differ.
     """
     own_memory = bool(state.job.state_dict())
     own_progress = progress_of(state) if holds else None
@@ -192,13 +198,13 @@ def agree_on_state(
     holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
     source = min(holding, key=lambda rank: (holding[rank], rank))
     if holds:
-        take_back(holding[source].step)
-    if state.mirrored is not None:
-        state.mirrored.regroup(group, holds=holds)
-    # A job's own state may have changed in the step that was left.
-    if any(report != (every[source][0], False) for report in every):
-        hand_over(group, state, source)
+        take_back(holding[source])
     try:
+        if state.mirrored is not None:
+            state.mirrored.regroup(group, holds=holds)
+        # A job's own state may have changed in the step that was left.
+        if any(report != (every[source][0], False) for report in every):
+            hand_over(group, state, source)
         check_same_state(group, state)
     except DriftError as error:
         raise problems.OTHER_STATES(step=state.counters.step) from error
@@ -229,23 +235,24 @@ def other_fields(run: Run, fields: Mapping[str, Any]) -> list[str]:
 def hand_over(group: Group, state: TrainState, source: int) -> None:
     """Give every rank the state of rank `source`, over the network. Nothing changes before all of it has arrived.
 
-    A mirrored optimizer's state is shared out by then, so only its parameter groups are handed over.
+    What is mirrored is shared out by then: of a mirrored optimizer only the parameter groups are handed over, and of shards nothing.
     """
     packed = pack(state.sections_on_all_ranks())
-    if any(not isinstance(tensor, Tensor) for tensor in packed.tensors.values()):
+    shards = {name: place for name, place in packed.tensors.items() if not isinstance(place, Tensor)}
+    if shards and state.mirrored is None:
         raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
     tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     is_source = group.rank == source
-    skeleton, source_shapes = group.broadcast_object((packed.skeleton, shapes), source)
-    taken: dict[str, Tensor] = {}
+    skeleton, source_shapes, elsewhere = group.broadcast_object((packed.skeleton, shapes, shards), source)
+    received: dict[str, Any] = {**elsewhere}
     for name, (dtype, shape) in source_shapes.items():
         tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
         if tensor.numel():
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
-        taken[name] = tensor
+        received[name] = tensor
     if not is_source:
-        state.restore_on_all_ranks(unpack(skeleton, taken))
+        state.restore_on_all_ranks(unpack(skeleton, received))
 
 
 def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:

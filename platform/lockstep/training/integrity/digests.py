@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -245,6 +245,17 @@ def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | N
     (total,) = resolved([summed])
     every: list[int] = group.gather(total)
     return sum(every) & _MASK
+
+
+def element_digest(device: torch.device) -> Callable[[str, Tensor | Shard], int]:
+    """What makes the digest of a tensor, or the part of it that the rows of a shard add: they add up to that of the whole, modulo 2**64."""
+    digester = Digester(device)
+
+    def digest(name: str, value: Tensor | Shard) -> int:
+        summed = digester.part(name, value) if isinstance(value, Shard) else digester.summed(name, value)
+        return resolved([[summed]])[0]
+
+    return digest
 
 
 def gathered_on_first(group: Group, value: Any) -> Any:

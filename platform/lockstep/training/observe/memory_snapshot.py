@@ -279,13 +279,16 @@ def _estimate(run: Run) -> dict[str, int]:
     }
     if state.sharding is not None:
         lines |= {
-            "parameters": worker_memory.nbytes(state.sharding.local.values()),
+            "parameters": worker_memory.nbytes(
+                [*state.sharding.local.values(), *state.sharding.mirrors.values()]
+            ),
             "gradients": worker_memory.nbytes(state.sharding.local.values()),
         }
         lines["sums"] = lines["gradients"] * worker_memory.sums_in_passes(plan.micro_batches, workers)
     else:
         lines["sums"] = worker_memory.reduction_bytes(spec, lines["gradients"], plan.micro_batches, workers)
-    if optimizer := worker_memory.optimizer_bytes(state.optimizer):  # it makes its state in the first update
+    optimizer = worker_memory.optimizer_bytes(state.optimizer) + worker_memory.bytes_before(state)
+    if optimizer:  # it makes its state in the first update
         lines["optimizer"] = optimizer
     return {owner: size for owner, size in lines.items() if size}
 

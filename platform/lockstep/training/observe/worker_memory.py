@@ -17,7 +17,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.state import TrainState
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.phases import Optimizers, optimizers_of, phases_of
-from lockstep.training.step.sharding import ShardedOptimizer
+from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 
 BUCKETS_MOVING = 2
 """Buckets that are in flight at once: the one that leaves, and the one before it."""
@@ -40,7 +40,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
         reduction = reduction_bytes(spec, summed, count, workers)
         communication = communication_bytes(spec, gradients, count, workers)
     else:
-        parameters = sharding.local.values()
+        parameters = [*sharding.local.values(), *sharding.mirrors.values()]
         gradients = _bytes_of_gradients(sharding.local.values())
         reduction = gradients * sums_in_passes(count, workers)
         communication = moving_units(spec, sharding.largest_unit_bytes, sharding.cut_bytes)
@@ -49,7 +49,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
             "parameters_bytes": nbytes(parameters),
             "buffers_bytes": nbytes(state.model.buffers()),
             "gradients_bytes": gradients,
-            "optimizer_bytes": optimizer_bytes(state.optimizer),
+            "optimizer_bytes": optimizer_bytes(state.optimizer) + bytes_before(state),
             "average_bytes": average_bytes(state),
             "reduction_bytes": reduction,
             "communication_bytes": communication,
@@ -84,7 +84,11 @@ def summed_bytes(state: TrainState) -> int:
 
 def optimizer_bytes(optimizer: Optimizers) -> int:
     """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part, and of what it keeps for the loss of another."""
-    mirrored = optimizer.bytes_of_mirrors if isinstance(optimizer, MirroredOptimizer) else 0
+    mirrored = sum(
+        one.bytes_of_mirrors
+        for one in optimizers_of(optimizer).values()
+        if isinstance(one, MirroredOptimizer | FullyShardedOptimizer)
+    )
     states = [
         state
         for phase_optimizer in optimizers_of(optimizer).values()
@@ -97,9 +101,15 @@ def optimizer_bytes(optimizer: Optimizers) -> int:
     return mirrored + sum(tensor.nbytes for tensor in tensors_in(states))
 
 
+def bytes_before(state: TrainState) -> int:
+    """Bytes of the optimizer's state that mirrored shards keep of the start of a step."""
+    return 0 if state.mirrored_shards is None else state.mirrored_shards.optimizer_bytes_before
+
+
 def average_bytes(state: TrainState) -> int:
-    """Bytes of the moving average of the weights; 0 where there is none."""
-    return nbytes(state.average.weights.values()) if state.average is not None else 0
+    """Bytes of the moving average of the weights, and of those that this rank mirrors; 0 where there is none."""
+    average = state.average
+    return 0 if average is None else nbytes([*average.weights.values(), *average.mirror.values()])
 
 
 def checkpoint_bytes(state: TrainState) -> int:

@@ -47,7 +47,7 @@ def closure_calls(job: Job, optimizer: torch.optim.Optimizer) -> int:
 def check_closures(spec: Spec, job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """SpecError for settings under which no optimizer can evaluate the loss again."""
     for optimizer in optimizers:
-        if closure_calls(job, optimizer) and spec.sharding.mode == "optimizer" and spec.faults.mirror:
+        if closure_calls(job, optimizer) and spec.sharding.mode != "none" and spec.faults.mirror:
             raise problems.MIRROR(
                 reason=f"{kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which would be evaluated for the mirror too"
             )

@@ -22,10 +22,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.checkpoint.stored_tensor import in_memory
+from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.spec.sharding import Sharding
 from lockstep.training.step import problems
+from lockstep.training.step.fsdp_modules import (
+    Root,
+    in_order_of_fsdp,
+    places_of,
+    put,
+    shard_modules,
+    undo,
+    whole_in_state_dicts,
+)
 from lockstep.training.step.parameters import missing_gradient, written_parameter
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharded_modes import NoShards, WholeGradients
@@ -63,17 +73,6 @@ def check_torch() -> None:
 _DEFAULT = Sharding(mode="full")
 
 
-class _Root(nn.Module):
-    """The module at which FSDP begins and ends a micro-batch: whatever the job's loss calls happens inside it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, call: Callable[[], Any]) -> Any:
-        return call()
-
-
 class FullSharding:
     """A model whose parameters are sharded, and the gradients of the step under way."""
 
@@ -86,11 +85,13 @@ class FullSharding:
         fused: bool,
         fill: Callable[[Sequence[str]], None] = lambda names: None,
         settings: Sharding = _DEFAULT,
+        mirrored: int | None = None,
     ) -> None:
         """Shard `model` in place. All ranks of the `group` call it, with a model of the same bits.
 
         `whole` are parameters that stay whole on every worker; `fused`: whether one kernel updates an element, which on a CPU rounds the end of a
         tensor otherwise; `fill` gives parameters memory that have none, unit by unit; `settings` say which modules are units, and when they are gathered.
+        This worker keeps the rows of rank `mirrored` too.
         """
         self.model, self.group = model, group
         self.names = [name for name, _ in model.named_parameters()]
@@ -102,19 +103,31 @@ class FullSharding:
         self.told = _left_out(model, units, settings.units)
         """Warnings of modules that the settings name, and that are no units."""
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._places = places_of(model)
+        self.mirrored = mirrored
         self.largest_unit_bytes = largest(model, units, self.whole)
         """The bytes of the parameters that are gathered at once, those outside of all units apart."""
         self.cut_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in self.whole)
         """The bytes of all parameters that are sharded."""
-        self._root, modules = _sharded(model, units, self.whole, group, fill, settings)
+        cut_mirrors: dict[str, Tensor] = {}
+
+        def fill_and_mirror(names: Sequence[str]) -> None:
+            fill(names)
+            if mirrored is not None:
+                cut_mirrors.update(self._rows_of_rank(mirrored, names, cut_mirrors))
+
+        self._root, modules = shard_modules(model, units, self.whole, group, fill_and_mirror, settings)
         self._modules: list[Any] = modules
         parameters: dict[str, Any] = dict(model.named_parameters())
-        self.shards: dict[str, Shard] = {
-            name: Shard(parameters[name].to_local().detach(), parameters[name].shape, group.rank, group.size)
-            for name in self.names
-            if name not in self.whole
-        }
-        """This worker's rows of each parameter that is sharded, by name."""
+        self.shards: dict[str, Shard] = {}
+        """This worker's rows of each parameter that is sharded, by name, and those that it mirrors."""
+        for name in self.names:
+            if name not in self.whole:
+                shape, mirror = parameters[name].shape, None
+                if mirrored is not None:
+                    mirror = Shard(cut_mirrors[name], shape, mirrored, group.size)
+                local = parameters[name].to_local().detach()
+                self.shards[name] = Shard(local, shape, group.rank, group.size, mirror)
         self.local: dict[str, nn.Parameter] = {
             name: parameters[name]
             if name in self.whole
@@ -122,6 +135,12 @@ class FullSharding:
             for name in self.names
         }
         """What this worker updates of each parameter, in the memory that FSDP gathers from."""
+        self.mirrors: dict[str, nn.Parameter] = {
+            name: nn.Parameter(shard.mirror.local, requires_grad=asking[name])
+            for name, shard in self.shards.items()
+            if shard.mirror is not None
+        }
+        """The rows that this worker mirrors."""
         self._index: dict[str, int] = {}
         """The places of the parameters that learn in the phase under way."""
         self._scatters = self._set_up(modules, asking)
@@ -155,13 +174,47 @@ class FullSharding:
         """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
         self._writes: list[int] = []
 
+    def _rows_of_rank(self, rank: int, names: Sequence[str], done: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of a rank of those parameters that are to be cut, and are whole now, in memory of their own."""
+        parameters = dict(self.model.named_parameters())
+        return {
+            name: Shard(parameters[name], parameters[name].shape, rank, self.group.size)
+            .rows_of(parameters[name].detach())
+            .clone()
+            for name in names
+            if name not in self.whole and name not in done
+        }
+
+    def release(self) -> None:
+        """Take FSDP off the model, whatever it is doing. The rows stay; the parameters in the model have no memory until something else fills them."""
+        blank = {
+            name: nn.Parameter(
+                torch.empty(shard.shape, dtype=shard.local.dtype, device="meta"),
+                requires_grad=self.local[name].requires_grad,
+            )
+            for name, shard in self.shards.items()
+        }
+        undo(self.model, self._places, blank)
+        self._modules, self._scatters, self._gathered = [], [], {}
+        self._root = Root(nn.Module())
+        self.copied.clear()
+        self.begun.clear()
+
+    def fill_blank(self, names: Sequence[str]) -> None:
+        """Give those of the parameters memory of any content that have none after `release`."""
+        parameters = dict(self.model.named_parameters())
+        for name in names:
+            if (blank := parameters[name]).is_meta:
+                memory = torch.empty(blank.shape, dtype=blank.dtype, device=self.group.device)
+                put(self._places[name], nn.Parameter(memory, requires_grad=blank.requires_grad))
+
     def _set_up(self, modules: Sequence[nn.Module], asking: Mapping[str, bool]) -> list[_Scatter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         scatters = []
         for number, module in enumerate(modules):
             sharded: Any = module
             of_unit = [
-                names[id(parameter)] for parameter in _in_order_of_fsdp(module, modules, names, self.whole)
+                names[id(parameter)] for parameter in in_order_of_fsdp(module, modules, names, self.whole)
             ]
             learning = [name for name in of_unit if asking[name]]
             scatter = _Scatter(self, learning)
@@ -338,12 +391,12 @@ class FullSharding:
                 for name, parameter in self.model.named_parameters()
                 if name in self.shards
             }
-            with _whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient).on():
+            with whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient).on():
                 yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     if name in self.shards:
-                        self.shards[name].local.copy_(self.shards[name].rows_of(parameter.detach()))
+                        self.shards[name].fill(parameter.detach())
         finally:
             self.reshard()
 
@@ -378,39 +431,13 @@ class FullSharding:
         rest = {}
         with torch.no_grad():
             for name, value in current.items():
+                if isinstance(value, Shard) and isinstance(saved[name], Elsewhere):
+                    continue  # every worker has its rows
                 if isinstance(value, Shard):
-                    value.local.copy_(value.rows_of(saved[name]))
+                    value.fill(saved[name])
                 else:
                     rest[name] = in_memory(saved[name])
         self.model.load_state_dict(rest, strict=False)
-
-
-@contextmanager
-def _whole_in_state_dicts(model: nn.Module) -> Iterator[None]:
-    """In the block: have `state_dict` and `load_state_dict` of the model and its modules leave gathered parameters so. FSDP's hooks let go of them."""
-    hooks = [
-        (hooks, number, hook)
-        for module in model.modules()
-        for hooks in (
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        )
-        for number, hook in list(hooks.items())
-        if _is_of_fsdp(hook)
-    ]
-    for of_module, number, _ in hooks:
-        del of_module[number]
-    try:
-        yield
-    finally:
-        for of_module, number, hook in hooks:
-            of_module[number] = hook
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 class _Gather:
@@ -545,35 +572,6 @@ def _laid_out(part: Tensor, like: Tensor) -> Tensor:
     return in_memory.permute([order.index(dimension) for dimension in range(len(order))])
 
 
-def _sharded(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    whole: frozenset[str],
-    group: Group,
-    fill: Callable[[Sequence[str]], None],
-    settings: Sharding,
-) -> tuple[_Root, list[nn.Module]]:
-    """The root of the sharded model, and its modules that have shards, the root last."""
-    from torch.distributed.fsdp import fully_shard
-
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    of_units = [[names[id(parameter)] for parameter in unit.parameters()] for unit in units]
-    fill(sorted(whole))
-    ignored = {parameter for name, parameter in model.named_parameters() if name in whole}
-    mesh = group.mesh()
-    root = _Root(model)
-    modules = [*units, root]
-    for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
-        fill(of_module)
-        # FSDP never lets go of what the root has between forward and backward, unless it is told to.
-        reshards = settings.reshard_after_forward and module is not root
-        fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
-    for each in root.modules():
-        # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
-        vars(each).pop("_is_fsdp_managed_module", None)
-    return root, modules
-
-
 def _left_out(model: nn.Module, units: Sequence[nn.Module], patterns: Sequence[str] | None) -> list[str]:
     if patterns is None:
         return []
@@ -586,26 +584,6 @@ def _left_out(model: nn.Module, units: Sequence[nn.Module], patterns: Sequence[s
         f"sharding.units: {left[0]!r}{more} no unit: a loss computes it several times in a micro-batch, or not at all, or it has no parameters; what is in "
         "no unit is gathered for the whole micro-batch"
     ]
-
-
-def _in_order_of_fsdp(
-    module: nn.Module, modules: Sequence[nn.Module], names: Mapping[int, str], whole: frozenset[str]
-) -> list[nn.Parameter]:
-    """A unit's parameters in the order in which FSDP lays them out: those of a module's children before its own."""
-    others, seen, result = {id(other) for other in modules if other is not module}, set[int](), []
-
-    def visit(at: nn.Module) -> None:
-        seen.add(id(at))
-        for child in at.children():
-            if id(child) not in seen and id(child) not in others:
-                visit(child)
-        for parameter in at.parameters(recurse=False):
-            if id(parameter) not in seen and names[id(parameter)] not in whole:
-                seen.add(id(parameter))
-                result.append(parameter)
-
-    visit(module)
-    return result
 
 
 def _name_of(model: nn.Module, unit: nn.Module) -> str:

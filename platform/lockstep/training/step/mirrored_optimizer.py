@@ -73,11 +73,11 @@ Shares = dict[int, Share]
 """What a worker has of a layout, by the rank whose spans they are."""
 
 
-class _Report(NamedTuple):
+class Report(NamedTuple):
     """What a rank has, as it tells the others."""
 
     node: str
-    layouts: list[tuple[Layout, dict[int, dict[int, dict[str, Any]]]]]
+    layouts: list[tuple[Layout, dict[int, Any]]]
     """The newest first: of each rank whose spans it has, the state of each parameter by name: numbers themselves, and the dtype of a tensor."""
 
 
@@ -176,10 +176,6 @@ class MirroredOptimizer(ShardedOptimizer):
                 self._load(*share, state_dict["state"])
         self._before_step, self._previous = None, []
 
-    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the parameter groups that `groups_as_saved` gave."""
-        torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": list(groups)})
-
     # --- another group --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -195,8 +191,8 @@ class MirroredOptimizer(ShardedOptimizer):
             (layout, {owner: self._reported(share) for owner, share in shares.items()})
             for layout, shares in mine
         ]
-        reports: list[_Report] = group.gather(_Report(node_name(), reported))
-        layout, sources = _chosen(reports)
+        reports: list[Report] = group.gather(Report(node_name(), reported))
+        layout, sources = chosen(reports)
         shares = next((shares for kept_layout, shares in mine if kept_layout == layout), {})
         old_spans = self._spans(layout.ranks)
         state = {owner: dict(reports[source].layouts)[layout][owner] for owner, source in sources.items()}
@@ -288,7 +284,7 @@ class MirroredOptimizer(ShardedOptimizer):
         return value.to(where, copy=True)
 
 
-def _chosen(reports: Sequence[_Report]) -> tuple[Layout, dict[int, int]]:
+def chosen(reports: Sequence[Report]) -> tuple[Layout, dict[int, int]]:
     """The newest layout of which some rank has each span, and by owner the rank that has its spans. ClusterError where there is none."""
     layouts = sorted({layout for report in reports for layout, _ in report.layouts}, reverse=True)
     for layout in layouts:

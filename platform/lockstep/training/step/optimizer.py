@@ -46,7 +46,8 @@ def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | Non
         raise problems.SPARSE_MIRRORED(got="the job has several optimizers")
     if group is not None and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
-    if group is None or group.size == 1:
+    mirrored = spec.sharding.mode == "full" and spec.faults.mirror
+    if group is None or (group.size == 1 and not mirrored):
         return optimizer
     kind = FullyShardedOptimizer if spec.sharding.mode == "full" else ShardedOptimizer
     return kind(optimizer, group)

@@ -61,7 +61,7 @@ from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.statistics import StepStatistics
-from lockstep.training.step.step_start import StepStart
+from lockstep.training.step.step_start import Evaluated, StepStart
 from lockstep.training.step.tables import no_rows, numbers_of
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
@@ -151,6 +151,8 @@ class Stepper:
         """Whether the state at the start of a step is kept until it is done, where ranks wait for each other between its changes: in a step of several phases,
         and in an update that evaluates the loss again. If a rank is lost, the others take the whole step again."""
         self._start = StepStart()
+        self._evaluated = Evaluated.of(state)
+        """What evaluations had left when the newest step was done."""
 
     def _learning(self, step: int) -> list[PhaseStep]:
         """The phases with something to learn in step number `step`, made ready for it. All ranks call it."""
@@ -189,10 +191,14 @@ class Stepper:
             last = phase is phases[-1]
             if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls or mirrored):
                 self._start.keep(self.state)
+                if self.state.mirrored_shards is not None:
+                    self.state.mirrored_shards.keep(self.state.counters.step)
             taken[phase.name] = self._take(phase, position, phase_batches, scale_down, last=last)
         if not mirrored:  # the digests of its state wait for other ranks when the step is counted: its start is kept until the next one
             self._start.forget()
-        return self._finished(position, phases, taken)
+        result = self._finished(position, phases, taken)
+        self._evaluated = Evaluated.of(self.state)
+        return result
 
     def _take(
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float, *, last: bool
@@ -307,12 +313,18 @@ class Stepper:
         self._leave_no_trace()
         for phase in self.each_phase:
             phase.abandon()
+        if self.state.mirrored_shards is not None and self.state.sharding is not None:
+            self.state.sharding.release()
         if recorded is None or self._start.step == recorded:
             self.take_back()
 
     def take_back(self) -> None:
         """Return to the start of the newest step, if it is kept."""
         self._start.take_back(self.state)
+
+    def take_back_evaluation(self) -> None:
+        """Have the shards that evaluations have left as they were when the newest step was done. All else of an evaluation has to be handed over."""
+        self._evaluated.put_back(self.state)
 
     # --- forward and backward -----------------------------------------------------------------------------
 
@@ -787,8 +799,10 @@ class Stepper:
             closure = Closure(
                 optimizer, phase.closure_calls, loss, again, phase.parameters, self.group.device
             )
-        if state.mirrored is not None and self.keeps_start:
+        if isinstance(state.mirrored, MirroredOptimizer) and self.keeps_start:
             state.mirrored.keep(state.counters.step)
+        if state.mirrored_shards is not None:
+            state.mirrored_shards.pass_gradients(optimizer)
         with job_at(f"the update of step {position.number}"):
             skipped = not state.precision.update(optimizer, closure)
         parts = {

@@ -341,7 +341,7 @@ GROUPS_CHANGED = Problem(
 OPTIMIZER_MIRROR_LOST = Problem(
     "step.optimizer.mirror_lost",
     ClusterError,
-    "the optimizer's state of a lost worker was lost with its mirror: of {ranks} parts some have none left",
+    "a part of the state was lost with its worker and its mirror: of {ranks} parts some are on no worker that is left",
     "the next attempt reads the newest checkpoint",
     cause="a worker and the one that keeps its [mirror](attempts.md#sharded-state) were lost at once; [retried](attempts.md) from a checkpoint",
     advice="nothing",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -310,6 +311,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
         return groups
 
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the parameter groups that `groups_as_saved` gave."""
+        torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": list(groups)})
+
     def assembled(self, saved: Mapping[str, Any], writers: Mapping[int, int]) -> dict[str, Any]:
         """What `state_dict` gave, with the tensors that this rank writes. `writers` maps the id of an `Elsewhere` to its rank.
 
@@ -396,8 +401,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 class FullyShardedOptimizer(ShardedOptimizer):
     """Updates the rows that a worker holds of each parameter. It is whole until `take` is called, and takes no step before."""
 
-    def take(self, names: Sequence[str], local: Mapping[str, Tensor], whole: Container[str]) -> None:
-        """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole."""
+    def take(
+        self,
+        names: Sequence[str],
+        local: Mapping[str, Tensor],
+        whole: Container[str],
+        mirrors: Mapping[str, Tensor] = MappingProxyType({}),
+        mirrored: int = 0,
+        group: Group | None = None,
+    ) -> None:
+        """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole.
+
+        `mirrors` are the parts of rank `mirrored`, which it updates as well. May be called again, with another `group`: it has no state then.
+        """
+        self.group = self.group if group is None else group
         ranks, rank = self.group.size, self.group.rank
         self.parameters = [
             torch.empty_strided(
@@ -409,11 +426,8 @@ class FullyShardedOptimizer(ShardedOptimizer):
             )
             for parameter in self.parameters
         ]
-        self.spans, self._parts, self._whole_on_all = (
-            [],
-            {},
-            frozenset(i for i, name in enumerate(names) if name in whole),
-        )
+        self.spans, self._parts, self._mirrors = [], {}, {}
+        self._whole_on_all = frozenset(i for i, name in enumerate(names) if name in whole)
         for i, (name, parameter) in enumerate(zip(names, self.parameters, strict=True)):
             if not parameter.requires_grad:
                 continue
@@ -421,22 +435,64 @@ class FullyShardedOptimizer(ShardedOptimizer):
             spans = [Span(i, part.start, part.stop, owner) for owner, part in enumerate(cut)]
             self.spans += spans
             self._parts[i] = Part(spans[0 if name in whole else rank], local[name])
+            if name in mirrors:
+                self._mirrors[i] = Part(spans[mirrored], mirrors[name])
         self._orders = [list(range(parameter.dim())) for parameter in self.parameters]
         self._uncut = [name in whole for name in names]
-        given = iter(names)
+        name_of_next = iter(names)
         for every in self.param_groups:
-            every["params"] = [local[next(given)] for _ in every["params"]]
+            every["params"] = [local[next(name_of_next)] for _ in every["params"]]
         self._own = self._made(self._parts)
+        self._mirroring = self._made(self._mirrors) if self._mirrors else None
 
     def _build(self) -> None:
         """`take` does."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
-        """Update this worker's rows. FSDP gathers the others' before they are needed, also where a `closure` evaluates the loss again."""
-        for group, every in zip(self._own.param_groups, self.param_groups, strict=True):
-            group.update({name: value for name, value in every.items() if name != "params"})
-        _step(self._own, closure)
+        """Update this worker's rows, and those that it mirrors. FSDP gathers the others' before they are needed, also where a `closure` evaluates the loss again."""
+        for optimizer in (self._own, self._mirroring):
+            if optimizer is None:
+                continue
+            for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
+                group.update({name: value for name, value in every.items() if name != "params"})
+            _step(optimizer, closure)
+        for part in self._mirrors.values():
+            part.value.grad = None
+
+    def pass_gradients_to_mirrors(self, mirrors: Sequence[int]) -> None:
+        """Send the finished gradients of this worker's rows to the rank that mirrors them, and receive those of the rows that it mirrors. All ranks call it.
+
+        `mirrors` has by rank the one that mirrors it.
+        """
+        rank = self.group.rank
+        target, source = mirrors[rank], mirrors.index(rank)
+        outgoing, incoming = [], []
+        for i, part in self._mirrors.items():
+            gradient = self._parts[i].value.grad
+            part.value.grad = None if gradient is None else torch.empty_like(part.value)
+            if gradient is not None and part.value.grad is not None:
+                outgoing.append((target, gradient.contiguous().view(-1)))
+                incoming.append((source, part.value.grad.view(-1)))
+        self.group.pass_on(outgoing, incoming)()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this worker's part of a whole optimizer's state, and the one that it mirrors. Errors as of a sharded optimizer."""
+        super().load_state_dict(state_dict)
+        if self._mirroring is not None:
+            self._load(self._mirrors, self._mirroring, state_dict["state"])
+
+    def states(self) -> Iterator[tuple[dict[int, Part], torch.optim.Optimizer]]:
+        """The parts of this worker with the optimizer that has their state, then those that it mirrors, if any."""
+        yield self._parts, self._own
+        if self._mirroring is not None:
+            yield self._mirrors, self._mirroring
+
+    @property
+    def bytes_of_mirrors(self) -> int:
+        """The bytes of the state that this worker mirrors."""
+        states = [] if self._mirroring is None else [*self._mirroring.state.values()]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """As of a sharded optimizer, in the order in which the parameters were first updated: every worker has a part of each."""

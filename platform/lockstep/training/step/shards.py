@@ -36,15 +36,34 @@ class Shard:
     shape: torch.Size
     rank: int
     ranks: int
+    mirror: Shard | None = None
+    """The rows of the rank that this one mirrors, if it does."""
 
     @property
     def elements(self) -> range:
         """Its elements, in logical order."""
         return element_ranges(self.shape, self.ranks)[self.rank]
 
-    def like(self, local: Tensor) -> Shard:
-        """The same rows of another tensor of that shape."""
-        return Shard(local, self.shape, self.rank, self.ranks)
+    def like(self, local: Tensor, mirror: Tensor | None = None) -> Shard:
+        """The same rows of another tensor of that shape, and of those that are mirrored."""
+        mirrored = None if self.mirror is None or mirror is None else self.mirror.like(mirror)
+        return Shard(local, self.shape, self.rank, self.ranks, mirrored)
+
+    def copied(self) -> Shard:
+        """A copy in host memory."""
+        mirror = None if self.mirror is None else self.mirror.local.detach().cpu().clone()
+        return self.like(self.local.detach().cpu().clone(), mirror)
+
+    def cut(self, whole: Tensor | StoredTensor) -> Shard:
+        """The same rows of another whole tensor, in memory of their own. Errors as of `rows_of`."""
+        mirror = None if self.mirror is None else self.mirror.rows_of(whole).clone()
+        return self.like(self.rows_of(whole).clone(), mirror)
+
+    def fill(self, whole: Tensor | StoredTensor) -> None:
+        """Take the values of the rows from a whole tensor. Errors as of `rows_of`."""
+        self.local.copy_(self.rows_of(whole))
+        if self.mirror is not None:
+            self.mirror.fill(whole)
 
     def rows_of(self, whole: Tensor | StoredTensor) -> Tensor:
         """The rows of this rank in a tensor of the same shape; of a stored one no others are read. ValueError where it has another."""

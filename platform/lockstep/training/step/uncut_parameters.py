@@ -30,7 +30,7 @@ def uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: boo
     parameters, by_owner = dict(model.named_parameters()), dict[int, list[str]]()
     result = set[str]()
     for name, parameter in parameters.items():
-        cut_elsewhere = fused and parameter.device.type == "cpu"
+        cut_elsewhere = fused and group.device.type == "cpu"
         plain = parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_contiguous()
         plain &= not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         if (

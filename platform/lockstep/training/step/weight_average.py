@@ -30,16 +30,23 @@ class Average:
         self.weights: dict[str, Tensor] = {}
         self.local: Mapping[str, Tensor] = {}
         """This worker's rows of the parameters, by name, where they are sharded."""
+        self.mirrored: Mapping[str, Tensor] = {}
+        """The rows of the parameters that it mirrors, by name."""
+        self.mirror: dict[str, Tensor] = {}
+        """The average of those."""
         self._told = False
 
     def move(self) -> None:
         """Move the average towards the model's weights. Called once after each update."""
-        learning = self._learning()
+        self.weights = self._moved(self.weights, self._learning())
+        self.mirror = self._moved(self.mirror, self._mirrored())
+
+    def _moved(self, average: dict[str, Tensor], learning: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
-            if self.weights:
-                torch._foreach_lerp_(list(self.weights.values()), list(learning.values()), 1.0 - self.decay)
-            else:
-                self.weights = {name: parameter.detach().clone() for name, parameter in learning.items()}
+            if not average:
+                return {name: parameter.detach().clone() for name, parameter in learning.items()}
+            torch._foreach_lerp_(list(average.values()), list(learning.values()), 1.0 - self.decay)
+            return average
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -53,13 +60,16 @@ class Average:
 
     def _swap(self, names: Sequence[str]) -> None:
         """Swap weights and average by value, one parameter at a time: storages keep their owners, and it takes the memory of the largest parameter."""
-        learning = self._learning()
         with torch.no_grad():
-            for name in names:
-                parameter = learning[name]
-                original = parameter.detach().clone()
-                parameter.copy_(self.weights[name])
-                self.weights[name].copy_(original)
+            for average, learning in ((self.weights, self._learning()), (self.mirror, self._mirrored())):
+                for name in names:
+                    if name in average:
+                        original = learning[name].detach().clone()
+                        learning[name].copy_(average[name])
+                        average[name].copy_(original)
+
+    def _mirrored(self) -> dict[str, Tensor]:
+        return {name: rows for name, rows in self.mirrored.items() if rows.requires_grad}
 
     def _learning(self) -> dict[str, Tensor]:
         return {name: self.local.get(name, p) for name, p in self.model.named_parameters() if p.requires_grad}

@@ -23,8 +23,8 @@ REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
     "on GPUs": ({}, GPU, AttemptOrigin()),
-    "`sharding: full`, and `sharding: optimizer` without [`faults.mirror`](#sharded-state)": (
-        {"sharding": "full", "faults": {"mirror": True}},
+    "`sharding: optimizer` or `full` without [`faults.mirror`](#sharded-state)": (
+        {"sharding": "full"},
         CPU,
         AttemptOrigin(),
     ),
@@ -69,8 +69,16 @@ def test_where_it_cannot_be_done_no_worker_says_that_it_would_come(case: str) ->
 
 
 @pytest.mark.parametrize("mirror", [True, False])
-def test_a_sharded_optimizer_is_outlived_where_it_is_mirrored(mirror: bool) -> None:
-    assert recovers({"sharding": "optimizer", "faults": {"mirror": mirror}}, CPU, AttemptOrigin()) == mirror
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_what_is_sharded_is_outlived_where_it_is_mirrored(sharding: str, mirror: bool) -> None:
+    assert recovers({"sharding": sharding, "faults": {"mirror": mirror}}, CPU, AttemptOrigin()) == mirror
+
+
+def test_a_torch_whose_sharding_cannot_be_taken_off_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the parts of FSDP2 that this needs, the table of modules is torch's own."""
+    monkeypatch.delattr("torch.distributed._composable_state._module_state_mapping")
+    assert not recovers({"sharding": "full", "faults": {"mirror": True}}, CPU, AttemptOrigin())
+    assert recovers({"sharding": "optimizer", "faults": {"mirror": True}}, CPU, AttemptOrigin())
 
 
 @pytest.mark.parametrize("origin", [None, AttemptOrigin(), AttemptOrigin("a" * 32, 2)])

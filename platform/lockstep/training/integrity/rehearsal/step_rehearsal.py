@@ -402,11 +402,11 @@ class StepRehearsal:
             with compiled.off():
                 eager = computed(module, self._fetch(keys[0]))
             losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
-            rows = [
+            gradients, eager_gradients = (
                 {name: numbers_of(gradient) for name, gradient in each.gradients.items()}
                 for each in (first, eager)
-            ]
-            compiled.compare(module.phase.name, losses, *rows, gather)
+            )
+            compiled.compare(module.phase.name, losses, gradients, eager_gradients, gather)
         of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
         if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
             self.warn(

@@ -1,0 +1,168 @@
+"""The modules of a model under torch's FSDP2: how its sharding is put on them, and taken off again so that another group can shard them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lockstep.communication.group import Group
+from lockstep.spec.sharding import Sharding
+
+Places = dict[str, list[tuple[nn.Module, str]]]
+"""By the name of a parameter the modules that hold it, each with its name there: several of a tied one."""
+
+
+class Root(nn.Module):
+    """The module at which FSDP begins and ends a micro-batch: whatever the job's loss calls happens inside it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+@contextmanager
+def whole_in_state_dicts(model: nn.Module) -> Iterator[None]:
+    """In the block: have `state_dict` and `load_state_dict` of the model and its modules leave gathered parameters so. FSDP's hooks let go of them."""
+    hooks = [
+        (hooks, number, hook)
+        for module in model.modules()
+        for hooks in _hooks_of_state(module)
+        for number, hook in list(hooks.items())
+        if _is_of_fsdp(hook)
+    ]
+    for of_module, number, _ in hooks:
+        del of_module[number]
+    try:
+        yield
+    finally:
+        for of_module, number, hook in hooks:
+            of_module[number] = hook
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def shard_modules(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    whole: frozenset[str],
+    group: Group,
+    fill: Callable[[Sequence[str]], None],
+    settings: Sharding,
+) -> tuple[Root, list[nn.Module]]:
+    """The root of the sharded model, and its modules that have shards, the root last."""
+    from torch.distributed.fsdp import fully_shard
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_units = [[names[id(parameter)] for parameter in unit.parameters()] for unit in units]
+    fill(sorted(whole))
+    ignored = {parameter for name, parameter in model.named_parameters() if name in whole}
+    mesh = group.mesh()
+    root = Root(model)
+    modules = [*units, root]
+    for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
+        fill(of_module)
+        # FSDP never lets go of what the root has between forward and backward, unless it is told to.
+        reshards = settings.reshard_after_forward and module is not root
+        fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
+    for each in root.modules():
+        # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
+        vars(each).pop("_is_fsdp_managed_module", None)
+    return root, modules
+
+
+def in_order_of_fsdp(
+    module: nn.Module, modules: Sequence[nn.Module], names: Mapping[int, str], whole: frozenset[str]
+) -> list[nn.Parameter]:
+    """A unit's parameters in the order in which FSDP lays them out: those of a module's children before its own."""
+    other_modules = {id(each) for each in modules if each is not module}
+    visited, result = set[int](), list[nn.Parameter]()
+
+    def visit(at: nn.Module) -> None:
+        visited.add(id(at))
+        for child in at.children():
+            if id(child) not in visited and id(child) not in other_modules:
+                visit(child)
+        for parameter in at.parameters(recurse=False):
+            if id(parameter) not in visited and names[id(parameter)] not in whole:
+                visited.add(id(parameter))
+                result.append(parameter)
+
+    visit(module)
+    return result
+
+
+def places_of(model: nn.Module) -> Places:
+    """Where each parameter of a model is. Call it while tied parameters are one object."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: Places = {name: [] for name in names.values()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places[names[id(parameter)]].append((module, key))
+    return places
+
+
+def can_be_undone() -> bool:
+    """Whether this torch has the parts of FSDP2 that `undo` needs, of which one is private."""
+    try:
+        from torch.distributed import _composable_state as composable
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+    except ImportError:
+        return False
+    return (
+        hasattr(composable, "_module_state_mapping")
+        and hasattr(fully_shard, "state")
+        and hasattr(FSDPModule, "reshard")
+    )
+
+
+def undo(model: nn.Module, places: Places, blank: Mapping[str, nn.Parameter]) -> None:
+    """Take FSDP off a model, in whatever state it is, and put the parameters of `blank` in the places of those that it has cut.
+
+    torch has no call for this. What FSDP leaves on a module are its class, its hooks, a few attributes and an entry in a table of torch's.
+    """
+    from torch.distributed import _composable_state as composable
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.__class__ = type(module).__mro__[2]  # of FSDP's subclass: itself, FSDPModule, the original
+            composable._module_state_mapping.pop(module, None)
+        for hooks in _hooks_of(module):
+            for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:
+                del hooks[number]
+        attributes = vars(module)
+        for key in [key for key in attributes if key.startswith(_ATTRIBUTES)]:
+            del attributes[key]
+    for name, parameter in blank.items():
+        put(places[name], parameter)
+
+
+def put(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    """Have a parameter in its places."""
+    for module, key in places:
+        module._parameters[key] = parameter
+
+
+_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    return [module._forward_pre_hooks, module._forward_hooks, *_hooks_of_state(module)]
+
+
+def _hooks_of_state(module: nn.Module) -> list[Any]:
+    return [
+        module._state_dict_pre_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ]
