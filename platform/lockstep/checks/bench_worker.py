@@ -110,14 +110,15 @@ def main(request: str) -> int:
 
 def _bench(wanted: dict[str, Any]) -> None:
     spec, out = validate(wanted["spec"]), Path(wanted["out"])
-    device = _device(spec, wanted["ranks"])
+    device = device_of(spec, wanted["ranks"])
     with _process_group(out, device, wanted["rank"], wanted["ranks"]):
         result = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
     if wanted["rank"] == 0:
         (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _device(spec: Spec, ranks: int) -> torch.device:
+def device_of(spec: Spec, ranks: int) -> torch.device:
+    """The device of this process of `ranks`. SpecError where the machine has fewer GPUs."""
     there = torch.cuda.device_count()
     if there and spec.workers.gpus_each != 0 and ranks > there:
         raise problems.GPUS_MISSING(got=ranks, available=there)

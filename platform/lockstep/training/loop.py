@@ -81,10 +81,11 @@ def fit(
         tell(run.history.past())
         tell_compiled(run, tell)
         seat = Seat(group, tell, requests, origin)
-        outlives = recovery is not None and can_recover(spec, group, origin)
-        if recovery is not None and outlives:
+        if not can_recover(spec, group, origin):
+            recovery = None
+        if recovery is not None:
             recovery.ready(seat)
-        return train_on(run, seat, recovery if outlives else None)
+        return train_on(run, seat, recovery)
 
 
 def join(
