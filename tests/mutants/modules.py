@@ -50,6 +50,60 @@ COVERED = {
         "tests/distributed/test_survivors.py",
         "tests/distributed/test_resume.py",
     ],
+    "training/evaluation/evaluations.py": [
+        "tests/distributed/test_evaluation.py",
+        "tests/distributed/test_evaluation_beside.py",
+        "tests/distributed/test_own_schedule.py",
+        "tests/distributed/test_resume.py",
+    ],
+    "training/evaluation/evaluator.py": ["tests/distributed/test_evaluation_beside.py"],
+    "training/step/full_sharding.py": [
+        "tests/distributed/test_full_start.py",
+        "tests/distributed/test_full_sharding.py",
+    ],
+    "training/step/sharded_modes.py": ["tests/distributed/test_full_sharding.py"],
+    "training/step/mirrored_optimizer.py": ["tests/distributed/test_mirrors.py"],
+    "record/mirror/delivery_lanes.py": [
+        "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/mirror/test_metric_cursor.py",
+        "tests/unit/record/test_partial_store.py",
+    ],
+    "record/mirror/projection.py": [
+        "tests/unit/record/mirror/test_projection.py",
+        "tests/unit/record/test_going_on.py",
+    ],
+    "record/mirror/reconciler.py": [
+        "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/test_partial_store.py",
+        "tests/unit/record/test_outage.py",
+    ],
+    "checkpoint/manifest.py": [
+        "tests/unit/checkpoint/test_manifest.py",
+        "tests/unit/checkpoint/test_format.py",
+    ],
+    "checkpoint/reader.py": [
+        "tests/unit/checkpoint/test_store.py",
+        "tests/unit/checkpoint/test_damage.py",
+        "tests/unit/checkpoint/test_format.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/saver.py": [
+        "tests/unit/checkpoint/test_saver.py",
+        "tests/unit/checkpoint/test_full_disk.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/snapshot.py": [
+        "tests/unit/checkpoint/test_snapshot.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/tree.py": ["tests/unit/checkpoint/test_tree.py"],
+    "checkpoint/writer.py": [
+        "tests/unit/checkpoint/test_store.py",
+        "tests/unit/checkpoint/test_format.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "proof/difference.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
+    "sweeps/trial.py": ["tests/unit/test_trial_rendezvous.py", "tests/unit/test_sweep_places.py"],
 }
 """By module below `platform/lockstep`."""
 

@@ -294,6 +294,43 @@ def test_an_attempt_that_is_to_move_saves_and_the_next_goes_on_from_there(
     assert sum(isinstance(event, Finished) for event in run.recording.told) == 1
 
 
+def test_workers_that_ray_replaces_move_for_room_that_none_of_them_is_to_have(tmp_path: Path) -> None:
+    """All are there: the room is for more than Ray would start in the place of those that were lost."""
+
+    def replaced(workers: Workers) -> Generator[None]:
+        workers.replaced_by_ray = True
+        yield from until_stopped(workers)
+
+    run = Supervised(
+        tmp_path, [replaced, trains(300, ends=None)], advice=[Advice(move="there is room for 2")]
+    )
+    assert run.run().attempts == 2
+    assert run.recording.summaries[0]["why"] == "there is room for 2"
+
+
+def test_the_cluster_is_asked_while_workers_train_and_are_not_to_end(tmp_path: Path) -> None:
+    """Before their first step there is nothing to save or to move, and a run that is stopped does not move."""
+
+    def asked() -> int:
+        return run.watches[0].advised
+
+    def script(workers: Workers) -> Generator[None]:
+        yield from workers.until(lambda: run.recording.looks > 4)
+        assert asked() == 0
+        workers.step(1)
+        yield from workers.until(asked)
+        run.stop.ask()
+        yield from workers.until(lambda: run.recording.asked_to_stop)
+        looks, before = run.recording.looks, asked()
+        yield from workers.until(lambda: run.recording.looks > looks + 1)
+        assert asked() == before
+        workers.save(1)
+        workers.finish(1, stopped=True)
+
+    run = Supervised(tmp_path, [script])
+    assert run.run().attempts == 1
+
+
 def test_a_signal_ends_an_attempt_after_a_checkpoint_and_the_run_with_it(tmp_path: Path) -> None:
     def signalled(workers: Workers) -> Generator[None]:
         for _ in until_stopped(workers):

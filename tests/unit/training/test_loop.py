@@ -176,6 +176,28 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     assert asked.looked == min(wanted + 1, 2)
 
 
+class Tested(Evaluated):
+    def test_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(5))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
+    """One that is stopped goes on later: it would be tested several times, and a person might choose among the results."""
+
+    class Stopping(Asked):
+        def stop(self) -> bool:
+            return stops
+
+    summary, told = fitted(
+        spec_of(job={"use": "tests.unit.training.test_loop:Tested", "params": {"samples": 16}}), Stopping()
+    )
+    assert summary is not None
+    assert (summary["stopped"], "test" in summary) == (stops, not stops)
+    (finished,) = told.of(Finished)
+    assert finished.summary == summary
+
+
 @pytest.mark.parametrize("origin", [None, AttemptOrigin("a" * 32, 2)])
 def test_a_worker_that_nobody_lets_in_ends_and_has_read_no_checkpoint(
     tmp_path: Path, origin: AttemptOrigin | None

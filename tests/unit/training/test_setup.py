@@ -22,6 +22,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training import problems, setup
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.setup import Run, check_followed, check_metric, make_plan, prepare, watch_bits
+from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
 from tests.distributed.small_jobs import Plain, points
 from tests.raised import raises
@@ -243,6 +244,23 @@ def test_a_jobs_weights_know_the_newest_step_and_leave_no_room_for_others() -> N
 def test_a_run_has_no_evaluation_where_there_is_nothing_to_evaluate() -> None:
     assert prepared(spec_of(), Plain(Plain.Params(samples=20))).evaluate is None
     assert prepared(spec_of(), Evaluated(Evaluated.Params(samples=20))).evaluate is not None
+
+
+def test_one_worker_alone_shares_out_nothing() -> None:
+    """`sharding: full` leaves it the model as it is."""
+    run = prepared(spec_of(sharding="full"), Plain(Plain.Params(samples=20)))
+    assert (run.state.sharding, run.plan.in_passes) == (None, False)
+
+
+class Closing(Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters())
+
+
+def test_an_optimizer_that_evaluates_the_loss_again_is_held_against_the_spec() -> None:
+    with raises(step_problems.CLOSURE_FP16, name="LBFGS"):
+        prepared(spec_of(precision="fp16"), Closing(Closing.Params(samples=20)))
+    assert prepared(spec_of(), Closing(Closing.Params(samples=20))).step is not None
 
 
 class Unknowing(Plain):
