@@ -103,7 +103,12 @@ COVERED = {
         "tests/unit/checkpoint/test_shared.py",
     ],
     "proof/difference.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
-    "sweeps/trial.py": ["tests/unit/test_trial_rendezvous.py", "tests/unit/test_sweep_places.py"],
+    "sweeps/trial.py": [
+        "tests/unit/test_sweep_resumption.py",
+        "tests/unit/test_sweep_schedulers.py",
+        "tests/unit/test_sweep_population.py",
+        "tests/unit/test_trial_rendezvous.py",
+    ],
 }
 """By module below `platform/lockstep`."""
 
