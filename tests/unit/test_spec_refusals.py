@@ -44,7 +44,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda here: load_spec(here / "tain.yaml"), problems.MISSING, {"got": "No such file or directory"}),
     (load_spec, problems.UNREADABLE, {"got": "Is a directory"}),
     (given("seed"), problems.NO_OVERRIDE, {"got": "seed"}),
-    (given("seed.low=3"), problems.NO_FIELDS, {"field": "seed.low", "section": "seed"}),
+    (given("job.use.low=3"), problems.NO_FIELDS, {"field": "job.use.low", "section": "job.use"}),
     (given("checkpoint.storage=~nobody-is-called-so/runs"), problems.NO_HOME, {"got": re.compile("^'~nobody")}),
     (given("checkpoint.storage=file://"), problems.STORAGE_EMPTY, {"got": "file://"}),
     (given("checkpoint.storage=s3:/bucket"), problems.STORAGE_SLASH, {"wanted": "two, s3://bucket"}),
@@ -58,7 +58,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     ),
     (
         lambda _: load_sweep(
-            {"spec": PLAIN, "space": {"batch.micro": [2, 3]}, "metric": "eval/loss", "mode": "min"}
+            {"spec": PLAIN, "space": {"batch.micro": {"grid": [2, 4]}}}
         ).trial({"batch.micro": 3}),
         problems.SPACE,
         {"got": "batch.micro=3"},

@@ -587,14 +587,14 @@ def test_workers_that_wait_for_one_that_never_comes_are_given_up(tmp_path: Path)
             yield
 
     def waits(workers: Workers) -> Generator[None]:
-        until = time.monotonic() + 1.2
+        until = time.monotonic() + 0.7
         yield from lives(workers, lambda: time.monotonic() > until)
         assert not workers.given_up
         workers.lost[1] = "rank 1: gone"
         yield from lives(workers, lambda: workers.given_up)
         workers.lose()
 
-    run = Supervised(tmp_path, [waits, trains(1, ends=None)], {"faults": {"longest_silence_s": 0.7}}, ranks=2)
+    run = Supervised(tmp_path, [waits, trains(1, ends=None)], {"faults": {"longest_silence_s": 0.4}}, ranks=2)
     assert run.run().attempts == 2
 
 

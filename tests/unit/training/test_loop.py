@@ -14,16 +14,17 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, Finished, Restored, Started, StepRow
+from lockstep.record.events.union import Document, Event, Finished, Restored, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.training import clock, loop
+from lockstep.training import clock
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.loop import fit, join, tell_compiled
+from lockstep.training.step.compiled import NAME as COMPILED
 from tests.distributed.small_jobs import Plain, points
 from tests.raised import raises
 
@@ -84,7 +85,7 @@ class Rendezvous:
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
-        return answer if answer is None else seat._replace(origin=answer)
+        return seat if answer else None
 
     def enter(self, seat: Seat) -> Seat | None:
         return self.regroup(seat, None)
@@ -93,8 +94,8 @@ class Rendezvous:
 class Told(list[Event]):
     """The events of a run, in order."""
 
-    def steps(self) -> list[tuple[int, int, str]]:
-        return [(e.step, e.attempt, e.loss.hex()) for e in self if isinstance(e, StepRow)]
+    def losses(self) -> list[tuple[int, str]]:
+        return [(event.step, event.loss.hex()) for event in self if isinstance(event, StepRow)]
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self if isinstance(event, kind)]
@@ -108,19 +109,14 @@ def fitted(
     return fit(spec, job, ALONE, told.append, asked, origin, recovery), told
 
 
-def losses(told: Told) -> list[tuple[int, str]]:
-    return [(step, loss) for step, _, loss in told.steps()]
-
-
 def test_workers_that_meet_after_a_step_go_on_with_the_same_bits() -> None:
-    """They say that they would come, come as far as they are, and tell their rows under the number of the next attempt."""
+    """They say that they would come, and come as far as they are; no step is taken twice, and the newest row is told again."""
     whole, wanted = fitted(spec_of(), Asked())
-    recovery = Rendezvous(AttemptOrigin(attempt=2, in_memory=True))
+    recovery = Rendezvous(True)
     summary, told = fitted(spec_of(), Asked(regroup=2), recovery)
     assert len(recovery.said_ready) == 1
     assert [progress for _, progress in recovery.came] == [Progress(2, 0)]
-    assert losses(told) == losses(wanted)
-    assert [attempt for _, attempt, _ in told.steps()] == [1, 1, 2, 2]
+    assert told.losses() == wanted.losses()
     assert summary is not None and whole is not None
     assert summary["weights_digest"] == whole["weights_digest"]
     assert (len(told.of(Started)), len(told.of(Finished))) == (2, 1)
@@ -171,12 +167,12 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     )
     asked = Asked(wanted=wanted)
     summary, told = fitted(spec, asked)
-    assert len(told.steps()) == steps
+    assert len(told.losses()) == steps
     assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
     assert asked.looked == min(wanted + 1, 2)
 
 
-class Tested(Evaluated):
+class WithTest(Evaluated):
     def test_data(self) -> Dataset[Any]:
         return TensorDataset(*points(5))
 
@@ -190,7 +186,7 @@ def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
             return stops
 
     summary, told = fitted(
-        spec_of(job={"use": "tests.unit.training.test_loop:Tested", "params": {"samples": 16}}), Stopping()
+        spec_of(job={"use": "tests.unit.training.test_loop:WithTest", "params": {"samples": 16}}), Stopping()
     )
     assert summary is not None
     assert (summary["stopped"], "test" in summary) == (stops, not stops)
@@ -259,4 +255,4 @@ def test_what_was_compiled_is_told_once_a_run(compiled: bool, rank: int, start: 
     )
     told = Told()
     tell_compiled(run, told.append)
-    assert [(event.name, event.text) for event in told.of(loop.Document)] == [(loop.COMPILED, "{}")] * tells
+    assert [(event.name, event.text) for event in told.of(Document)] == [(COMPILED, "{}")] * tells

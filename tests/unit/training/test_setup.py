@@ -16,6 +16,7 @@ import lockstep
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.data.sampler import MicroBatch
+from lockstep.job.inputs.variables import reads_of, variables_noted
 from lockstep.record.events.union import Event, StageEnded, Warned
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -174,13 +175,13 @@ def test_a_run_whose_schedule_follows_nothing_is_refused_before_its_first_step(e
     if not evaluates:
         job.eval_data = lambda: None  # type: ignore[method-assign]
     with raises(problems.SCHEDULE_METRIC, got="eval/lost"):
-        prepared(spec_of(), job)
+        prepared(spec_of(rehearsal="quick"), job)
 
 
 def test_a_run_whose_rule_needs_another_metric_is_refused_before_its_first_step() -> None:
     stop = {"metric": "eval/lost", "mode": "min", "patience": 2}
     with raises(problems.NO_METRIC, got="eval/lost"):
-        prepared(spec_of(early_stop=stop), Evaluated(Evaluated.Params(samples=20)))
+        prepared(spec_of(early_stop=stop, rehearsal="quick"), Evaluated(Evaluated.Params(samples=20)))
 
 
 # --- the run ----------------------------------------------------------------------------------------------
@@ -275,7 +276,9 @@ class Unknowing(Plain):
 
 def test_what_nothing_can_tell_of_a_job_is_warned_of() -> None:
     told: list[Event] = []
-    prepared(spec_of(), Unknowing(Unknowing.Params(samples=20)), told)
+    job = Unknowing(Unknowing.Params(samples=20))
+    with variables_noted(reads_of(job)):
+        prepared(spec_of(), job, told)
     warnings = [event.text for event in told if isinstance(event, Warned)]
     assert any(text.startswith("the job copies") for text in warnings), warnings
     assert [event.stage for event in told if isinstance(event, StageEnded)] == ["checkpoint", "preparation"]
