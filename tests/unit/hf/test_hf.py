@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -516,7 +518,7 @@ def test_weights_that_are_read_otherwise_are_no_artifact(
             },
         ),
         ({"of_config": {"model_type": "gpt3"}}, problems.PARAM_REFUSED, {"param": "config"}),
-        ({"of_config": {"model_type": "vit"}}, problems.NO_AUTO_MODEL, {"param": "config"}),
+        ({"kind": {"model_type": "vit"}}, problems.NO_AUTO_MODEL, {"param": "config"}),
         ({"of_config": {"vocab_size": 20}}, problems.VOCABULARY, {"tokens": 300, "got": 20}),
         ({"length": 65}, problems.POSITIONS, {"got": 65, "wanted": 64}),
         ({"tokenizer": "nowhere"}, problems.NO_TOKENIZER, {"got": "nowhere"}),
@@ -744,9 +746,10 @@ def test_texts_that_cannot_be_read_are_one_line(folder: Path, tmp_path: Path) ->
     (tmp_path / "plain.txt").write_text("a text without a label")
     with raises(problems.NO_LABELS, file="plain.txt"):
         opened(tmp_path / "plain.txt")
-    (tmp_path / "table.csv").write_text("txt,label\na,b\n")
-    with raises(problems.NO_COLUMN, file="table.csv", column="text", hint="; did you mean 'txt'?"):
-        opened(tmp_path / "table.csv")
+    table = pyarrow.table({"txt": ["a"], "label": ["b"]})
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    with raises(problems.NO_COLUMN, file="table.parquet", column="text", hint="; did you mean 'txt'?"):
+        opened(tmp_path / "table.parquet")
 
 
 def test_an_evaluation_with_a_class_of_its_own_is_refused(folder: Path, tmp_path: Path) -> None:
