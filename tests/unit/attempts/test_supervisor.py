@@ -581,12 +581,12 @@ def test_workers_that_wait_for_one_that_never_comes_are_given_up(tmp_path: Path)
     """They live, and say so; but no step follows on the loss, and nothing tells why. Without a loss they may take as long as they say that they live."""
 
     def lives(workers: Workers, enough: Callable[[], object]) -> Generator[None]:
-        workers.step(1)
         while not enough():
-            workers.tell(Alive(0))
+            workers.tell(Alive())
             yield
 
     def waits(workers: Workers) -> Generator[None]:
+        workers.step(1)
         until = time.monotonic() + 0.7
         yield from lives(workers, lambda: time.monotonic() > until)
         assert not workers.given_up

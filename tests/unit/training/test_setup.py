@@ -17,11 +17,12 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.inputs.variables import reads_of, variables_noted
-from lockstep.record.events.union import Event, StageEnded, Warned
+from lockstep.record.events.union import Event, StageEnded, Warned, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training import problems, setup
 from lockstep.training.driver_requests import NoRequests
+from lockstep.training.loop import surroundings
 from lockstep.training.setup import Run, check_followed, check_metric, make_plan, prepare, watch_bits
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
@@ -45,7 +46,8 @@ def spec_of(**sections: Any) -> Spec:
 
 
 def prepared(spec: Spec, job: lockstep.Job, told: list[Event] | None = None, **more: Any) -> Run:
-    return prepare(spec, job, ALONE, (told if told is not None else []).append, **more)
+    with surroundings(spec):
+        return prepare(spec, job, ALONE, (told if told is not None else []).append, **more)
 
 
 class Evaluated(Plain):
@@ -98,7 +100,7 @@ def test_each_setting_of_the_data_and_the_length_reaches_the_plan(
 @pytest.mark.parametrize("samples", [0, 20])
 def test_a_run_without_a_sample_to_train_on_is_refused(samples: int) -> None:
     """Of an empty set that is its own mistake; else of what the spec leaves out."""
-    data = TensorDataset(*points(20)[:2]) if samples else []
+    data: Any = TensorDataset(*points(20)) if samples else []
     job = Plain(Plain.Params(samples=20))
     refused = (
         raises(problems.ALL_LEFT_OUT, got=20)
@@ -206,7 +208,7 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
     joined: list[Group] = []
     monkeypatch.setattr(type(run.evaluate), "join", lambda self, group: joined.append(group))
     group = Group(0, 1, torch.device("cpu"))
-    again = run.in_group(group, [].append, AttemptOrigin(attempt=2))
+    again = run.in_group(group, tell_nobody, AttemptOrigin(attempt=2))
     assert found == {
         "parts": old.parts,
         "terms": old.terms,
@@ -227,7 +229,7 @@ def test_a_run_without_weights_of_its_own_or_an_evaluation_changes_groups(
 ) -> None:
     run = prepared(spec_of(), Plain(Plain.Params(samples=20)))
     assert (run.evaluate, run.state.job_weights) == (None, None)
-    assert run.in_group(ALONE, [].append, None).group is ALONE
+    assert run.in_group(ALONE, tell_nobody, None).group is ALONE
 
 
 def test_a_jobs_weights_know_the_newest_step_and_leave_no_room_for_others() -> None:
@@ -292,7 +294,7 @@ def test_an_attempt_that_says_so_saves_nothing() -> None:
         (AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3)), False),
         (None, False),
     ):
-        assert (run.checkpoints([].append, NoRequests(), origin).origin is not None) == saves
+        assert (run.checkpoints(tell_nobody, NoRequests(), origin).origin is not None) == saves
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0, [1, 2, 4, 8, 11]), (3, [4, 5, 7, 11])])
@@ -311,7 +313,7 @@ def test_micro_batches_are_fetched_twice_in_a_few_steps(
     run.loader()
     (twice,) = compared
     assert twice is not None
-    keys = [MicroBatch(step, m, ()) for step in range(start, 12) for m in (0, 1)]
+    keys = [MicroBatch(step, m, []) for step in range(start, 12) for m in (0, 1)]
     assert [(key.step, key.micro_batch) for key in keys if twice(key)] == [(step, 0) for step in steps]
 
 
@@ -337,5 +339,5 @@ def test_steps_are_computed_twice_where_nothing_else_compares_them(
 ) -> None:
     run = prepared(spec_of(), Plain(Plain.Params(samples=20)))
     run.step.recheck = None
-    watch_bits(run.step, spec_of(**sections), run.plan, run.batches, [].append, origin)
+    watch_bits(run.step, spec_of(**sections), run.plan, run.batches, tell_nobody, origin)
     assert (run.step.recheck is not None) == rechecks

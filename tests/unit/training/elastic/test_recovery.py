@@ -30,6 +30,7 @@ from lockstep.training.elastic.recovery import (
     return_to,
     taken_on,
 )
+from lockstep.training.loop import surroundings
 from lockstep.training.setup import prepare
 from tests.unit.record.rows import step_row
 
@@ -233,7 +234,8 @@ def test_a_worker_tells_what_the_record_may_lack(rank: int, rows: list[int]) -> 
         {**PLAIN, "batch": {"global": 8, "micro": 2}, "record": {"uri": "off"}, "rehearsal": "off"}
     )
     alone = Group(0, 1, CPU)
-    run = prepare(spec, load_job(spec.job.use, spec.job.params), alone, tell_nobody)
+    with surroundings(spec):
+        run = prepare(spec, load_job(spec.job.use, spec.job.params), alone, tell_nobody)
     for step in (1, 2):
         run.history.add(step_row(step))
     run.state.counters.step = 2
