@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,11 @@ def unused_port() -> int:
 
 
 def no_database(folder: Path) -> str:
-    (folder / "m.db").write_bytes(b"SQLite format 3\x00" + b"\xff" * 4096)
+    """One whose log cannot be opened, as on a disk that fails."""
+    with closing(sqlite3.connect(folder / "m.db")) as connection:
+        connection.execute("pragma journal_mode=wal")
+        connection.execute("create table experiments (name)")
+    (folder / "m.db-wal").mkdir()
     return f"sqlite:///{folder / 'm.db'}"
 
 
