@@ -779,7 +779,9 @@ def test_a_model_that_passes_masks_over_is_refused(folder: Path, monkeypatch: py
     model_of = transformers().GPT2LMHeadModel
     forward = model_of.forward
 
-    def without_mask(self: Any, *args: Any, attention_mask: Any = None, **more: Any) -> Any:
+    def without_mask(
+        self: Any, *args: Any, attention_mask: Any = None, position_ids: Any = None, **more: Any
+    ) -> Any:
         return forward(self, *args, **more)
 
     monkeypatch.setattr(model_of, "forward", without_mask)
