@@ -114,6 +114,7 @@ COVERED = {
 
 _PACE = "the same is seen, up to a second earlier or later"
 _FALSE = "what is returned is only asked whether it is true"
+_STEPS = "no step is below 0"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "attempts/attempt_watch.py": {
@@ -129,6 +130,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "record/ledger/journal.py": {
         "newest_step: statement deleted: file.seek(max(0, size - length)) -> pass": "all of the file is read, and not its end alone: slower",
         "Journal._first_step: constant changed: 0 -> (-1)": "it is asked for only where there are steps",
+        "Journal.missing_steps: constant changed: 0 -> (-1)": "a range that is empty, too",
+        "newest_step: comparison swapped: length >= size -> (length > size)": "all of the file is read once more",
+    },
+    "record/mirror/metric_cursor.py": {
+        "MetricCursor._batches: comparison swapped: len(points) > POINTS_PER_CALL -> (len(points) >= POINTS_PER_CALL)": "a full batch is sent now, or as the next row comes",
+        "MetricCursor._is_new: constant changed: 1 -> (2)": _STEPS,
+        "MetricCursor._is_new: constant changed: 1 -> (0)": "a point of step 0 is compared with the highest step either way",
+        "MetricCursor._is_new: constant changed: 1 -> (2) #2": _STEPS,
+    },
+    "training/elastic/recovery.py": {
+        "with_past: constant changed: 0 -> (-1)": "any of the differences may be named",
     },
 }
 """By module, the name of each such mutant and why no test can notice it."""
