@@ -199,15 +199,15 @@ _NUMBER_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 def kind_of(error: BaseException) -> Failure:
     """The kind of failure of an exception, or of one that it was raised `from`."""
-    for link in _chain(error):
+    for link in causes(error):
         failure = _own_kind(link)
         if failure is not None:
             return failure
     return Failure("job")
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and its causes. Contexts are left out: an error that was handled is not why a later one was raised."""
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception and its causes, each once: one may be its own. Contexts are left out: an error that was handled is not why a later one was raised."""
     link: BaseException | None = error
     visited = set[int]()
     while link is not None and id(link) not in visited:

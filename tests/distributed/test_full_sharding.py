@@ -539,6 +539,23 @@ def test_a_parameter_that_the_job_holds_itself_is_refused(pool: Pool) -> None:
         pool.run(2, train, full(small(f"{HERE}:Wanderer")))
 
 
+class Entangled(Plain):
+    """Leaves a ring of objects behind that nobody holds, and that holds a parameter of its model."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        ring: list[Any] = [model[0].weight]  # type: ignore[index]
+        ring.append(ring)
+        return model
+
+
+def test_a_parameter_that_only_garbage_holds_is_let_go(pool: Pool) -> None:
+    """Python frees a ring of objects when it next looks for such: until then it would seem held, and its memory would be."""
+    document = small(f"{HERE}:Entangled")
+    digests = {one.weights_digest for one in pool.run(2, train, full(document))}
+    assert digests == {train(document).weights_digest}
+
+
 class Penalising(Deep):
     """Adds the squares of all weights, outside of their modules."""
 

@@ -110,17 +110,26 @@ def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
             joined()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
-    "change", [Change(3, leaving=(0,)), Change(3, joining=1)], ids=["leaving", "joining"]
+    ("changes", "left"),
+    [
+        ([Change(3, joining=1), Change(5, leaving=(0, 1))], [2]),
+        ([Change(3, leaving=(0,))], [1]),
+        ([Change(3, joining=1)], [0, 1, 2]),
+    ],
+    ids=["all are replaced", "leaving", "joining"],
 )
-def test_checkpoints_after_a_change_have_every_row_and_evaluation(change: Change, tmp_path: Path) -> None:
-    """G4: they tell of the evaluation before the change too, when a resume tells the record of what was lost with all workers."""
+def test_checkpoints_after_a_change_have_every_row_and_evaluation(
+    changes: list[Change], left: list[int], tmp_path: Path
+) -> None:
+    """G4: they tell of the evaluation before the change too, when a resume tells the record of what was lost with all workers.
+    A joining worker that is left alone writes rows of steps that it has not seen."""
     document = DIGITS | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 4}, "keep_last": 9}}
     whole = undisturbed()
     assert [step for step, *_ in whole.evaluations] == [3, 6, 9]
-    outlived = outlive(document, 2, [], [change], run_id="run")
-    check(outlived, whole, [1] if change.leaving else [0, 1, 2])
+    outlived = outlive(document, 2, [], changes, run_id="run")
+    check(outlived, whole, left)
     folder = RunFolder.open(open_storage(str(tmp_path)), "run")
     taken_up = train_attempt(document, "run", AttemptOrigin("run", folder.claim().number, 8))
     assert taken_up.evaluations == whole.evaluations

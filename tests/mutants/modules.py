@@ -16,9 +16,11 @@ COVERED = {
         "tests/unit/record/ledger/test_journal_file.py",
         "tests/unit/record/ledger/test_journal.py",
         "tests/unit/record/test_full_disk.py",
+        "tests/unit/record/ledger/test_time_spent.py",
         "tests/unit/record/test_going_on.py",
     ],
     "record/mirror/metric_cursor.py": [
+        "tests/unit/record/mirror/test_metric_cursor.py",
         "tests/unit/record/test_outage.py",
         "tests/unit/record/test_partial_store.py",
     ],
@@ -28,25 +30,91 @@ COVERED = {
         "tests/distributed/test_survivors.py",
     ],
     "training/setup.py": [
+        "tests/unit/training/test_setup.py",
         "tests/distributed/test_stop.py",
         "tests/distributed/test_initial_weights.py",
         "tests/distributed/test_joining.py",
         "tests/distributed/test_recheck.py",
         "tests/distributed/test_without.py",
+        "tests/distributed/test_full_sharding.py::test_a_parameter_that_the_job_holds_itself_is_refused",
+        "tests/distributed/test_full_sharding.py::test_a_parameter_that_only_garbage_holds_is_let_go",
         "tests/distributed/test_mistakes.py",
     ],
     "training/loop.py": [
+        "tests/unit/training/test_loop.py",
         "tests/distributed/test_stop.py",
         "tests/distributed/test_last_comparison.py",
         "tests/distributed/test_evaluation.py",
         "tests/distributed/test_joining.py",
+        "tests/distributed/test_inputs.py",
+        "tests/distributed/test_survivors.py",
         "tests/distributed/test_resume.py",
+    ],
+    "training/evaluation/evaluations.py": [
+        "tests/distributed/test_evaluation.py",
+        "tests/distributed/test_evaluation_beside.py",
+        "tests/distributed/test_own_schedule.py",
+        "tests/distributed/test_resume.py",
+    ],
+    "training/evaluation/evaluator.py": ["tests/distributed/test_evaluation_beside.py"],
+    "training/step/full_sharding.py": [
+        "tests/distributed/test_full_start.py",
+        "tests/distributed/test_full_sharding.py",
+    ],
+    "training/step/sharded_modes.py": ["tests/distributed/test_full_sharding.py"],
+    "training/step/mirrored_optimizer.py": ["tests/distributed/test_mirrors.py"],
+    "record/mirror/delivery_lanes.py": [
+        "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/mirror/test_metric_cursor.py",
+        "tests/unit/record/test_partial_store.py",
+    ],
+    "record/mirror/projection.py": [
+        "tests/unit/record/mirror/test_projection.py",
+        "tests/unit/record/test_going_on.py",
+    ],
+    "record/mirror/reconciler.py": [
+        "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/test_partial_store.py",
+        "tests/unit/record/test_outage.py",
+    ],
+    "checkpoint/manifest.py": [
+        "tests/unit/checkpoint/test_manifest.py",
+        "tests/unit/checkpoint/test_format.py",
+    ],
+    "checkpoint/reader.py": [
+        "tests/unit/checkpoint/test_store.py",
+        "tests/unit/checkpoint/test_damage.py",
+        "tests/unit/checkpoint/test_format.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/saver.py": [
+        "tests/unit/checkpoint/test_saver.py",
+        "tests/unit/checkpoint/test_full_disk.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/snapshot.py": [
+        "tests/unit/checkpoint/test_snapshot.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "checkpoint/tree.py": ["tests/unit/checkpoint/test_tree.py"],
+    "checkpoint/writer.py": [
+        "tests/unit/checkpoint/test_store.py",
+        "tests/unit/checkpoint/test_format.py",
+        "tests/unit/checkpoint/test_shared.py",
+    ],
+    "proof/difference.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
+    "sweeps/trial.py": [
+        "tests/unit/test_sweep_resumption.py",
+        "tests/unit/test_sweep_schedulers.py",
+        "tests/unit/test_sweep_population.py",
+        "tests/unit/test_trial_rendezvous.py",
     ],
 }
 """By module below `platform/lockstep`."""
 
 _PACE = "the same is seen, up to a second earlier or later"
 _FALSE = "what is returned is only asked whether it is true"
+_STEPS = "no step is below 0"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "attempts/attempt_watch.py": {
@@ -62,6 +130,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "record/ledger/journal.py": {
         "newest_step: statement deleted: file.seek(max(0, size - length)) -> pass": "all of the file is read, and not its end alone: slower",
         "Journal._first_step: constant changed: 0 -> (-1)": "it is asked for only where there are steps",
+        "Journal.missing_steps: constant changed: 0 -> (-1)": "a range that is empty, too",
+        "newest_step: comparison swapped: length >= size -> (length > size)": "all of the file is read once more",
+    },
+    "record/mirror/metric_cursor.py": {
+        "MetricCursor._batches: comparison swapped: len(points) > POINTS_PER_CALL -> (len(points) >= POINTS_PER_CALL)": "a full batch is sent now, or as the next row comes",
+        "MetricCursor._is_new: constant changed: 1 -> (2)": _STEPS,
+        "MetricCursor._is_new: constant changed: 1 -> (0)": "a point of step 0 is compared with the highest step either way",
+        "MetricCursor._is_new: constant changed: 1 -> (2) #2": _STEPS,
+    },
+    "training/elastic/recovery.py": {
+        "with_past: constant changed: 0 -> (-1)": "any of the differences may be named",
     },
 }
 """By module, the name of each such mutant and why no test can notice it."""

@@ -112,14 +112,15 @@ def main(request: str) -> int:
 
 def _bench(request: dict[str, Any]) -> None:
     spec, out = validate(request["spec"]), Path(request["out"])
-    device = _device(spec, request["ranks"])
+    device = device_of(spec, request["ranks"])
     with _process_group(out, device, request["rank"], request["ranks"]):
         result = take_steps(spec, Group.join(device), request["warm_up"], request["steps"])
     if request["rank"] == 0:
         (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _device(spec: Spec, ranks: int) -> torch.device:
+def device_of(spec: Spec, ranks: int) -> torch.device:
+    """The device of this process of `ranks`. SpecError where the machine has fewer GPUs."""
     gpus = torch.cuda.device_count()
     if gpus and spec.workers.gpus_each != 0 and ranks > gpus:
         raise problems.GPUS_MISSING(got=ranks, available=gpus)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import DriftError, Problem, RecordError, SpecError, StorageError
+from lockstep.errors import Problem, RecordError, SpecError, StorageError
 
 # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -113,14 +113,6 @@ UNWRITABLE = Problem(
     "name a writable folder",
     cause="the folder is not writable; found before training",
     advice="a writable folder",
-)
-
-SHORT_RUN_ENDED = Problem(
-    "checks.short_run_ended",
-    DriftError,
-    "resume: the short run ended before its last step",
-    cause="the short run of the check stopped, as by an early stop, before it could be compared",
-    advice="look at what ended it",
 )
 
 # --- stores --------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _server_answers(uri: str) -> str:
         return f"{shown} answers with status {error.code} when asked for MLflow's version"
     except (URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
-        raise problems.DATABASE_SILENT(database=shown, got=_words(reason)) from error
+        raise problems.SERVER_SILENT(uri=shown, got=_words(reason)) from error
     return f"{shown} answers: MLflow {version}"
 
 
@@ -77,7 +77,7 @@ def _accepts(uri: str, host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), ANSWER_S).close()
     except OSError as error:
-        raise problems.SERVER_SILENT(uri=without_password(uri), got=_words(error)) from error
+        raise problems.DATABASE_SILENT(database=without_password(uri), got=_words(error)) from error
     return f"{without_password(uri)} accepts connections"
 
 

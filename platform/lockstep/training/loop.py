@@ -77,6 +77,7 @@ def fit(
     """
     with surroundings(spec), variables_noted(reads_of(job)):
         seat = Seat(group, tell, requests, origin)
+        # A recovery that cannot be used is none from here on.
         meets = recovery if can_recover(spec, group, origin) else None
         # No name for the run here: in another group it is another one, and the parameters of this one must go.
         return train_on(begun(spec, job, seat, meets), seat, meets)

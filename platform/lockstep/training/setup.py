@@ -292,7 +292,7 @@ def prepare(
         evaluate.shard(state.sharding)
     tell(StageEnded("preparation", time.time()))
     inputs = Inputs(spec, job, facts)
-    activations = max((result.activations_bytes for result in rehearsal.values()), default=0)
+    activations = max(result.activations_bytes for result in rehearsal.values())
     return Run(
         spec,
         job,

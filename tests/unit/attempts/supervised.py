@@ -25,7 +25,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError
+from lockstep.errors import ClusterError, LockstepError, RecordError
 from lockstep.record.events.union import AttemptsSummarised, Broke, CheckpointRow, Event, Finished, Joined
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
@@ -88,11 +88,18 @@ class Recording:
         self.told: list[Event] = []
         self.refused: list[str] = []
         self.closed = self.asked_to_stop = self.is_named = False
+        self.looks = 0
+        """How often the driver has looked into the mailbox."""
+        self.at_the_end: dict[str, Any] = {}
+        """What the recorder's state has beside, once it has written all that is left."""
+        self.refusal: RecordError | None = None
+        """What it could not record."""
 
     def begin(self, attempt: int, workers: int, *, wait: bool) -> None:
         self.mailbox.begin(attempt, workers)
 
     def status(self) -> RunStatus:
+        self.looks += 1
         return self.mailbox.status()._replace(recorder=self.state)
 
     def members(self) -> list[Joined]:
@@ -124,8 +131,10 @@ class Recording:
         self.refused.append(why)
         self.mailbox.refuse(why)
 
-    def close(self) -> None:
+    def close(self) -> RecordError | None:
         self.closed = True
+        self.state = self.state._replace(**self.at_the_end)
+        return self.refusal
 
     @property
     def summaries(self) -> list[dict[str, Any]]:

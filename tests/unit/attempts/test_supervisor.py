@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import ray
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.cluster_watch import Advice
-from lockstep.attempts.mailbox import RunStatus
+from lockstep.attempts.mailbox import Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
 from lockstep.attempts.problems import NO_FIRST_STEP, NO_PROGRESS, TOO_SMALL, WAIT_SIGNALLED
@@ -27,6 +27,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.checks.health import Health, judged
 from lockstep.clusters import driver_restarter
+from lockstep.data.table_pins import FIELD
 from lockstep.errors import (
     ClusterError,
     DeviceError,
@@ -36,11 +37,24 @@ from lockstep.errors import (
     SpecError,
     StorageError,
 )
-from lockstep.record.events.union import Alerted, Document, Failed, Finished, Joined, Straggling, Warned
+from lockstep.record.events.union import (
+    Alerted,
+    Alive,
+    Document,
+    Failed,
+    Finished,
+    Joined,
+    Started,
+    Straggling,
+    TimeSpent,
+    Warned,
+)
+from lockstep.record.ledger.time_spent import spent_text
+from lockstep.record.problems import NOT_RECORDED
 from tests.raised import raises
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
 from tests.unit.checks.test_health import SOUND
-from tests.unit.record.rows import corrupted
+from tests.unit.record.rows import corrupted, step_row
 
 
 def trains(*steps: int, save: int | None = None, ends: LockstepError | str | None = "lost") -> Script:
@@ -78,10 +92,56 @@ def test_a_run_that_lost_its_workers_goes_on_from_its_checkpoint_to_its_end(tmp_
         "finished",
     )
     assert second["lost_s"] is not None
+    assert first["began"] <= first["ended"] <= second["began"] <= second["ended"] <= time.time()
+    assert run.told.lines[0].startswith("attempt 1 ended: rank 0 of 1 was lost: it was killed; ")
     assert run.stop.pauses == [0.0]
     assert run.told.shown == [("RUNNING", RUN_ID, 1), ("FINISHED", 4)]
     assert isinstance(run.recording.told[-1], Finished)
     assert run.recording.closed
+
+
+def test_what_the_recorder_finds_as_it_closes_is_told_of_a_run_that_ended_well(tmp_path: Path) -> None:
+    """The last rows may be those that diverge or contradict; and only the end tells what the interruptions cost."""
+    run = Supervised(tmp_path, [trains(1, ends=None)])
+    spent = TimeSpent(2.0, 2.0, 1.0, 0.0, 1, 0.5, 0.25)
+    run.recording.at_the_end = {
+        "diagnosed": ("it diverges",), "violation": "a row differs", "time_spent": spent
+    }  # fmt: skip
+    assert run.run().warnings == ["it diverges", "a row differs"]
+    assert run.told.lines == ["warning: it diverges", "warning: a row differs", spent_text(spent)]
+
+
+def test_a_run_without_interruptions_tells_nothing_of_its_time(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, [trains(1, ends=None)])
+    run.recording.at_the_end = {"time_spent": TimeSpent(2.0, 2.0, 1.0, 0.0, 0, 0.0, 0.0)}
+    run.run()
+    assert run.told.lines == []
+
+
+def test_a_run_that_ended_well_and_is_not_recorded_fails_with_what_was_not(tmp_path: Path) -> None:
+    """Its workers have come to the end, as the run registry shows; the command that started it must not end as if the record were whole."""
+    run = Supervised(tmp_path, [trains(1, ends=None)])
+    run.recording.refusal = NOT_RECORDED(got="413", what="metrics of step 1", remedy="send it later")
+    with raises(NOT_RECORDED, what="metrics of step 1"):
+        run.run()
+    assert run.told.shown[-1] == ("FINISHED", 1)
+
+
+def test_the_next_attempt_reads_the_versions_of_tables_that_the_first_one_found(tmp_path: Path) -> None:
+    """Though it saved nothing that could tell them, and the mailbox that was told them is lost."""
+
+    def told_versions(workers: Workers) -> Generator[None]:
+        workers.tell(Started({"fields": {f"{FIELD}points": "3"}}))
+        yield from trains(1)(workers)
+
+    def in_another_mailbox(workers: Workers) -> Generator[None]:
+        run.recording.mailbox = Mailbox()
+        yield
+        workers.lose()
+
+    run = Supervised(tmp_path, [told_versions, in_another_mailbox, trains(1, ends=None)])
+    run.run()
+    assert [dict(workers.origin.table_versions) for workers in run.workers] == [{}, *[{"points": "3"}] * 2]
 
 
 def test_a_run_that_moves_outlives_any_number_of_losses_and_one_that_does_not_is_given_up(
@@ -232,6 +292,43 @@ def test_an_attempt_that_is_to_move_saves_and_the_next_goes_on_from_there(
     assert first["why"] == advised.move
     assert (second["from_step"], second["repeated"]) == (first["last_step"], 0)
     assert sum(isinstance(event, Finished) for event in run.recording.told) == 1
+
+
+def test_workers_that_ray_replaces_move_for_room_that_none_of_them_is_to_have(tmp_path: Path) -> None:
+    """All are there: the room is for more than Ray would start in the place of those that were lost."""
+
+    def replaced(workers: Workers) -> Generator[None]:
+        workers.replaced_by_ray = True
+        yield from until_stopped(workers)
+
+    run = Supervised(
+        tmp_path, [replaced, trains(300, ends=None)], advice=[Advice(move="there is room for 2")]
+    )
+    assert run.run().attempts == 2
+    assert run.recording.summaries[0]["why"] == "there is room for 2"
+
+
+def test_the_cluster_is_asked_while_workers_train_and_are_not_to_end(tmp_path: Path) -> None:
+    """Before their first step there is nothing to save or to move, and a run that is stopped does not move."""
+
+    def asked() -> int:
+        return run.watches[0].advised
+
+    def script(workers: Workers) -> Generator[None]:
+        yield from workers.until(lambda: run.recording.looks > 4)
+        assert asked() == 0
+        workers.step(1)
+        yield from workers.until(asked)
+        run.stop.ask()
+        yield from workers.until(lambda: run.recording.asked_to_stop)
+        looks, before = run.recording.looks, asked()
+        yield from workers.until(lambda: run.recording.looks > looks + 1)
+        assert asked() == before
+        workers.save(1)
+        workers.finish(1, stopped=True)
+
+    run = Supervised(tmp_path, [script])
+    assert run.run().attempts == 1
 
 
 def test_a_signal_ends_an_attempt_after_a_checkpoint_and_the_run_with_it(tmp_path: Path) -> None:
@@ -476,7 +573,42 @@ def test_workers_that_go_on_without_a_lost_one_are_another_attempt(tmp_path: Pat
     ]
     assert [one["from_step"] for one in run.recording.summaries] == [0, 2, 3, 4]
     assert [watch.left for watch in run.watches] == [[1], [1]]
+    assert ["decision" in one["seconds"] for one in run.recording.summaries] == [False, False, True, False]
     assert "attempt 1 ended: rank 1: first; the others go on from step 2" in run.told.lines
+
+
+def test_workers_that_wait_for_one_that_never_comes_are_given_up(tmp_path: Path) -> None:
+    """They live, and say so; but no step follows on the loss, and nothing tells why. Without a loss they may take as long as they say that they live."""
+
+    def lives(workers: Workers, enough: Callable[[], object]) -> Generator[None]:
+        while not enough():
+            workers.tell(Alive())
+            yield
+
+    def waits(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        until = time.monotonic() + 0.7
+        yield from lives(workers, lambda: time.monotonic() > until)
+        assert not workers.given_up
+        workers.lost[1] = "rank 1: gone"
+        yield from lives(workers, lambda: workers.given_up)
+        workers.lose()
+
+    run = Supervised(tmp_path, [waits, trains(1, ends=None)], {"faults": {"longest_silence_s": 0.4}}, ranks=2)
+    assert run.run().attempts == 2
+
+
+def test_what_a_loss_cost_is_told_once_with_the_first_step_after_it(tmp_path: Path) -> None:
+    def goes_on(workers: Workers) -> Generator[None]:
+        for step in (2, 3):
+            workers.step(step)
+            looks = run.recording.looks
+            yield from workers.until(lambda n=looks: run.recording.looks > n + 1)
+            assert sum("attempt 2 continues" in line for line in run.told.lines) == 1
+        workers.finish(3)
+
+    run = Supervised(tmp_path, [trains(1, save=1), goes_on])
+    assert run.run().attempts == 2
 
 
 def test_joining_workers_that_fail_have_the_attempt_move(tmp_path: Path) -> None:
@@ -578,6 +710,22 @@ def test_a_run_is_named_once_and_what_is_wrong_with_it_is_told_once(tmp_path: Pa
     assert run.run_ids == [RUN_ID]
     assert run.recording.is_named
     assert [workers.run_id for workers in run.workers] == [RUN_ID] * 2
+
+
+def test_a_run_that_goes_on_by_itself_is_looked_at_seldom(tmp_path: Path) -> None:
+    """Thousands of runs on one cluster: each look is a call to another process. One that is asked to end is looked at at once."""
+
+    def steady(workers: Workers) -> Generator[None]:
+        workers.tell(step_row(1, attempt=1, wall_clock=time.time() - 100.0))
+        yield from workers.until(lambda: run.recording.is_named)
+        before, began = run.recording.looks, time.monotonic()
+        while time.monotonic() < began + 0.9:
+            yield
+        assert run.recording.looks - before <= 1
+        workers.finish(1)
+
+    run = Supervised(tmp_path, [steady])
+    run.run()
 
 
 def test_a_run_that_loses_workers_before_each_checkpoint_saves_at_once(tmp_path: Path) -> None:
@@ -689,6 +837,7 @@ def test_an_attempt_that_is_silent_is_ended_with_its_stacks(tmp_path: Path, begu
     why = run.recording.summaries[0]["why"]
     hung = NO_PROGRESS if begun else NO_FIRST_STEP
     assert (run.workers[0].error.code, "stacks-attempt-1.txt" in why) == (hung.code, True)
+    assert "no progress for 0 s: the attempt is ended" in run.told.lines
     assert "what each was doing is in stacks-attempt-1.txt" in why
 
 

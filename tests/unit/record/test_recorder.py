@@ -37,6 +37,7 @@ from lockstep.record.events.union import (
     Warned,
 )
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.stores import reader
@@ -228,6 +229,25 @@ def test_a_call_that_is_refused_costs_no_other(shaky: Shaky, spec: Specs) -> Non
     with raises(problems.NOT_RECORDED, got=re.compile("no such run")):
         recorder.close()
     assert run_json(recorder)["status"] == "FINISHED"
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_record_whose_file_was_deleted_while_it_was_written_is_not_whole(
+    spec: Specs, deleted: bool
+) -> None:
+    """The process that writes goes on in a file without a name, and another may write a new one beside it. G4: the run does not end as if all were there."""
+    recorder = Recorder(spec("off"))
+    recorder.start()
+    recorder.run_id()
+    recorder.tell(step_row(1))
+    if deleted:
+        (recorder.run_folder() / NAME).unlink()
+    recorder.tell(step_row(2), Finished({"step": 2}))
+    if not deleted:
+        recorder.close()
+        return
+    with raises(problems.FOLDER_DELETED, folder=recorder.run_folder()):
+        recorder.close()
 
 
 def test_a_run_that_is_closed_without_an_end_has_failed(spec: Specs) -> None:

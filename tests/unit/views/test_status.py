@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli.problems import PORT_TAKEN
 from lockstep.errors import RecordError
 from lockstep.record.events.union import Failed, TimeSpent
 from lockstep.record.mirror.run_store import RunInfo
@@ -196,7 +197,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             check=False,
         )
     assert refused.returncode == 2
-    assert f"serve: port {port} of loopback cannot be taken" in refused.stderr
+    assert str(PORT_TAKEN(got=port, reason="Address already in use")) in refused.stderr
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words, "--serve", "0"], stderr=subprocess.PIPE, text=True
     )

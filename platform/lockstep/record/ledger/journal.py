@@ -153,19 +153,18 @@ class Journal:
     def last_sign(self) -> float | None:
         """When the last row was recorded, or without any the run was opened, Unix seconds; None if nothing tells."""
         step = self.step(self.last_step)
-        rows = [row.wall_clock for row in (step, *self.evaluations()[-1:]) if row is not None]
+        rows = [row.wall_clock for row in (step, *self._evaluations.values()) if row is not None]
         opened = [event.at for event in self.events[:1] if isinstance(event, Opened)]
         return max(rows or opened, default=None)
 
     def missing_steps(self) -> range:
         """The first gap between the run's first step and the last one; empty if there is none."""
-        count, expected = self._steps.count, self._first_step
-        if not count or count == self.last_step - expected + 1:
-            return range(0)
-        for number in self._steps.numbers():
-            if number > expected:
-                return range(expected, number)
-            expected = max(expected, number + 1)
+        expected = self._first_step
+        if self._steps.count != self.last_step - expected + 1:  # else there is none to look for
+            for number in self._steps.numbers():
+                if number > expected:
+                    return range(expected, number)
+                expected = max(expected, number + 1)
         return range(0)
 
     @property

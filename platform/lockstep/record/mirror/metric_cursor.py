@@ -133,7 +133,7 @@ class MetricCursor(Part):
             if isinstance(event, Corrupted):
                 least = event.since if self._replaced_after is None else self._replaced_after
                 self._replaced_after = min(event.since, least)
-            if previous is None and isinstance(event, StepRow) and event.step > 1:
+            if isinstance(event, StepRow) and (previous is None or previous.step != event.step - 1):
                 previous = self._journal.step(event.step - 1)
             event_points = points_of(event, previous, scaled=self._scaled, started_at=self._started_at)
             new = [point for point in event_points if self._is_new(point)]

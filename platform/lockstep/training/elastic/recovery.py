@@ -239,8 +239,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     """
     packed = pack(state.sections_on_all_ranks())
     shards = {name: place for name, place in packed.tensors.items() if not isinstance(place, Tensor)}
-    if shards and state.mirrored is None:
-        raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
+    assert not shards or state.mirrored is not None, "a state with parts elsewhere is not recovered in memory"
     tensors = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     is_source = group.rank == source

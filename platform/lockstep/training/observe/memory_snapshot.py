@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from lockstep.data.loader import Loader
 from lockstep.errors import first_line
-from lockstep.failure_kinds import is_out_of_memory
+from lockstep.failure_kinds import causes, is_out_of_memory
 from lockstep.periodic import periodically
 from lockstep.printing import size_text as shown
 from lockstep.record.events.union import MEMORY_SNAPSHOT, Document, Tell, Warned
@@ -316,13 +317,11 @@ _UNITS = {"gib": 1 << 30, "mib": 1 << 20, "kib": 1 << 10}
 
 def asked_bytes(error: BaseException) -> int:
     """What the allocation that failed asked for, as torch and numpy say it; 0 where nothing says it."""
-    link: BaseException | None = error
-    while link is not None:
+    for link in causes(error):
         for pattern in _ASKED:
             if match := pattern.search(str(link)):
                 unit = _UNITS[match[2].lower()] if match.re.groups > 1 else 1
                 return round(float(match[1]) * unit)
-        link = link.__cause__
     return 0
 
 
@@ -331,15 +330,7 @@ def asked_bytes(error: BaseException) -> int:
 
 def _frames_of(error: BaseException) -> list[FrameType]:
     """The frames that an error and its causes have passed, the outermost first."""
-    frames: list[FrameType] = []
-    link: BaseException | None = error
-    while link is not None:
-        traceback = link.__traceback__
-        while traceback is not None:
-            frames.append(traceback.tb_frame)
-            traceback = traceback.tb_next
-        link = link.__cause__
-    return frames
+    return [frame for link in causes(error) for frame, _ in walk_tb(link.__traceback__)]
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

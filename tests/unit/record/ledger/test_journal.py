@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.record import problems
-from lockstep.record.events.union import Digests, Mended, Started
+from lockstep.record.events.union import Digests, Mended, Opened, Started
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
-from lockstep.record.ledger.journal import Journal, newest_step
+from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_file import NAME
 from tests.raised import raises
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
@@ -140,6 +140,60 @@ def test_first_steps_that_are_lost_are_missing(tmp_path: Path, fork: str | None)
         journal.add([step_row(step) for step in range(begin + lost, begin + 5)])
         assert journal.missing_steps() == range(begin, begin + lost)
         journal.close()
+
+
+def test_a_gap_is_found_though_rows_from_before_the_first_step_are_there(tmp_path: Path) -> None:
+    """A fork's own first step is not that of its journal where another run's rows came into it: they hide no gap, and make none."""
+    journal = Journal(tmp_path)
+    journal.add([Started({"fields": {"fork": "0123456789abcdef@3"}}), *map(step_row, (2, 4, 5))])
+    assert journal.missing_steps() == range(0)
+    journal.add([*map(step_row, (7, 9))])
+    assert journal.missing_steps() == range(6, 7)
+    journal.close()
+
+
+def test_a_run_was_last_alive_when_its_last_row_was_written(tmp_path: Path) -> None:
+    """A step or an evaluation, in whatever order they came; without any it is when the run was first opened."""
+    journal = Journal(tmp_path)
+    assert journal.last_sign is None
+    journal.add([Opened(5.0), Opened(7.0)])
+    assert journal.last_sign == 5.0
+    journal.add([step_row(1, wall_clock=9.0)])
+    assert journal.last_sign == 9.0
+    journal.add([evaluation_row(2)._replace(wall_clock=30.0), evaluation_row(1)._replace(wall_clock=20.0)])
+    assert journal.last_sign == 30.0
+    journal.add([step_row(2, wall_clock=40.0)])
+    assert journal.last_sign == 40.0
+    journal.close()
+
+
+def test_the_times_of_steps_come_once_and_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Of a step that is told again, those of its newest row. A row whose values are damaged has none."""
+    journal = Journal(tmp_path)
+    journal.add([Opened(5.0), step_row(1), step_row(2), step_row(4), evaluation_row(4), step_row(3)])
+    journal.add([step_row(2, wall_clock=9.0)])
+    times = [(time.step, time.wall_clock) for time in journal.step_times()]
+    assert times == [
+        (row.step, row.wall_clock) for row in (*map(step_row, (1, 4, 3)), step_row(2, wall_clock=9.0))
+    ]
+    journal.close()
+
+
+def test_the_journal_of_another_run_is_read_beside_its_writer_or_refused(tmp_path: Path) -> None:
+    """A folder, a pipe or a link in its place is no journal."""
+    journal = Journal(tmp_path)
+    journal.add([step_row(1)])
+    assert newest_step(tmp_path) == step_row(1)
+    journal.close()
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    for read in (newest_step, newest_checkpoint):
+        with raises(problems.UNREADABLE, run=tmp_path.name):
+            read(tmp_path)
+    (tmp_path / NAME).rmdir()
+    (tmp_path / NAME).symlink_to(tmp_path.parent / "elsewhere")
+    with raises(problems.LEADS_OUT, run=tmp_path.name):
+        newest_step(tmp_path)
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:

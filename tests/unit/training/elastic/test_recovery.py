@@ -1,9 +1,13 @@
-"""Which groups outlive the loss of a member: all but those that docs/attempts.md names under "Where it cannot be done"."""
+"""Which groups outlive the loss of a member, and how their workers come to the next one.
+
+All but those that docs/attempts.md names under "Where it cannot be done". What they do there with real processes is in tests/distributed/test_survivors.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +15,24 @@ import torch
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
+from lockstep.job.loading import load_job
+from lockstep.record.events.union import Event, Restored, Started, tell_nobody
 from lockstep.spec.loading import load_spec
-from lockstep.training.elastic.recovery import can_recover
+from lockstep.training.driver_requests import NoRequests
+from lockstep.training.elastic.errors import LeftError, RegroupError
+from lockstep.training.elastic.membership import Progress
+from lockstep.training.elastic.recovery import (
+    Seat,
+    can_recover,
+    let_in,
+    next_attempt,
+    regrouped,
+    return_to,
+    taken_on,
+)
+from lockstep.training.loop import surroundings
+from lockstep.training.setup import prepare
+from tests.unit.record.rows import step_row
 
 PAGE = Path(__file__).parents[4] / "docs" / "attempts.md"
 ROOT = Path(__file__).parents[4]
@@ -85,3 +105,158 @@ def test_a_torch_whose_sharding_cannot_be_taken_off_restarts(monkeypatch: pytest
 def test_any_other_run_goes_on_in_memory(origin: AttemptOrigin | None) -> None:
     """The control: on the CPU, with a whole optimizer, the exact reduction and one loss."""
     assert recovers({}, CPU, origin)
+
+
+# --- coming to the next group -----------------------------------------------------------------------------
+
+LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
+
+
+class Noted(Group):
+    """A worker's view of a group that notes in `store` how it ends."""
+
+    __slots__ = ()
+
+    def abort(self) -> None:
+        self.store.append(("aborted", self.channel))
+
+    def close(self) -> None:
+        self.store.append(("closed", self.channel))
+
+
+class Rendezvous:
+    """It answers each worker that comes with the next of `answers`, of which an error is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.came: list[tuple[str, Any, Progress | None]] = []
+
+    def ready(self, seat: Seat) -> None: ...
+
+    def enter(self, seat: Seat) -> Seat | None:
+        return self._answer("enters", seat, None)
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        return self._answer("regroups", seat, progress)
+
+    def _answer(self, how: str, seat: Seat, progress: Progress | None) -> Seat | None:
+        self.came.append((how, seat.group.channel, progress))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+
+def seated(ends: list[Any]) -> Seat:
+    return Seat(Noted(0, 2, CPU, "channel", ends), tell_nobody, NoRequests(), None)
+
+
+def one_that_trains(step: int = 3, reached: int = 3) -> Any:
+    """A run after `step` steps, of which `reached` have rows; it notes what is taken back."""
+    noted: list[Any] = []
+    return SimpleNamespace(
+        noted=noted,
+        step=SimpleNamespace(
+            abandon=lambda recorded: noted.append(("abandoned", recorded)),
+            take_back=lambda: noted.append("taken back"),
+        ),
+        history=SimpleNamespace(
+            reached=reached, take_back=lambda step, evaluated: noted.append(("rows", step, evaluated))
+        ),
+        state=SimpleNamespace(
+            counters=SimpleNamespace(step=step, evaluated=2),
+            evaluation_begun=0,
+            mirrored=SimpleNamespace(take_back=lambda step: noted.append(("spans", step))),
+        ),
+    )
+
+
+@pytest.mark.parametrize("answer", [None, LeftError("it leaves")])
+def test_a_worker_that_nobody_lets_in_gives_up(answer: Any) -> None:
+    ends: list[Any] = []
+    rendezvous = Rendezvous(answer)
+    assert let_in(one_that_trains(), seated(ends), rendezvous) is None
+    assert (rendezvous.came, ends) == ([("enters", "channel", None)], [])
+
+
+def test_a_joining_worker_outlives_a_loss_and_comes_again_without_a_state() -> None:
+    """Its group is broken off, and nothing is left of it: the next rendezvous would break it off once more."""
+    ends: list[Any] = []
+    rendezvous = Rendezvous(LOST, LOST, None)
+    assert let_in(one_that_trains(), seated(ends), rendezvous) is None
+    assert rendezvous.came == [("enters", "channel", None), *[("regroups", None, None)] * 2]
+    assert ends == [("aborted", "channel"), ("aborted", None)]
+    with pytest.raises(ZeroDivisionError):
+        let_in(one_that_trains(), seated(ends), Rendezvous(ZeroDivisionError()))
+
+
+def test_a_worker_whose_peer_is_lost_breaks_off_and_comes_as_far_as_it_is() -> None:
+    """Where nobody goes on, the loss is what ends the attempt. It comes again where another is lost at the rendezvous."""
+    ends: list[Any] = []
+    run, rendezvous = one_that_trains(), Rendezvous(LOST, None)
+    with pytest.raises(RuntimeError) as raised:
+        regrouped(run, seated(ends), rendezvous, LOST)
+    assert raised.value is LOST
+    assert rendezvous.came == [("regroups", None, Progress(3, 2, 0))] * 2
+    assert ends == [("aborted", "channel"), ("aborted", None)]
+    assert run.noted == [("abandoned", 3)] * 2
+
+
+def test_a_planned_rendezvous_breaks_nothing_off_unless_a_worker_is_lost_at_it() -> None:
+    ends: list[Any] = []
+    planned = RegroupError("the workers meet")
+    rendezvous = Rendezvous(None)
+    with pytest.raises(RegroupError):
+        regrouped(one_that_trains(), seated(ends), rendezvous, planned)
+    assert (rendezvous.came[0][1], ends) == ("channel", [])
+    with pytest.raises(RegroupError):
+        regrouped(one_that_trains(), seated(ends), Rendezvous(LOST, None), planned)
+    assert ends == [("aborted", "channel")]
+
+
+@pytest.mark.parametrize(("step", "reached"), [(3, 2), (3, 4)])
+def test_a_worker_whose_newest_row_is_lost_comes_to_no_rendezvous(step: int, reached: int) -> None:
+    """The others could not get the row from it either."""
+    rendezvous = Rendezvous()
+    with pytest.raises(RuntimeError):
+        regrouped(one_that_trains(step, reached), seated([]), rendezvous, LOST)
+    assert rendezvous.came == []
+
+
+@pytest.mark.parametrize(("step", "ahead"), [(3, False), (2, True)])
+def test_a_worker_with_mirrors_returns_to_the_step_of_the_others(step: int, ahead: bool) -> None:
+    """To all of it, or to nothing: a loss between two halves would leave it with those of two states."""
+    run = one_that_trains(3)
+    return_to(run, step)
+    assert run.noted == [("spans", step), *(["taken back", ("rows", 3, 2)] if ahead else [])]
+    run.state.mirrored = None
+    run.noted.clear()
+    return_to(run, step)
+    assert run.noted == []
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, [2]), (1, [1, 2])])
+def test_a_worker_tells_what_the_record_may_lack(rank: int, rows: list[int]) -> None:
+    """Of the newest step, where it told the others itself; of all of them, where the first rank did, which may be the one that is lost."""
+    spec = load_spec(
+        {**PLAIN, "batch": {"global": 8, "micro": 2}, "record": {"uri": "off"}, "rehearsal": "off"}
+    )
+    alone = Group(0, 1, CPU)
+    with surroundings(spec):
+        run = prepare(spec, load_job(spec.job.use, spec.job.params), alone, tell_nobody)
+    for step in (1, 2):
+        run.history.add(step_row(step))
+    run.state.counters.step = 2
+    told: list[Event] = []
+    seat = Seat(alone, told.append, NoRequests(), AttemptOrigin(attempt=2))
+    before = Seat(Group(rank, 2, CPU), tell_nobody, NoRequests(), None)
+    assert taken_on(run, seat, before).start is None
+    assert isinstance(told[0], Started)
+    (restored,) = [event for event in told if isinstance(event, Restored)]
+    assert [row.step for row in restored.steps] == rows
+
+
+def test_an_attempt_in_memory_is_claimed_with_its_first_save() -> None:
+    origin = AttemptOrigin("a" * 32, 2, table_versions={"points": "3"})
+    assert next_attempt(origin, 5) == AttemptOrigin(None, 5, in_memory=True, table_versions={"points": "3"})
+    assert next_attempt(None, 5) is None

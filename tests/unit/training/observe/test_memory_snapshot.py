@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -198,6 +199,27 @@ def test_a_tensor_that_stands_for_others_has_their_memory() -> None:
 )
 def test_what_was_asked_for(text: str, size: int) -> None:
     assert asked_bytes(RuntimeError(text)) == size
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    """A library that raises a stored exception from a later one closes the circle. Its frames were followed until all memory was gone."""
+
+    def too_long(*_: object) -> None:
+        raise AssertionError("the causes are followed for ever")
+
+    first, later = MemoryError("out of memory"), RuntimeError("the batch failed")
+    first.__cause__, later.__cause__ = later, first
+    told: list[Event] = []
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        assert asked_bytes(later) == 0
+        with pytest.raises(ClusterError), memory_watched(told.append, 0, 1):
+            raise first
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert [item["asked_bytes"] for item in snapshots(told)] == [0]
 
 
 # --- limits -----------------------------------------------------------------------------------------------

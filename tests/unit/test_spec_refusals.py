@@ -1,0 +1,74 @@
+"""What a spec can be refused for before its fields are looked at is told as the problem that it is. test_spec.py has the lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import Problem
+from lockstep.parsing import MOST_YAML_BYTES
+from lockstep.spec import problems
+from lockstep.spec.loading import load_spec
+from lockstep.spec.schedules import WarmupStableDecay
+from lockstep.spec.sweep import load_sweep
+from tests.raised import raises
+
+PLAIN = {"job": {"use": "a:B"}}
+
+
+def file(content: bytes | str) -> Callable[[Path], Any]:
+    """Reads a spec with this content."""
+
+    def read(folder: Path) -> Any:
+        path = folder / "train.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return load_spec(path)
+
+    return read
+
+
+def given(*overrides: str) -> Callable[[Path], Any]:
+    return lambda _: load_spec(PLAIN, overrides)
+
+
+CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
+    (file(""), problems.EMPTY, {"file": re.compile("train.yaml$")}),
+    (file("- 1"), problems.NO_MAPPING, {"got": "[1]"}),
+    (file("a: b: c"), problems.NOT_YAML, {"what": re.compile("train.yaml")}),
+    (file(b"job: \xff"), problems.NOT_TEXT, {"got": "invalid start byte at byte 5"}),
+    (file(" " * (MOST_YAML_BYTES + 1)), problems.TOO_LARGE, {"file": re.compile("train.yaml$")}),
+    (lambda here: load_spec(here / "tain.yaml"), problems.MISSING, {"got": "No such file or directory"}),
+    (load_spec, problems.UNREADABLE, {"got": "Is a directory"}),
+    (given("seed"), problems.NO_OVERRIDE, {"got": "seed"}),
+    (given("job.use.low=3"), problems.NO_FIELDS, {"field": "job.use.low", "section": "job.use"}),
+    (given("checkpoint.storage=~nobody-is-called-so/runs"), problems.NO_HOME, {"got": re.compile("^'~nobody")}),
+    (given("checkpoint.storage=file://"), problems.STORAGE_EMPTY, {"got": "file://"}),
+    (given("checkpoint.storage=s3:/bucket"), problems.STORAGE_SLASH, {"wanted": "two, s3://bucket"}),
+    (given("checkpoint.storage=file://there/runs"), problems.STORAGE_HOST, {"host": "there"}),
+    (given("checkpoint.storage='s3://[bucket'"), problems.STORAGE_NO_URI, {"got": "'s3://[bucket'"}),
+    (given("record.folder=s3://bucket/runs"), problems.RECORD_FOLDER, {}),
+    (
+        lambda _: WarmupStableDecay(warmup_steps=7, decay_steps=4).check_length(10),
+        problems.DECAY_STEPS,
+        {"got": 4, "warmup": 7, "total": 10},
+    ),
+    (
+        lambda _: load_sweep(
+            {"spec": PLAIN, "space": {"batch.micro": {"grid": [2, 4]}}}
+        ).trial({"batch.micro": 3}),
+        problems.SPACE,
+        {"got": "batch.micro=3"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "problem", "facts"), CALLS, ids=[problem.code for _, problem, _ in CALLS])
+def test_what_is_no_spec_is_refused_by_name(
+    call: Callable[[Path], Any], problem: Problem[Any], facts: dict[str, Any], tmp_path: Path
+) -> None:
+    with raises(problem, **facts):
+        call(tmp_path)

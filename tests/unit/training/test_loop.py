@@ -1,0 +1,258 @@
+"""What a run asks and is asked while it trains: whether to go on, where to meet the others, and what it tells of its losses and its times."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
+from lockstep.job.loading import load_job
+from lockstep.record.events.union import Document, Event, Finished, Restored, Started, StepRow
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.training import clock
+from lockstep.training.driver_requests import NoRequests
+from lockstep.training.elastic import problems
+from lockstep.training.elastic.errors import LeftError
+from lockstep.training.elastic.membership import Progress
+from lockstep.training.elastic.recovery import Seat
+from lockstep.training.loop import fit, join, tell_compiled
+from lockstep.training.step.compiled import NAME as COMPILED
+from tests.distributed.small_jobs import Plain, points
+from tests.raised import raises
+
+STEPS = 4
+CPU = torch.device("cpu")
+ALONE = Group(0, 1, CPU)
+
+
+class Evaluated(Plain):
+    """Has six samples for evaluation."""
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(6))
+
+
+def spec_of(**sections: Any) -> Spec:
+    return load_spec(
+        {
+            "job": {"use": "tests.distributed.small_jobs:Plain", "params": {"samples": 16}},
+            "batch": {"global": 8, "micro": 4},
+            "length": {"steps": STEPS},
+            "record": {"uri": "off"},
+            "rehearsal": "off",
+            **sections,
+        }
+    )
+
+
+class Asked(NoRequests):
+    """What is asked of a run: `regroup` after the next step from this question on, and to end once `wanted` questions were answered."""
+
+    def __init__(self, regroup: int | None = None, wanted: int | None = None) -> None:
+        self.asked = self.looked = 0
+        self._regroup, self._wanted = regroup, wanted
+
+    def regroup(self) -> bool:
+        self.asked += 1
+        return self.asked == self._regroup
+
+    def go_on(self) -> bool:
+        self.looked += 1
+        return self._wanted is None or self.looked <= self._wanted
+
+
+class Rendezvous:
+    """Where the workers meet: it answers the next who comes with `answers`, of which an error is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.said_ready: list[Seat] = []
+        self.came: list[tuple[Seat, Progress | None]] = []
+
+    def ready(self, seat: Seat) -> None:
+        self.said_ready.append(seat)
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        self.came.append((seat, progress))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return seat if answer else None
+
+    def enter(self, seat: Seat) -> Seat | None:
+        return self.regroup(seat, None)
+
+
+class Told(list[Event]):
+    """The events of a run, in order."""
+
+    def losses(self) -> list[tuple[int, str]]:
+        return [(event.step, event.loss.hex()) for event in self if isinstance(event, StepRow)]
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self if isinstance(event, kind)]
+
+
+def fitted(
+    spec: Spec, asked: Asked, recovery: Rendezvous | None = None, origin: AttemptOrigin | None = None
+) -> tuple[dict[str, Any] | None, Told]:
+    told = Told()
+    job = load_job(spec.job.use, spec.job.params)
+    return fit(spec, job, ALONE, told.append, asked, origin, recovery), told
+
+
+def test_workers_that_meet_after_a_step_go_on_with_the_same_bits() -> None:
+    """They say that they would come, and come as far as they are; no step is taken twice, and the newest row is told again."""
+    whole, wanted = fitted(spec_of(), Asked())
+    recovery = Rendezvous(True)
+    summary, told = fitted(spec_of(), Asked(regroup=2), recovery)
+    assert len(recovery.said_ready) == 1
+    assert [progress for _, progress in recovery.came] == [Progress(2, 0)]
+    assert told.losses() == wanted.losses()
+    assert summary is not None and whole is not None
+    assert summary["weights_digest"] == whole["weights_digest"]
+    assert (len(told.of(Started)), len(told.of(Finished))) == (2, 1)
+    (newest,) = [event for event in told.of(Restored) if event.steps]
+    assert [row.step for row in newest.steps] == [2]
+
+
+def test_the_last_step_is_followed_by_no_rendezvous() -> None:
+    recovery = Rendezvous()
+    summary, _ = fitted(spec_of(), Asked(regroup=STEPS), recovery)
+    assert summary is not None and not summary["stopped"]
+    assert recovery.came == []
+
+
+def test_an_attempt_that_nobody_goes_on_with_ends_with_what_was_asked() -> None:
+    with raises(problems.NO_OTHER_GROUP, step=2):
+        fitted(spec_of(), Asked(regroup=2), Rendezvous(None))
+
+
+def test_a_worker_that_is_to_leave_ends_without_a_result() -> None:
+    summary, told = fitted(spec_of(), Asked(regroup=2), Rendezvous(LeftError("it leaves")))
+    assert summary is None
+    assert told.of(Finished) == []
+
+
+def test_an_error_at_the_rendezvous_is_raised_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        fitted(spec_of(), Asked(regroup=2), Rendezvous(ZeroDivisionError()))
+
+
+def test_a_run_that_cannot_go_on_in_memory_is_asked_nothing_and_says_nothing() -> None:
+    """A worker that said so would be waited for."""
+    asked, recovery = Asked(regroup=2), Rendezvous()
+    summary, _ = fitted(spec_of(reduction="native"), asked, recovery)
+    assert summary is not None
+    assert (asked.asked, recovery.said_ready, recovery.came) == (0, [], [])
+    alone = Asked(regroup=2)
+    assert fitted(spec_of(), alone)[0] is not None
+    assert alone.asked == 0
+
+
+@pytest.mark.parametrize(("wanted", "steps"), [(0, 0), (1, 2), (2, 4), (3, 4)])
+def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, steps: int) -> None:
+    """Asked before the first step and after each evaluation, but for that of the last step, which leaves nothing to decide."""
+    spec = spec_of(
+        job={"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}},
+        evaluate={"every": {"steps": 2}},
+    )
+    asked = Asked(wanted=wanted)
+    summary, told = fitted(spec, asked)
+    assert len(told.losses()) == steps
+    assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
+    assert asked.looked == min(wanted + 1, 2)
+
+
+class WithTest(Evaluated):
+    def test_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(5))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
+    """One that is stopped goes on later: it would be tested several times, and a person might choose among the results."""
+
+    class Stopping(Asked):
+        def stop(self) -> bool:
+            return stops
+
+    summary, told = fitted(
+        spec_of(job={"use": "tests.unit.training.test_loop:WithTest", "params": {"samples": 16}}), Stopping()
+    )
+    assert summary is not None
+    assert (summary["stopped"], "test" in summary) == (stops, not stops)
+    (finished,) = told.of(Finished)
+    assert finished.summary == summary
+
+
+@pytest.mark.parametrize("origin", [None, AttemptOrigin("a" * 32, 2)])
+def test_a_worker_that_nobody_lets_in_ends_and_has_read_no_checkpoint(
+    tmp_path: Path, origin: AttemptOrigin | None
+) -> None:
+    """The run of `origin` has none: one that looked for it would fail."""
+    spec = spec_of(checkpoint={"storage": str(tmp_path)})
+    recovery = Rendezvous(None)
+    assert join(spec, load_job(spec.job.use, spec.job.params), CPU, recovery, origin) is None
+    ((seat, progress),) = recovery.came
+    assert (seat.group, seat.origin, progress) == (ALONE, origin, None)
+
+
+@pytest.mark.parametrize("part", ["evaluation", "none"])
+def test_an_evaluation_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """It takes a thousand seconds here; the step after it as long as any other."""
+    passed = [0.0]
+
+    class Slow(Evaluated):
+        def eval_data(self) -> Any:
+            data = super().eval_data()
+
+            class Waited(Dataset[Any]):
+                def __len__(self) -> int:
+                    return 6
+
+                def __getitem__(self, index: int) -> Any:
+                    passed[0] += 1000.0
+                    return data[index]
+
+            return Waited()
+
+    def now() -> float:
+        return time.perf_counter() + passed[0]
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=now, time=time.time))
+    spec = spec_of(evaluate={"every": {"steps": 2 if part == "evaluation" else STEPS}})
+    told = Told()
+    fit(spec, Slow(Slow.Params(samples=16)), ALONE, told.append, NoRequests())
+    assert passed[0] >= 1000.0
+    assert max(row.step_s for row in told.of(StepRow)) < 500.0
+
+
+@pytest.mark.parametrize(
+    ("compiled", "rank", "start", "tells"),
+    [
+        (True, 0, None, True),
+        (True, 0, SimpleNamespace(fork=True), True),
+        (True, 0, SimpleNamespace(fork=False), False),
+        (True, 1, None, False),
+        (False, 0, None, False),
+    ],
+)
+def test_what_was_compiled_is_told_once_a_run(compiled: bool, rank: int, start: Any, tells: bool) -> None:
+    """At its beginning and that of a fork, by one rank; a resumed run has the same."""
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(compiled=SimpleNamespace(text=lambda: "{}") if compiled else None),
+        start=start,
+        group=Group(rank, 2, CPU),
+    )
+    told = Told()
+    tell_compiled(run, told.append)
+    assert [(event.name, event.text) for event in told.of(Document)] == [(COMPILED, "{}")] * tells
