@@ -61,6 +61,36 @@ def _set_matmul_precision(value: str) -> None:
         _C._set_float32_matmul_precision(value)  # before those of the backends, which it sets as well
 
 
+def _autocast(kind: str) -> tuple[Setting, Setting]:
+    """Whether products are cast on a kind of device outside of any `with torch.autocast`, and to which type within one that names none."""
+    return (
+        Setting(
+            f"torch.set_autocast_enabled.{kind}",
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        ),
+        Setting(
+            f"torch.set_autocast_dtype.{kind}",
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        ),
+    )
+
+
+def _einsum_paths() -> tuple[bool, Any]:
+    # Products of three and more are taken from left to right where opt_einsum is not installed.
+    paths: Any = torch.backends.opt_einsum
+    return bool(paths.enabled), paths.strategy
+
+
+def _set_einsum_paths(value: tuple[bool, Any]) -> None:
+    paths: Any = torch.backends.opt_einsum
+    enabled, strategy = value
+    if strategy is not None:  # it is installed, and takes a strategy while it is enabled
+        paths.enabled, paths.strategy = True, strategy
+    paths.enabled = enabled
+
+
 _EVERYWHERE = (
     Setting("torch.set_float32_matmul_precision", _matmul_precision, _set_matmul_precision),
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -79,6 +109,13 @@ _EVERYWHERE = (
         _C._get_mem_efficient_sdp_enabled,
         _C._set_sdp_use_mem_efficient,
     ),
+    Setting(
+        "torch.backends.mha.set_fastpath_enabled",
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    Setting("torch.backends.opt_einsum", _einsum_paths, _set_einsum_paths),
+    *_autocast("cpu"),
 )
 
 _OF_CPU = (
@@ -126,6 +163,7 @@ _OF_CUDA = (
         _C._set_linalg_preferred_backend,
     ),
     *(_fp32("cuda", operator) for operator in ("matmul", "conv", "rnn")),
+    *_autocast("cuda"),
 )
 
 
