@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from lockstep.errors import first_line, nearest
 from lockstep.job import problems
 from lockstep.job.frames import place_in_job
-from lockstep.job.inputs.imports import Asked, imported, imports_noted, note_imports
+from lockstep.job.inputs.imports import Asked, imports_noted, note_imports
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
 from lockstep.job.inputs.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
-from lockstep.job.source import class_of, forget_stale_bytecode, note_files
+from lockstep.job.source import class_of, import_from_source, note_files
 from lockstep.job.typed_tree import Opaque, encoded
 from lockstep.randomness import code_key, seed_all
 from lockstep.spec.messages import refusal
@@ -179,11 +178,11 @@ def import_job(name: str) -> ModuleType:
     watch()
     watch_calls()
     watch_modules()
+    import_from_source()
     try:
         note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
-        forget_stale_bytecode(map(Path, imported(f"{name}:", Asked()).paths))
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits
