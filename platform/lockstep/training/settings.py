@@ -77,18 +77,21 @@ def _autocast(kind: str) -> tuple[Setting, Setting]:
     )
 
 
+_PATHS: Any = torch.backends.opt_einsum
+_has_paths, _path_strategy = _PATHS._get_enabled, _PATHS._get_strategy
+"""Read without the module's properties, which take 2 µs each."""
+
+
 def _einsum_paths() -> tuple[bool, Any]:
     # Products of three and more are taken from left to right where opt_einsum is not installed.
-    paths: Any = torch.backends.opt_einsum
-    return bool(paths.enabled), paths.strategy
+    return _has_paths(), _path_strategy()
 
 
 def _set_einsum_paths(value: tuple[bool, Any]) -> None:
-    paths: Any = torch.backends.opt_einsum
     enabled, strategy = value
     if strategy is not None:  # it is installed, and takes a strategy while it is enabled
-        paths.enabled, paths.strategy = True, strategy
-    paths.enabled = enabled
+        _PATHS.enabled, _PATHS.strategy = True, strategy
+    _PATHS.enabled = enabled
 
 
 _EVERYWHERE = (
