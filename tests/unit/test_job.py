@@ -20,6 +20,7 @@ import lockstep.job.source
 from lockstep.errors import JobImportError, SpecError
 from lockstep.job import problems
 from lockstep.job.identity import identity_fields
+from lockstep.job.inputs.imports import imported_by
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.spec.loading import load_spec
@@ -314,6 +315,13 @@ def test_a_module_is_imported_as_its_file_is_now_whatever_bytecode_lies_beside_i
         if width == 3:
             py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode[checked])
         assert load_job("edited_job:Edited", {}).edited == width  # type: ignore[attr-defined]
+    job = load_job("edited_job:Edited", {})
+    assert str(path) in imported_by("edited_job:Edited", job).paths
+    path.write_text("WIDTH = 5\n")
+    with raises(problems.SOURCE_CHANGED, got=path):  # the process has what it held before
+        imported_by("edited_job:Edited", job)
+    path.write_text("WIDTH = 4\n")
+    os.utime(path, (second, second))
     control = {"__name__": "control"}
     monkeypatch.setattr(SourceFileLoader, "get_code", lockstep.job.source._read_module)
     monkeypatch.delitem(sys.modules, "edited_width")

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -76,13 +76,27 @@ def _followed(waiting: list[str], root: Path | None, job: str, within: str = "")
 
 _read_module = SourceFileLoader.get_code
 
+_COMPILED = dict[Path, bytes]()
+"""By file, the sha256 of what this process has compiled of it last."""
+
 
 def _compiled(loader: SourceFileLoader, fullname: str) -> CodeType | None:
     path = loader.get_filename(fullname)
     if not is_of_the_job(path):
         return _read_module(loader, fullname)
-    code: CodeType = loader.source_to_code(loader.get_data(path), path)
+    content = loader.get_data(path)
+    _COMPILED[Path(path).resolve()] = hashlib.sha256(content).digest()
+    code: CodeType = loader.source_to_code(content, path)
     return code
+
+
+def changed_since_import(files: Iterable[Path]) -> Path | None:
+    """The first of these files that holds something else than what this process has compiled of it."""
+    for path in files:
+        compiled = _COMPILED.get(path)
+        if compiled is not None and path.is_file() and hashlib.sha256(path.read_bytes()).digest() != compiled:
+            return path
+    return None
 
 
 def import_from_source() -> None:

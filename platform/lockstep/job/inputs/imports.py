@@ -23,9 +23,10 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
+from lockstep.job import problems
 from lockstep.job.frames import is_of_the_job
 from lockstep.job.inputs.distributions import distribution_of
-from lockstep.job.source import MAIN_MODULE, file_of, imports_of, job_sources, root_of
+from lockstep.job.source import MAIN_MODULE, changed_since_import, file_of, imports_of, job_sources, root_of
 
 FIELD = "job.source."
 """How the identity's field of such a file begins; its path below the job's root follows."""
@@ -152,8 +153,11 @@ class Imported(NamedTuple):
 
 
 def imported_by(use: str, job: object) -> Imported:
-    """What a job is made of whose data and model were made."""
-    return imported(use, note_imports(job))
+    """What a job is made of whose data and model were made. SpecError where a file of it was changed after this process had imported it."""
+    made_of = imported(use, note_imports(job))
+    if (changed := changed_since_import(map(Path, sorted(made_of.paths)))) is not None:
+        raise problems.SOURCE_CHANGED(got=changed)
+    return made_of
 
 
 def imported(use: str, asked: Asked) -> Imported:
