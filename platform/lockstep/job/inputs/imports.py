@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 
 from lockstep.job import problems
 from lockstep.job.frames import is_of_the_job
+from lockstep.job.inputs.computed_imports import absolute, asked_by
 from lockstep.job.inputs.distributions import distribution_of
 from lockstep.job.source import MAIN_MODULE, changed_since_import, file_of, imports_of, job_sources, root_of
 
@@ -99,7 +100,7 @@ def imports_noted(found: Asked) -> Iterator[None]:
         level: int = 0,
     ) -> ModuleType:
         module = globals or {}
-        origin = _absolute("." * level + name, module.get("__package__") or "")
+        origin = absolute("." * level + name, module.get("__package__") or "")
         with outermost(
             str(module.get("__file__", "<>")), origin, *(f"{origin}.{member}" for member in fromlist or ())
         ):
@@ -109,7 +110,7 @@ def imports_noted(found: Asked) -> Iterator[None]:
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") == "importlib" and caller.f_back is not None:
             caller = caller.f_back
-        with outermost(caller.f_code.co_filename, _absolute("." * level + name, package or "")):
+        with outermost(caller.f_code.co_filename, absolute("." * level + name, package or "")):
             return import_by_name(name, package, level)
 
     def of_file(loader: Any, module: ModuleType) -> None:
@@ -282,6 +283,7 @@ def new_modules(before: Iterable[str]) -> list[str]:
 
 def _further(name: str, path: Path) -> Iterator[str]:
     """The modules that a module names or holds, and its packages."""
+    yield from asked_by(str(path))
     if name.endswith(".py"):
         yield from imports_of(path, path.stem)
         return
@@ -362,10 +364,3 @@ def below(path: Path, roots: Iterable[Path]) -> str | None:
         if (one := path.resolve()).is_relative_to(folder := root.resolve()):
             return one.relative_to(folder).as_posix()
     return None
-
-
-def _absolute(name: str, package: str) -> str:
-    try:
-        return importlib.util.resolve_name(name, package)
-    except ImportError:  # told by the import itself
-        return name
