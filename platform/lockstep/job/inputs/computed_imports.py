@@ -1,4 +1,4 @@
-"""What the modules of a job ask `importlib.import_module` for while they are imported themselves: names that no reading of them tells.
+"""What the modules of a job ask `importlib.import_module` and loaders of files for while they are imported themselves: names that no reading of them tells.
 
 A module is imported once in a process, and may keep nothing of what it asked for but a value, as in `WIDTH = import_module(f"configs.{NAME}").WIDTH`. So the
 names are noted for as long as the process lives, and are the same for each run in it.
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 from lockstep.job.frames import is_of_the_job
@@ -19,11 +19,11 @@ _BETWEEN = frozenset({"importlib", "lockstep.job.inputs.imports"})
 """Modules whose frames are between whoever asks and the import."""
 
 _asked = dict[str, set[str]]()
-"""Names of modules, by the file of the module whose import asked for them."""
+"""Names of modules or their paths, by the file of the module whose import asked for them."""
 
 
 def asked_by(file: str) -> Iterable[str]:
-    """The names that the module of a file asked for while it was imported, directly or by a function of the job."""
+    """The names, or paths, of the modules that the module of a file asked for while it was imported, directly or by a function of the job."""
     return sorted(_asked.get(file, ()))
 
 
@@ -37,8 +37,11 @@ def absolute(name: str, package: str) -> str:
 
 def watch_computed_imports() -> None:
     """Have them noted in this process from now on. An `import` statement does not come by here."""
-    by_names = cast(Any, importlib)._bootstrap
-    import_by_name = by_names._gcd_import
+    by_names, loaders = (
+        cast(Any, importlib)._bootstrap,
+        cast(Any, importlib)._bootstrap_external._LoaderBasics,
+    )
+    import_by_name, execute = by_names._gcd_import, loaders.exec_module
     if hasattr(import_by_name, "_lockstep"):
         return
 
@@ -47,8 +50,14 @@ def watch_computed_imports() -> None:
             _asked.setdefault(file, set()).add(absolute("." * level + name, package or ""))
         return import_by_name(name, package, level)
 
+    def of_file(loader: Any, module: ModuleType) -> None:
+        # The import system comes by here as well, from a frame of its own.
+        if (file := _importing(sys._getframe(1))) is not None:
+            _asked.setdefault(file, set()).add(str(loader.path))
+        execute(loader, module)
+
     by_name._lockstep = True  # type: ignore[attr-defined]
-    by_names._gcd_import = by_name
+    by_names._gcd_import, loaders.exec_module = by_name, of_file
 
 
 def _importing(frame: FrameType | None) -> str | None:
