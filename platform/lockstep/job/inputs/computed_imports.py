@@ -51,9 +51,10 @@ def watch_computed_imports() -> None:
         return import_by_name(name, package, level)
 
     def of_file(loader: Any, module: ModuleType) -> None:
-        # The import system comes by here as well, from a frame of its own.
-        if (file := _importing(sys._getframe(1))) is not None:
-            _asked.setdefault(file, set()).add(str(loader.path))
+        # The import system comes by here as well, from a frame of its own. A loader of an archive has no path.
+        path = getattr(loader, "path", None)
+        if path is not None and (file := _importing(sys._getframe(1))) is not None:
+            _asked.setdefault(file, set()).add(str(path))
         execute(loader, module)
 
     by_name._lockstep = True  # type: ignore[attr-defined]
