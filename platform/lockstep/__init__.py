@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.job.inputs.computed_imports import watch_computed_imports
 from lockstep.job.inputs.system_calls import watch_calls
 from lockstep.job.inputs.variables import watch
 
@@ -81,6 +82,7 @@ _HOME = {
 
 watch()  # before the modules are imported that a job is made of
 watch_calls()
+watch_computed_imports()
 
 
 def __getattr__(name: str) -> Any:

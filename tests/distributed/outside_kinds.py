@@ -418,6 +418,19 @@ KINDS: dict[str, Kind] = {
         r"job\.source\.editable_of_outside\.py",
         before=_module("elsewhere/editable_of_outside.py", 1.5),
     ),
+    "a value of a module by a computed name": Kind(
+        "import importlib; TAKEN.append(importlib.import_module('editable_of_' + 'outside').SCALE)",
+        _module("elsewhere/editable_of_outside.py", 2.5),
+        r"job\.source\.editable_of_outside\.py",
+        before=_module("elsewhere/editable_of_outside.py", 1.5),
+    ),
+    "a value of a file that a loader is given": Kind(
+        "import importlib.util as by; spec = by.spec_from_file_location('any', HERE.parent / 'elsewhere' / 'editable_of_outside.py'); "
+        "any_of = by.module_from_spec(spec); spec.loader.exec_module(any_of); TAKEN.append(any_of.SCALE); del spec, any_of",
+        _module("elsewhere/editable_of_outside.py", 2.5),
+        r"job\.source\.editable_of_outside\.py",
+        before=_module("elsewhere/editable_of_outside.py", 1.5),
+    ),
     "sitecustomize": Kind(
         "TAKEN.append(sys.modules['sitecustomize'].SCALE)",
         lambda project, patch: _customized(project, patch, 2.5),

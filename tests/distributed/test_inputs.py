@@ -80,6 +80,7 @@ class Mine(lockstep.Job):
     def after_step(self, model, step):
         if self.params.way == "setting" and step == 3: torch.set_float32_matmul_precision("medium")
         if self.params.way == "threads" and step == 3: torch.set_num_threads(2)
+        if self.params.way == "autocast" and step == 3: torch.set_autocast_enabled("cpu", True)
 """
 
 
@@ -259,6 +260,7 @@ def test_what_loader_processes_read_is_found(project: Path, monkeypatch: pytest.
     [
         ("setting", r"the job changed torch\.set_float32_matmul_precision from highest to medium"),
         ("threads", r"the job changed torch\.set_num_threads from 1 to 2"),
+        ("autocast", r"the job changed torch\.set_autocast_enabled\.cpu from False to True"),
     ],
 )
 def test_a_setting_that_a_hook_changes_is_refused_by_name(project: Path, way: str, told: str) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import pickle
+import py_compile
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 import torch
 from threadpoolctl import ThreadpoolController
 
+import lockstep.job.source
 from lockstep.errors import JobImportError, SpecError
 from lockstep.job import problems
 from lockstep.job.identity import identity_fields
+from lockstep.job.inputs.imports import imported_by
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.spec.loading import load_spec
@@ -291,19 +294,39 @@ def test_a_job_is_imported_and_made_with_one_thread(module: Write) -> None:
     assert (sys.modules[name].IMPORTED, job.made) == ([1, 1], [1, 1])
 
 
-def test_a_job_that_was_changed_within_a_second_is_imported_as_it_is_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("checked", ["TIMESTAMP", "UNCHECKED_HASH"])
+@pytest.mark.parametrize("place", ["", "elsewhere"])
+def test_a_module_is_imported_as_its_file_is_now_whatever_bytecode_lies_beside_it(
+    checked: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python takes it for unchanged where its size is the same too: the run would train what its identity does not have."""
-    monkeypatch.syspath_prepend(tmp_path)
-    path, second = tmp_path / "edited_at_once.py", 1_700_000_000 * 10**9
-    for width in (3, 4, 5):
-        path.write_text(SOURCE + f"class Edited(Whole):\n    edited = {width}\n")
-        os.utime(path, ns=(second, second + width * 10**8))
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
-        assert load_job(f"{path.stem}:Edited", {}).edited == width  # type: ignore[attr-defined]
-        bytecode = Path(importlib.util.cache_from_source(str(path)))
-        os.utime(bytecode, ns=(second, second + width * 10**8 + 1))
+    """Python takes bytecode of the same second and size for it, as after `cp -p`: the run would train what its identity does not have."""
+    for folder in (tmp_path, tmp_path / place):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.syspath_prepend(folder)
+    (tmp_path / "edited_job.py").write_text(
+        f"import importlib\n{SOURCE}class Edited(Whole):\n    edited = importlib.import_module('edited_' + 'width').WIDTH\n"
+    )
+    path, second = tmp_path / place / "edited_width.py", 1_700_000_000
+    for width in (3, 4):
+        path.write_text(f"WIDTH = {width}\n")
+        os.utime(path, (second, second))
+        for module in ("edited_job", "edited_width"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        if width == 3:
+            py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode[checked])
+        assert load_job("edited_job:Edited", {}).edited == width  # type: ignore[attr-defined]
+    job = load_job("edited_job:Edited", {})
+    assert str(path) in imported_by("edited_job:Edited", job).paths
+    path.write_text("WIDTH = 5\n")
+    with raises(problems.SOURCE_CHANGED, got=path):  # the process has what it held before
+        imported_by("edited_job:Edited", job)
+    path.write_text("WIDTH = 4\n")
+    os.utime(path, (second, second))
+    control = {"__name__": "control"}
+    monkeypatch.setattr(SourceFileLoader, "get_code", lockstep.job.source._read_module)
+    monkeypatch.delitem(sys.modules, "edited_width")
+    exec("from edited_width import WIDTH", control)
+    assert control["WIDTH"] == 3  # what Python itself takes it for
 
 
 @pytest.mark.parametrize("edited", ["edited_later.py", "beside_edited.py"])
@@ -318,7 +341,7 @@ def test_a_job_that_was_changed_after_its_import_has_no_identity(
     path.write_text(f"from beside_edited import WIDTH\n{SOURCE}class Edited(Whole): ...\n")
     beside.write_text("WIDTH = 3\n")
     spec = load_spec({"job": {"use": "edited_later:Edited"}})
-    importlib.import_module(path.stem)  # as a script does that trains its class
+    import_module(path.stem)  # as a script does that trains its class
     load_job(spec.job.use, {})
     before, content = identity_fields(spec, {}), (tmp_path / edited).read_text()
     (tmp_path / edited).write_text(f"{content}MORE = 1\n")

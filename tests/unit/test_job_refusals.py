@@ -26,6 +26,11 @@ class Whole(lockstep.Job):
 
 """
 
+DRAWN = (
+    "import time\nfrom pydantic import Field\nclass Mine(Whole):\n"
+    "    class Params(lockstep.Params):\n        stamp: {kind} = Field(default_factory=time.perf_counter)"
+)
+
 MISTAKES: list[tuple[str, Problem[Any], dict[str, Any]]] = [
     ("class Mine: ...", problems.NO_JOB, {"got": "refused_job:Mine"}),
     ("class Mine(Whole):\n    class Params: ...", problems.NO_PARAMS, {}),
@@ -40,6 +45,7 @@ MISTAKES: list[tuple[str, Problem[Any], dict[str, Any]]] = [
     ("class Mine(Whole):\n    def outputs(self, model, batch): ...", problems.OUTPUTS_UNUSED, {}),
     ("class Mine(Whole):\n    def collate(self): ...", problems.SIGNATURE, {"method": "collate", "call": "collate(samples)"}),
     ("class Mine(Whole):\n    def __init__(self, params):\n        raise ValueError('no')", problems.NOT_MADE, {"got": "ValueError: no"}),
+    (DRAWN.format(kind="float"), problems.PARAM_DRAWN, {"name": "stamp"}),
     ("1 / 0", problems.IMPORT_FAILED, {"got": "ZeroDivisionError: division by zero"}),
 ]  # fmt: skip
 """What a module holds after HEAD, and what is told of its `Mine`."""
@@ -64,6 +70,11 @@ def test_a_mistake_in_a_job_is_told_when_it_is_loaded(
     write(HEAD + source)
     with raises(problem, **facts):
         load_job("refused_job:Mine", {})
+
+
+def test_a_param_that_is_placement_may_have_another_value_each_time(write: Callable[[str], None]) -> None:
+    write(HEAD + DRAWN.format(kind="lockstep.Placement[float]"))
+    assert load_job("refused_job:Mine", {}).params.stamp > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,16 @@ PROMOTION_REFUSED = Problem(
     advice="find out why with `lockstep verify`; do not serve these weights",
 )
 
+PROMOTION_COPY = Problem(
+    "promote.other_copy",
+    RecordError,
+    "promote: what the store has of the checkpoint of step {step} of run {run} is not the one that was verified: {got}",
+    "nothing was registered; delete the model checkpoint-{step} of the run in MLflow, and promote again",
+    shown="promote: what the store has of the checkpoint of step … of run … is not the one that was verified: …",
+    cause="the copy in the store was damaged or changed after it was sent, or the checkpoint's files changed while it was promoted",
+    advice="delete that model, so that the verified files are sent; find out who can write to the store",
+)
+
 # --- leaving samples out ----------------------------------------------------------------------------------------
 
 IDS_UNREADABLE = Problem(

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from lockstep.calls import problems
 from lockstep.calls.attestation import Attested, attest
 from lockstep.calls.named_runs import NAME
 from lockstep.calls.verify import verify
-from lockstep.checkpoint.errors import LostFileError
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.layout import step_folder
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reader import checkpoint_at
+from lockstep.checkpoint.reader import verify as verify_files
 from lockstep.checkpoint.runs.pins import ALIAS, pin, pinned, unpin
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
@@ -27,7 +31,7 @@ from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.spans import STEPS
 from lockstep.proof.verification import Verified
 from lockstep.record.mirror.mlflow import registry
-from lockstep.record.mirror.stores import keep_files
+from lockstep.record.mirror.stores import find_copies, keep_files
 from lockstep.spec.fields import KeepBest
 from lockstep.spec.locations import RECORD_OFF, tracking_uri
 
@@ -81,7 +85,7 @@ def promote(
     chosen = _best(run) if best else _step(run, step)
     options = options or RunOptions(local=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-promote-") as aside, _pinned(run, chosen):
-        facts = _checkpoint_facts(run, chosen, Path(aside))
+        manifest, facts = _checkpoint_facts(run, chosen, Path(aside))
         verified = _verified(run, chosen, steps, store, folder, options)
         statement, reason = _attested(run, key, Path(aside), store, folder)
         tags = {
@@ -104,7 +108,8 @@ def promote(
         checkpoint = f"{location.rstrip('/')}/{run_id}/{step_folder(chosen)}"
         local = Path(location, run_id, step_folder(chosen))
         registered = registry.promote(
-            store, run_id, chosen, checkpoint, local if local.is_dir() else None, name=name, alias=alias, tags=tags
+            store, run_id, chosen, checkpoint, local if local.is_dir() else None, name=name, alias=alias, tags=tags,
+            check=partial(_check_copy, store, run_id, chosen, manifest),
         )  # fmt: skip
     return Promoted(
         run_id, chosen, name, alias, registered.version, registered.previous, registered.model_id, verified, path, tags
@@ -163,8 +168,23 @@ def _pinned(run: RecordedRun, step: int) -> Iterator[None]:
         raise
 
 
-def _checkpoint_facts(run: RecordedRun, step: int, aside: Path) -> dict[str, str]:
-    """The identity and the digests of a checkpoint, whose files are all read and compared with their hashes."""
+def _check_copy(store: str, run_id: str, step: int, wanted: Manifest) -> None:
+    """RecordError where what the store has of the checkpoint is not what was verified: the copy may be an older one, or the files have changed since."""
+    copy = next((copy for copy in find_copies(store, run_id) if copy.step == step), None)
+    if copy is None:  # it has a reference
+        return
+    with tempfile.TemporaryDirectory(prefix="lockstep-promote-") as folder:
+        copy.download(Path(folder))
+        try:
+            manifest = verify_files(checkpoint_at(folder))
+        except (BadCheckpointError, LostFileError) as error:
+            raise problems.PROMOTION_COPY(run=run_id, step=step, got=error) from error
+    if manifest != wanted:
+        raise problems.PROMOTION_COPY(run=run_id, step=step, got="it has another manifest")
+
+
+def _checkpoint_facts(run: RecordedRun, step: int, aside: Path) -> tuple[Manifest, dict[str, str]]:
+    """The manifest of a checkpoint, whose files are all read and compared with their hashes, and its identity and digests."""
     _, loaded = run.checkpoint(step, aside)
     check, row = loaded.sections.get("check"), run.steps.get(step)
     digest = check.get("weights_digest") if isinstance(check, dict) else None
@@ -174,7 +194,7 @@ def _checkpoint_facts(run: RecordedRun, step: int, aside: Path) -> dict[str, str
             run=run.run_id, step=step, quantity="weights_digest", wanted=recorded, got=digest
         )  # fmt: skip
     tags = {"lockstep.identity": loaded.manifest.facts.identity}
-    return tags if digest is None else {**tags, "lockstep.weights_digest": str(digest)}
+    return loaded.manifest, tags if digest is None else {**tags, "lockstep.weights_digest": str(digest)}
 
 
 def _verified(run: RecordedRun, step: int, steps: int, store: str, folder: Path, options: RunOptions) -> str:

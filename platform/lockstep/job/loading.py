@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +19,13 @@ import torch.distributed as dist
 from lockstep.errors import first_line, nearest
 from lockstep.job import problems
 from lockstep.job.frames import place_in_job
-from lockstep.job.inputs.imports import Asked, imported, imports_noted, note_imports
+from lockstep.job.inputs.imports import Asked, imports_noted, note_imports
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
 from lockstep.job.inputs.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
-from lockstep.job.source import class_of, forget_stale_bytecode, note_files
-from lockstep.job.typed_tree import Opaque, encoded
+from lockstep.job.source import class_of, import_from_source, note_files
+from lockstep.job.typed_tree import Opaque, decoded, encoded, text
 from lockstep.randomness import code_key, seed_all
 from lockstep.spec.messages import refusal
 from lockstep.threads import one_library_thread, one_thread
@@ -67,6 +66,7 @@ def _build_job(use: str, params: Mapping[str, Any]) -> Job:
     job_class = _job_class(use)
     check_methods(job_class, use)
     checked = _checked(job_class, params)
+    _refuse_drawn(job_class, checked, params)
     seed_all(code_key("job", use))
     asked = Asked()
     try:
@@ -92,7 +92,11 @@ def _checked(job_class: type[Job], params: Mapping[str, Any]) -> Params:
 
 def placement_params(use: str) -> frozenset[str]:
     """The names of the job's params that are placement, as a spec writes them. Raises JobImportError."""
-    fields = _job_class(use).Params.model_fields.items()
+    return _placed(_job_class(use))
+
+
+def _placed(job_class: type[Job]) -> frozenset[str]:
+    fields = job_class.Params.model_fields.items()
     return frozenset(
         field.alias or name
         for name, field in fields
@@ -106,14 +110,25 @@ def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
     Raises SpecError where `params` do not fit the job, JobImportError where `use` leads nowhere.
     """
     job_class = _job_class(use)
-    checked, placed = _checked(job_class, params), placement_params(use)
-    fields = job_class.Params.model_fields.items()
+    return _trees(job_class, _checked(job_class, params), params)
+
+
+def _trees(job_class: type[Job], checked: Params, params: Mapping[str, Any]) -> dict[str, Any]:
+    fields, placed = job_class.Params.model_fields.items(), _placed(job_class)
     values = {field.alias or name: getattr(checked, name) for name, field in fields}
     trees = {name: _tree(value, params.get(name)) for name, value in values.items() if name not in placed}
     if extra := checked.model_extra:  # of a job that takes any, and sees in which order they are
         trees |= {name: _tree(value, params.get(name)) for name, value in extra.items()}
         trees[""] = list(extra)
     return trees
+
+
+def _refuse_drawn(job_class: type[Job], checked: Params, params: Mapping[str, Any]) -> None:
+    """SpecError where a param has another value each time: the identity would have another one than the job, and no resume would have it again."""
+    again = _trees(job_class, _checked(job_class, params), params)
+    for name, tree in _trees(job_class, checked, params).items():
+        if text(tree) != text(again[name]):
+            raise problems.PARAM_DRAWN(name=name, got=decoded(tree), again=decoded(again[name]))
 
 
 def _tree(value: Any, written: Any) -> Any:
@@ -179,11 +194,11 @@ def import_job(name: str) -> ModuleType:
     watch()
     watch_calls()
     watch_modules()
+    import_from_source()
     try:
         note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
-        forget_stale_bytecode(map(Path, imported(f"{name}:", Asked()).paths))
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

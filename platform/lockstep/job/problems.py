@@ -220,6 +220,15 @@ NOT_MADE = Problem(
     advice="fix the job, or the params that it was given",
 )
 
+PARAM_DRAWN = Problem(
+    "job.params.drawn",
+    SpecError,
+    "job.params.{name}: has another value each time that it is made, {got} and {again}, so no resume would have that of the run",
+    "give it in the spec, or declare it as placement",
+    cause="a default or a validator of `Params` that reads a clock or draws, such as `default_factory=time.time`",
+    advice="give the value in the spec; declare as placement what decides about no bits, such as a label",
+)
+
 SOURCE_CHANGED = Problem(
     "job.source.changed",
     SpecError,

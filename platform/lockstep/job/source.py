@@ -7,13 +7,14 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 from lockstep.errors import nearest
 from lockstep.job import problems
-from lockstep.job.frames import is_installed
+from lockstep.job.frames import is_installed, is_of_the_job
 
 MAIN_MODULE = "lockstep_main"
 """The module of a class of `__main__`: a run whose `job.use` begins with it has its source in its record and nowhere else."""
@@ -73,17 +74,38 @@ def _followed(waiting: list[str], root: Path | None, job: str, within: str = "")
     return files
 
 
-def forget_stale_bytecode(files: Iterable[Path]) -> None:
-    """Before the job's module is imported: have no file of it imported as it was before its last change.
+_read_module = SourceFileLoader.get_code
 
-    Python takes a file for unchanged whose size and whole second of change are those of its bytecode, and the identity has what the file
-    holds now.
-    """
+_COMPILED = dict[Path, bytes]()
+"""By file, the sha256 of what this process has compiled of it last."""
+
+
+def _compiled(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+    path = loader.get_filename(fullname)
+    if not is_of_the_job(path):
+        return _read_module(loader, fullname)
+    content = loader.get_data(path)
+    _COMPILED[Path(path).resolve()] = hashlib.sha256(content).digest()
+    code: CodeType = loader.source_to_code(content, path)
+    return code
+
+
+def changed_since_import(files: Iterable[Path]) -> Path | None:
+    """The first of these files that holds something else than what this process has compiled of it."""
     for path in files:
-        bytecode = Path(importlib.util.cache_from_source(str(path)))
-        with suppress(OSError):  # there is none, or another process was quicker
-            if bytecode.stat().st_mtime_ns <= path.stat().st_mtime_ns:
-                bytecode.unlink()
+        compiled = _COMPILED.get(path)
+        if compiled is not None and path.is_file() and hashlib.sha256(path.read_bytes()).digest() != compiled:
+            return path
+    return None
+
+
+def import_from_source() -> None:
+    """From here on have this process compile the job's modules, wherever they lie, from their files and never take bytecode for them.
+
+    Python takes bytecode for that of a file whose size and whole second of change are as they were, as after an edit within a second, `cp -p` or
+    `rsync -t`, and unchecked bytecode for that of any. The identity has what the file holds.
+    """
+    SourceFileLoader.get_code = _compiled  # type: ignore[method-assign]
 
 
 _AT_IMPORT = dict[Path, dict[Path, str]]()

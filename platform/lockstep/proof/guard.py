@@ -76,6 +76,8 @@ class Trainer:
                 "out": out,
                 "look": look,
                 "ranks": self.ranks if look is None else 1,
+                "tree": str(tree),
+                "root": str(self.root),
             }
             self._run(request, job_folder, self._environment(tree), label)
             return _read(Path(out))

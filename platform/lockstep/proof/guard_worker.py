@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROWS, EVALUATIONS, FIELDS, LOOK = "steps.parquet", "evaluations.parquet", "fields.json", "look.json"
@@ -22,7 +23,9 @@ UNFIT = 3
 
 
 def main(request: str) -> int:
-    """Train as the request says: `spec`, `overrides`, `steps`, `out`, `rank` of `ranks`, and `look`, a step and a micro-batch, or null."""
+    """Train as the request says: `spec`, `overrides`, `steps`, `out`, `rank` of `ranks`, `look`, a step and a micro-batch, or null, and the folders `tree`
+    of this state and `root` of the working tree.
+    """
     try:
         from lockstep.errors import LockstepError
         from lockstep.proof.replaying import replay_here
@@ -36,7 +39,25 @@ def main(request: str) -> int:
     except LockstepError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+    if (foreign := _from_elsewhere(Path(options["tree"]), Path(options["root"]))) is not None:
+        sys.stderr.write(f"it imports {foreign}, which is the working tree's and not its own\n")
+        return UNFIT
     return 0
+
+
+def _from_elsewhere(tree: Path, root: Path) -> str | None:
+    """A file of the working tree that was imported though this state has another one, as by an absolute path or an editable installation."""
+    for name, module in sorted(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if name == "__main__" or not isinstance(file, str):
+            continue
+        path = Path(file).resolve()
+        if not path.is_relative_to(root) or any(map(path.is_relative_to, (tree, Path(sys.prefix).resolve()))):
+            continue
+        counterpart = tree / path.relative_to(root)
+        if not counterpart.is_file() or counterpart.read_bytes() != path.read_bytes():
+            return str(path)
+    return None
 
 
 def _train(request: dict[str, Any], replay_here: Any) -> None:

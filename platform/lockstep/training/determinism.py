@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -103,7 +104,10 @@ def numerics_probe(device: torch.device) -> str:
 
 
 def numpy_probe() -> str:
-    """The same of NumPy: products of its BLAS, decompositions, functions and sums, by which data and metrics may be computed. Takes a few ms."""
+    """The same of NumPy: products of its BLAS, decompositions, functions and sums, by which data and metrics may be computed. Takes a few ms.
+
+    Python's own functions are the C library's, which differs between systems with one NumPy: schedules, Adam's bias correction and jobs compute with them.
+    """
     digest = hashlib.sha256()
     for name, result in _numpy_results():
         digest.update(name.encode())
@@ -132,6 +136,15 @@ def _numpy_results() -> Iterator[tuple[str, NDArray[Any]]]:
             yield reduce.__name__, reduce(matrix)
             yield f"{reduce.__name__} of columns", reduce(matrix, axis=0)
         yield "fft", np.fft.rfft(vector)
+    numbers = [float(number) for number in np.abs(_values(torch.device("cpu"), 64).numpy()) + 1]
+    for of_python in (*(getattr(math, name) for name in _OF_LIBM), lambda x: x**-0.7, lambda x: 0.999**x):
+        yield "python", np.array([of_python(number) for number in numbers])
+
+
+_OF_LIBM = (
+    *("exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "atan", "sinh", "tanh"),
+    *("erf", "erfc", "gamma", "lgamma", "cbrt"),
+)
 
 
 def _values(device: torch.device, *shape: int) -> Tensor:

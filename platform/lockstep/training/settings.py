@@ -61,6 +61,39 @@ def _set_matmul_precision(value: str) -> None:
         _C._set_float32_matmul_precision(value)  # before those of the backends, which it sets as well
 
 
+def _autocast(kind: str) -> tuple[Setting, Setting]:
+    """Whether products are cast on a kind of device outside of any `with torch.autocast`, and to which type within one that names none."""
+    return (
+        Setting(
+            f"torch.set_autocast_enabled.{kind}",
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        ),
+        Setting(
+            f"torch.set_autocast_dtype.{kind}",
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        ),
+    )
+
+
+_PATHS: Any = torch.backends.opt_einsum
+_has_paths, _path_strategy = _PATHS._get_enabled, _PATHS._get_strategy
+"""Read without the module's properties, which take 2 µs each."""
+
+
+def _einsum_paths() -> tuple[bool, Any]:
+    # Products of three and more are taken from left to right where opt_einsum is not installed.
+    return _has_paths(), _path_strategy()
+
+
+def _set_einsum_paths(value: tuple[bool, Any]) -> None:
+    enabled, strategy = value
+    if strategy is not None:  # it is installed, and takes a strategy while it is enabled
+        _PATHS.enabled, _PATHS.strategy = True, strategy
+    _PATHS.enabled = enabled
+
+
 _EVERYWHERE = (
     Setting("torch.set_float32_matmul_precision", _matmul_precision, _set_matmul_precision),
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -79,6 +112,13 @@ _EVERYWHERE = (
         _C._get_mem_efficient_sdp_enabled,
         _C._set_sdp_use_mem_efficient,
     ),
+    Setting(
+        "torch.backends.mha.set_fastpath_enabled",
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    Setting("torch.backends.opt_einsum", _einsum_paths, _set_einsum_paths),
+    *_autocast("cpu"),
 )
 
 _OF_CPU = (
@@ -126,6 +166,7 @@ _OF_CUDA = (
         _C._set_linalg_preferred_backend,
     ),
     *(_fp32("cuda", operator) for operator in ("matmul", "conv", "rnn")),
+    *_autocast("cuda"),
 )
 
 

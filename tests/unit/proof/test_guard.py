@@ -140,6 +140,21 @@ def thirty_commits(repository: Path, changed: int, broken: int | None = None) ->
 
 
 @pytest.mark.scenario
+def test_a_commit_that_imports_from_the_working_tree_is_no_comparison(repository: Path) -> None:
+    """By an absolute path, as an editable installation has it: both sides would train the change, and be the same. The control has the same file."""
+    library = repository / "lib" / "shared_total.py"
+    library.parent.mkdir()
+    library.write_text(TOTAL)
+    job = repository / "small" / "job.py"
+    imported = f"import sys\nsys.path.append({str(library.parent)!r})\nfrom shared_total import total\n"
+    job.write_text(JOB.replace("from small.parts import total\n", imported))
+    commit(repository, "the sum is elsewhere")
+    assert guarded().same
+    library.write_text(OTHER)
+    with raises(proof_problems.UNFIT, got=re.compile("shared_total")):
+        guarded()
+
+
 def test_the_commit_that_changed_bits_is_found_among_thirty(repository: Path) -> None:
     good = git(repository, "rev-parse", "HEAD")
     commits = thirty_commits(repository, changed=19, broken=22)

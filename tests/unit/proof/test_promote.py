@@ -136,6 +136,39 @@ def test_a_run_that_does_not_verify_is_refused(
     assert (registered(client), models(client, run)) == before
 
 
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_copy_in_the_store_that_is_not_what_was_verified_is_not_registered(
+    run: Path, uri: str, client: Any, forged: bool
+) -> None:
+    """A flipped bit, and another checkpoint whose hashes fit; the control is the copy as it was."""
+    copy = Path(
+        client.get_logged_model(models(client, run)["checkpoint-12"][0]).artifact_location.removeprefix(
+            "file://"
+        )
+    )
+    saved = {path.name: path.read_bytes() for path in copy.iterdir()}
+    other = {path.name: path.read_bytes() for path in (run / "step-000000008").iterdir()}
+    name = next(name for name in saved if name.endswith(".safetensors"))
+    flipped = {**saved, name: saved[name][:-1] + bytes([saved[name][-1] ^ 1])}
+    before = registered(client), models(client, run)
+    try:
+        replace_files(copy, other if forged else flipped)
+        with raises(problems.PROMOTION_COPY, run=run.name, step=12):
+            promoted(run, uri, "copied@champion")
+        assert (registered(client), models(client, run)) == before
+    finally:
+        replace_files(copy, saved)
+    assert promoted(run, uri, f"copied-{forged}@champion").step == 12
+
+
+def replace_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Have a folder hold these files alone; they may be other names of the checkpoint's, which stay."""
+    for path in folder.iterdir():
+        path.unlink()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
 CALLS = ("create_registered_model", "create_model_version", "set_registered_model_alias")
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -181,6 +182,27 @@ def test_probe_of_numpy_tells_other_kernels_of_its_blas() -> None:
     assert other == own
     with determinism("strict", threads=1):
         assert of_numpy != numpy_probe()
+
+
+LIBM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <math.h>
+double pow(double x, double y) {
+    double (*of_system)(double, double) = (double (*)(double, double))dlsym(RTLD_NEXT, "pow");
+    return nextafter(of_system(x, y), INFINITY);
+}
+"""
+
+
+@pytest.mark.scenario
+def test_probe_of_numpy_tells_another_c_library(tmp_path: Path) -> None:
+    """By which Python takes powers, as Adam does of its betas: with the wheels of torch and NumPy all else is equal."""
+    source, library = tmp_path / "libm.c", tmp_path / "libm.so"
+    source.write_text(LIBM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lm"], check=True, timeout=120)
+    (_, own), (_, other) = probes(), probes(LD_PRELOAD=str(library))
+    assert other != own
 
 
 def probes(**variables: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ CHANGES: dict[str, tuple[torch.device, Callable[[Any], Any], Any]] = {
     "torch.backends.cuda.enable_flash_sdp": (CPU, BACKENDS.cuda.enable_flash_sdp, False),
     "torch.backends.cuda.enable_math_sdp": (CPU, BACKENDS.cuda.enable_math_sdp, False),
     "torch.backends.cuda.enable_mem_efficient_sdp": (CPU, BACKENDS.cuda.enable_mem_efficient_sdp, False),
+    "torch.backends.mha.set_fastpath_enabled": (CPU, BACKENDS.mha.set_fastpath_enabled, False),
+    "torch.set_autocast_enabled.cpu": (CPU, partial(torch.set_autocast_enabled, "cpu"), True),
+    "torch.set_autocast_dtype.cpu": (CPU, partial(torch.set_autocast_dtype, "cpu"), torch.float16),
+    "torch.set_autocast_enabled.cuda": (CUDA, partial(torch.set_autocast_enabled, "cuda"), True),
+    "torch.set_autocast_dtype.cuda": (CUDA, partial(torch.set_autocast_dtype, "cuda"), torch.bfloat16),
     "torch.backends.mkldnn.enabled": (CPU, torch._C._set_mkldnn_enabled, False),
     "torch.backends.mkldnn.deterministic": (CPU, attribute(BACKENDS.mkldnn, "deterministic"), True),
     "torch.backends.nnpack": (CPU, torch._C._set_nnpack_enabled, False),
@@ -61,10 +67,11 @@ def _put_back() -> Iterator[None]:
 
 
 def test_every_setting_of_the_table_is_tried() -> None:
-    """But those of which a machine without such a device has one value alone."""
+    """But those of which a machine without such a device, or without opt_einsum, has one value alone."""
     names = {setting.name for device in (CPU, CUDA) for setting in Settings(device)._settings}
     assert names - CHANGES.keys() == {
         "torch.backends.quantized.engine", "torch.backends.cuda.preferred_blas_library", "torch.backends.cuda.preferred_linalg_library",
+        "torch.backends.opt_einsum",
     }  # fmt: skip
 
 

@@ -23,9 +23,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
+from lockstep.job import problems
 from lockstep.job.frames import is_of_the_job
+from lockstep.job.inputs.computed_imports import absolute, asked_by
 from lockstep.job.inputs.distributions import distribution_of
-from lockstep.job.source import MAIN_MODULE, file_of, imports_of, job_sources, root_of
+from lockstep.job.source import MAIN_MODULE, changed_since_import, file_of, imports_of, job_sources, root_of
 
 FIELD = "job.source."
 """How the identity's field of such a file begins; its path below the job's root follows."""
@@ -98,7 +100,7 @@ def imports_noted(asked: Asked) -> Iterator[None]:
         level: int = 0,
     ) -> ModuleType:
         module = globals or {}
-        origin = _absolute("." * level + name, module.get("__package__") or "")
+        origin = absolute("." * level + name, module.get("__package__") or "")
         with outermost(
             str(module.get("__file__", "<>")), origin, *(f"{origin}.{member}" for member in fromlist or ())
         ):
@@ -108,7 +110,7 @@ def imports_noted(asked: Asked) -> Iterator[None]:
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") == "importlib" and caller.f_back is not None:
             caller = caller.f_back
-        with outermost(caller.f_code.co_filename, _absolute("." * level + name, package or "")):
+        with outermost(caller.f_code.co_filename, absolute("." * level + name, package or "")):
             return import_by_name(name, package, level)
 
     def of_file(loader: Any, module: ModuleType) -> None:
@@ -152,8 +154,11 @@ class Imported(NamedTuple):
 
 
 def imported_by(use: str, job: object) -> Imported:
-    """What a job is made of whose data and model were made."""
-    return imported(use, note_imports(job))
+    """What a job is made of whose data and model were made. SpecError where a file of it was changed after this process had imported it."""
+    made_of = imported(use, note_imports(job))
+    if (changed := changed_since_import(map(Path, sorted(made_of.paths)))) is not None:
+        raise problems.SOURCE_CHANGED(got=changed)
+    return made_of
 
 
 def imported(use: str, asked: Asked) -> Imported:
@@ -282,6 +287,7 @@ def new_modules(known: Iterable[str]) -> list[str]:
 
 def _further(name: str, path: Path) -> Iterator[str]:
     """The modules that a module names or holds, and its packages."""
+    yield from asked_by(str(path))
     if name.endswith(".py"):
         yield from imports_of(path, path.stem)
         return
@@ -362,10 +368,3 @@ def below(path: Path, roots: Iterable[Path]) -> str | None:
         if (inside := path.resolve()).is_relative_to(folder := root.resolve()):
             return inside.relative_to(folder).as_posix()
     return None
-
-
-def _absolute(name: str, package: str) -> str:
-    try:
-        return importlib.util.resolve_name(name, package)
-    except ImportError:  # told by the import itself
-        return name

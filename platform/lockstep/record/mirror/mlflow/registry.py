@@ -7,7 +7,7 @@ the same checkpoint uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +41,13 @@ def promote(
     name: str,
     alias: str,
     tags: Mapping[str, str],
+    check: Callable[[], None] = lambda: None,
 ) -> Registered:
     """Register the checkpoint of a run's step, which is at the URI `checkpoint`, as a version of `name`, and have `alias` point to it.
 
-    Its files are those of `folder`; without one the version refers to where the checkpoint is. RecordError where the store refuses or does not
-    answer: then the registry is as before, or the error says what could not be taken back.
+    Its files are those of `folder`, or those that the store has of it already; without either the version refers to where the checkpoint is. `check`
+    raises unless they are what they have to be. RecordError where the store refuses or does not answer. After an error the registry is as before, or it
+    says what could not be taken back.
     """
     with connecting(uri) as (client, _):
         pass  # from here on other processes may open the store, too
@@ -54,6 +56,7 @@ def promote(
         models = Models(client, client.get_run(run_id).info.experiment_id, run_id)
         with _taken_back_on_failure(name, alias) as undo:
             model_id = _published(models, step, checkpoint, folder, undo)
+            check()
             _register(client, name, undo)
             version = _version(
                 client, name, model_id, run_id, {**tags, PENDING: f"not complete: {alias}"}, undo
