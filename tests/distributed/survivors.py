@@ -488,6 +488,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "": (),
         "spans before": (MirroredOptimizer, "take_back", lambda self, step: None),
         "mirror": (MirroredOptimizer, "step", behind),
+        "state on all": (MirroredOptimizer, "_share_with_joining", lambda self, *_: None),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),

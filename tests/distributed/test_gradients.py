@@ -400,22 +400,12 @@ def test_rows_of_one_rank_alone_are_other_bits(pool: Pool, alone: Alone) -> None
     assert pool.run(2, train_with_rows_of_one_rank, spec)[0].digests != alone[RecommenderBySgd].digests
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (RecommenderBySgd, "parameter 'items.weight' has a sparse gradient"),
-        (Recommender, "the job has several"),
-    ],
-)
-def test_tables_are_not_mirrored(pool: Pool, kind: type[Kind], said: str) -> None:
-    """On one worker as on two."""
-    for workers in (1, 2):
-        spec = document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
-        with pytest.raises(
-            LockstepError, match=rf"^faults.mirror: {said}.*; set faults.mirror=false"
-        ) as refusal:
-            pool.run(workers, train, spec)
-        assert refusal.value.code == "job.model.sparse_mirrored"
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("kind", "workers"), [(Recommender, 3), (RecommenderBySgd, 2), (OnlyTables, 1)])
+def test_tables_are_whole_beside_mirrors(pool: Pool, alone: Alone, kind: type[Kind], workers: int) -> None:
+    """What a worker keeps of a mirror is of the dense parameters alone."""
+    spec = document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
+    assert pool.run(workers, train, spec) == [alone[kind]] * workers
 
 
 def test_an_optimizer_that_moves_every_row_is_refused_where_its_state_is_sharded(pool: Pool) -> None:

@@ -364,9 +364,10 @@ def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     bytes_by_worker = [0] * workers
     for span in _spans(found, workers):
         bytes_by_worker[span.owner] += found.optimizer[span.parameter].bytes(span)
+    on_all = sum(state.on_all for state in found.optimizer)
     if is_mirrored(spec):
-        return 2 * max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker))
-    return max(bytes_by_worker) + sum(state.on_all for state in found.optimizer)
+        return 2 * (on_all + max(own + bytes_by_worker[rank - 1] for rank, own in enumerate(bytes_by_worker)))
+    return max(bytes_by_worker) + on_all
 
 
 def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
