@@ -1,8 +1,9 @@
-"""G1 where a worker is killed in the middle of a step that is more than forward, backward, update.
+"""G1 for programs whose step is more than forward, backward, update: one table of them, each executed in every way and killed in its middle.
 
 Such a step passes over its micro-batches twice, evaluates its loss again, gathers a statistic, or updates a table by its rows. SIGKILL comes at
 the place where most of it is done and nothing of it counts yet. Then the others go on in memory; or, where they cannot, the run is taken up
-from its checkpoint, by other workers and under another sharding. Every bit is that of one plain process.
+from its checkpoint, by other workers and under another sharding. Every bit is that of one plain process. What each program is beside its author's
+own loop is in the tests of its kind.
 """
 
 from __future__ import annotations
@@ -95,6 +96,22 @@ SHARDABLE = [name for name, program in PROGRAMS.items() if program.is_shardable]
 @cache
 def undisturbed(name: str) -> Trained:
     return train(PROGRAMS[name].spec)
+
+
+@pytest.mark.every(30)
+@pytest.mark.parametrize(("workers", "sharding"), [(2, "none"), (4, "full"), (3, "optimizer"), (1, "none")])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_workers_loader_processes_and_sharding_change_no_bit(
+    pool: Pool, name: str, workers: int, sharding: str
+) -> None:
+    """On four workers the last steps leave one without a micro-batch."""
+    spec, _, is_shardable = PROGRAMS[name]
+    placed = {
+        **spec,
+        "data": {**spec.get("data", {}), "loader_processes": 1},
+        "sharding": sharding if is_shardable else "none",
+    }
+    assert pool.run(workers, train, placed) == [undisturbed(name)] * workers
 
 
 @pytest.mark.every(11)
