@@ -125,5 +125,5 @@ def test_an_evaluation_that_is_told_after_another_waits_until_tune_has_decided_b
     trial.tell(row(20))
     sender.close()
     assert given == [15]
-    assert trial.left is not goes_on
+    assert trial.is_unwanted is not goes_on
     assert [event.step for event in recorders.events] == ([15, 20] if goes_on else [15])

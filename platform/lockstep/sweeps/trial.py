@@ -252,7 +252,7 @@ class Training:
             summary = self._fit(origin)
         finally:
             sender.close()
-        if self._rank_zero.left:
+        if self._rank_zero.is_unwanted:
             return  # whoever ended it records its outcome, also where its last steps were taken by then
         if summary is None:
             if self._rank_zero.reused:

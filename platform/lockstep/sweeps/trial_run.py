@@ -39,7 +39,7 @@ class TrialRun:
         self._given = -1
         """The step of the last evaluation that Tune was given."""
         self._wanted = threading.Event()
-        self._left = threading.Event()
+        self._unwanted = threading.Event()
         self._save_errors: dict[int, str | None] = {}
         self._saved = threading.Condition()
 
@@ -62,18 +62,18 @@ class TrialRun:
         self._wanted.set()
 
     @property
-    def left(self) -> bool:
+    def is_unwanted(self) -> bool:
         """Whether Tune wants no more of this trial."""
-        return self._left.is_set()
+        return self._unwanted.is_set()
 
     def leave(self) -> None:
         """Tune wants no more of this trial."""
-        self._left.set()
+        self._unwanted.set()
         self._wanted.set()
 
     def rest(self, seconds: float) -> None:
         """Wait, but no longer than until Tune wants no more of this trial."""
-        self._left.wait(seconds)
+        self._unwanted.wait(seconds)
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
@@ -87,7 +87,7 @@ class TrialRun:
 
     def tell(self, event: Event) -> None:
         """Take an event of rank 0."""
-        if self._left.is_set():
+        if self._unwanted.is_set():
             return  # the code that ended the trial records its outcome
         match event:
             case Started():
@@ -98,7 +98,7 @@ class TrialRun:
                         self._give_once(row)
             case EvaluationRow():
                 self._let_decide_before(event)
-                if self._left.is_set():
+                if self._unwanted.is_set():
                     return
                 self.pending = event
             case CheckpointRow():
@@ -110,7 +110,7 @@ class TrialRun:
         self._sender.tell(event)
 
     def stop(self) -> bool:
-        return self._left.is_set() or self._sender.stop()
+        return self._unwanted.is_set() or self._sender.stop()
 
     def save(self) -> bool:
         return self._sender.save()
@@ -127,7 +127,7 @@ class TrialRun:
         if self.on_run_id is not None and not self._learn():
             return False
         self._hold()
-        return not self._left.is_set()
+        return not self._unwanted.is_set()
 
     def _hold(self) -> None:
         """Give Tune the evaluation that it has not been given yet, if any, and wait until it has decided."""
@@ -137,7 +137,7 @@ class TrialRun:
         row, self.pending = self.pending, None
         if not self._give_once(row):  # workers that go on in memory have evaluated it again
             return
-        while not self._left.is_set() and not self._wanted.wait(ALIVE_S):
+        while not self._unwanted.is_set() and not self._wanted.wait(ALIVE_S):
             self._sender.tell(Alive())  # held, and not hung
 
     def _let_decide_before(self, row: EvaluationRow) -> None:

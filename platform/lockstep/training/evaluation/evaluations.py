@@ -145,8 +145,8 @@ class Evaluations:
         is_told = measured is not None and self._replays
         if measured is None and self._beside:
             answered = self.evaluator.answer(self._wait_on) if self.evaluator is not None else None
-            told = answered and replace(answered, figures={})
-            shared: Measured | None = run.group.given(told, 0)
+            without_figures = answered and replace(answered, figures={})
+            shared: Measured | None = run.group.given(without_figures, 0)
             measured = answered or shared
         assert pending.weights is not None
         if measured is None:

@@ -244,10 +244,10 @@ class MirroredOptimizer(ShardedOptimizer):
         joining = [rank for rank, state in enumerate(reported) if state is None]
         source = next(rank for rank, state in enumerate(reported) if state is not None)
         groups = [every for every in self.param_groups for _ in every["params"]]
-        for i, told in (reported[source] or {}).items():
+        for i, names in (reported[source] or {}).items():
             span, value = self._parts[i]
             state = on_all.get(i, {})
-            for name, described in told.items():
+            for name, described in names.items():
                 if not isinstance(described, torch.dtype):
                     state = {name: self._number(span, groups, name, described), **state}
                     continue
@@ -280,7 +280,7 @@ class MirroredOptimizer(ShardedOptimizer):
                 continue
             outgoing: list[tuple[int, Tensor]] = []
             incoming: list[tuple[int, Tensor]] = []
-            made: list[tuple[int, dict[str, Any]]] = []
+            filled_by_owner: list[tuple[int, dict[str, Any]]] = []
             for replica in replicas[new.owner]:
                 filled: dict[str, Any] = {}
                 for old in olds[new.parameter]:
@@ -313,10 +313,10 @@ class MirroredOptimizer(ShardedOptimizer):
                         else:
                             incoming.append((source, target))
                 if replica == rank and filled:
-                    made.append((new.owner, filled))
+                    filled_by_owner.append((new.owner, filled))
             if outgoing or incoming:
                 self.group.pass_on(outgoing, incoming)()
-            for owner, filled in made:
+            for owner, filled in filled_by_owner:
                 share = self._shares[owner]
                 value = share.parts[new.parameter].value
                 share.optimizer.state[value] = {
