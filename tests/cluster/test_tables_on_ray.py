@@ -20,7 +20,7 @@ from tests.distributed.gradient_kinds import Recommender
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 80
 
 
 class Paced(Recommender):
@@ -81,24 +81,27 @@ def until_saved(process: subprocess.Popen[str], folder: Path, step: int) -> None
         time.sleep(0.05)
 
 
+def workers(most: int, least: int | None = None) -> list[str]:
+    """So many workers, also on two cores."""
+    return [f"workers.min={least or most}", f"workers.max={most}", "workers.cpus_each=0.5"]
+
+
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (["sharding=full", "workers.min=3", "workers.max=3"], ["sharding=optimizer", "workers.min=2", "workers.max=2"]),
+        (["sharding=full", *workers(3)], ["sharding=optimizer", *workers(2)]),
         pytest.param(
-            ["sharding=optimizer", "workers.min=2", "workers.max=2"],
-            ["sharding=full", "workers.min=3", "workers.max=3"],
-            marks=pytest.mark.exact,
+            ["sharding=optimizer", *workers(2)], ["sharding=full", *workers(3)], marks=pytest.mark.exact
         ),
         pytest.param(
-            ["sharding=optimizer", "faults.mirror=true", "workers.min=1", "workers.max=3"],
-            ["sharding=none", "workers.min=1", "workers.max=1"],
+            ["sharding=optimizer", "faults.mirror=true", *workers(3, least=1)],
+            ["sharding=none", *workers(1)],
             marks=pytest.mark.exact,
         ),
     ],
     ids=["full", "optimizer", "mirrored"],
-)  # fmt: skip
+)
 def test_a_killed_run_with_tables_goes_on_under_another_sharding(
     tmp_path: Path, request: pytest.FixtureRequest, before: list[str], after: list[str]
 ) -> None:
