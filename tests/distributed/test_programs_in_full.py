@@ -8,6 +8,7 @@ own loop is in the tests of its kind.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch import nn
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
+from lockstep.training import start
+from lockstep.training.elastic.recovery import is_lost_peer
 from lockstep.training.state import TrainState
 from tests.distributed import (
     batch_kinds,
@@ -137,8 +140,9 @@ def test_a_sharded_run_is_taken_up_under_another_sharding(
     """Nobody has the lost worker's part, so all end; a checkpoint has every part whole."""
     spec, fall, _ = PROGRAMS[name]
     saved = {**spec, "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}}}
-    with pytest.raises(LockstepError):
+    with pytest.raises(Exception) as lost:
         outlive({**saved, "sharding": before}, 3, [fall], run_id=RUN)
+    assert is_lost_peer(lost.value)
     origin, whole = claim(str(tmp_path), RUN, None), undisturbed(name)
     for trained in pool.run(workers, train_attempt, {**saved, "sharding": after}, RUN, origin):
         assert 0 < len(trained.digests) < len(whole.digests)
@@ -160,8 +164,9 @@ def test_what_a_lost_step_has_changed_would_show(name: str, broken: str) -> None
     assert (outlived.rows, digests) != (whole.rows, {whole.weights_digest})
 
 
-def test_moments_of_tables_that_are_left_out_would_show(tmp_path: Path) -> None:
-    """The control of what is taken up."""
+@pytest.mark.parametrize("checked", [True, False])
+def test_moments_of_tables_that_are_left_out_would_show(tmp_path: Path, checked: bool) -> None:
+    """The control of what is taken up: a run without them is refused, and has other bits where nobody looks."""
     saved = {**PROGRAMS["tables"].spec, "checkpoint": {"storage": str(tmp_path), "every": None}}
     train_attempt(saved, RUN, AttemptOrigin(), 2)
     restore = TrainState.restore
@@ -172,6 +177,11 @@ def test_moments_of_tables_that_are_left_out_would_show(tmp_path: Path) -> None:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 self.optimizer.state.pop(module.weight)
 
-    with mock.patch.object(TrainState, "restore", without_tables):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(TrainState, "restore", without_tables))
+        if checked:
+            stack.enter_context(pytest.raises(LockstepError, match="optimizer_digest was"))
+        else:
+            stack.enter_context(mock.patch.object(start, "compare_check"))
         forgetful = train_attempt(saved, RUN, claim(str(tmp_path), RUN, None))
-    assert forgetful.weights_digest != undisturbed("tables").weights_digest
+        assert forgetful.weights_digest != undisturbed("tables").weights_digest
