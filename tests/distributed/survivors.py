@@ -516,6 +516,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "rows before": (MirroredShards, "take_back", lambda self, step: None),
         "exchanged rows": (_Exchange, "value", changed_rows),
         "mirrored rows": (FullyShardedOptimizer, "step", rows_behind),
+        "state on all": (MirroredOptimizer, "_share_with_joining", lambda self, *_: None),
         "agreement": (lockstep.training.elastic.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),

@@ -21,6 +21,7 @@ from lockstep.randomness import model_key, seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.observe.worker_memory import optimizer_bytes
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import LATENCY_BYTES
 from lockstep.training.step.sharding import ShardedOptimizer
@@ -340,8 +341,8 @@ def test_a_run_with_tables_is_taken_up_under_another_sharding(
         )
 
 
-def bytes_of_state(spec: Document) -> tuple[int, int]:
-    """The bytes of the optimizer's state on this rank after a run: of the tables, and of all else."""
+def trained_optimizer(spec: Document) -> torch.optim.Optimizer:
+    """The optimizer of this rank after a run."""
     steppers: list[Any] = []
     init = optimizer_step.Stepper.__init__
 
@@ -351,7 +352,13 @@ def bytes_of_state(spec: Document) -> tuple[int, int]:
 
     with mock.patch.object(optimizer_step.Stepper, "__init__", noted):
         train(spec)
-    optimizer = steppers[-1].state.optimizer
+    optimizer: torch.optim.Optimizer = steppers[-1].state.optimizer
+    return optimizer
+
+
+def bytes_of_state(spec: Document) -> tuple[int, int]:
+    """The bytes of the optimizer's state on this rank after a run: of the tables, and of all else."""
+    optimizer = trained_optimizer(spec)
     own = optimizer.own_state() if isinstance(optimizer, ShardedOptimizer) else optimizer.state
     sizes = [0, 0]
     for parameter, state in own.items():
@@ -383,6 +390,17 @@ def test_an_estimate_counts_tables_whole(pool: Pool, sharding: str) -> None:
         assert estimated[name] >= 2 * ROWS * WIDTH * 4 * (2 if name == "optimizer_bytes" else 1)
 
 
+def mirrored_bytes(spec: Document) -> int:
+    """What this rank has of the optimizer's state, its mirror included, after a run that keeps no start of a step."""
+    return optimizer_bytes(trained_optimizer(spec))
+
+
+def test_an_estimate_counts_tables_twice_where_the_start_of_a_step_is_kept(pool: Pool) -> None:
+    """On two workers each has all of the dense state, its own or mirrored, and the tables once; and all of it again from the start of the step."""
+    spec = {**document(Recommender, rehearsal="off"), "sharding": "optimizer", "faults": {"mirror": True}}
+    assert estimate_of(spec, 2)["optimizer_bytes"] == 2 * max(pool.run(2, mirrored_bytes, spec))
+
+
 def train_with_rows_of_one_rank(spec: Document) -> Trained:
     """Each worker updates its tables by the rows of its own micro-batches."""
 
@@ -400,22 +418,12 @@ def test_rows_of_one_rank_alone_are_other_bits(pool: Pool, alone: Alone) -> None
     assert pool.run(2, train_with_rows_of_one_rank, spec)[0].digests != alone[RecommenderBySgd].digests
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (RecommenderBySgd, "parameter 'items.weight' has a sparse gradient"),
-        (Recommender, "the job has several"),
-    ],
-)
-def test_tables_are_not_mirrored(pool: Pool, kind: type[Kind], said: str) -> None:
-    """On one worker as on two."""
-    for workers in (1, 2):
-        spec = document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
-        with pytest.raises(
-            LockstepError, match=rf"^faults.mirror: {said}.*; set faults.mirror=false"
-        ) as refusal:
-            pool.run(workers, train, spec)
-        assert refusal.value.code == "job.model.sparse_mirrored"
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("kind", "workers"), [(Recommender, 3), (RecommenderBySgd, 2), (OnlyTables, 1)])
+def test_tables_are_whole_beside_mirrors(pool: Pool, alone: Alone, kind: type[Kind], workers: int) -> None:
+    """What a worker keeps of a mirror is of the dense parameters alone."""
+    spec = document(kind, rehearsal="off", sharding="optimizer", faults={"mirror": True})
+    assert pool.run(workers, train, spec) == [alone[kind]] * workers
 
 
 def test_an_optimizer_that_moves_every_row_is_refused_where_its_state_is_sharded(pool: Pool) -> None:

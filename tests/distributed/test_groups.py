@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import JobError, SpecError
+from lockstep.randomness import model_key, seed_all
+from lockstep.training.determinism import determinism
 from lockstep.training.integrity import problems
+from lockstep.training.integrity.state_digest import weights_digest
+from tests.distributed.changing_jobs import planned_batches
 from tests.distributed.kinds import FEATURES, RUN, Kind, numbers, perceptron, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, train, train_attempt
@@ -80,6 +84,34 @@ def test_groups_stay_together_on_any_number_of_workers(pool: Pool, workers: int)
     assert one.warnings == ()
     assert [row.weight for row in one.steps] == [8, 3, 8, 3]
     assert pool.run(workers, train, run()) == [one] * workers
+
+
+def test_a_batch_of_groups_is_the_loop_of_its_author() -> None:
+    """P×K in one micro-batch: the pairs of the epoch's order, their mean, and an update. The control forms the pairs of one epoch in both."""
+    spec = run(batch={"global": 16, "micro": 16}, data={"group": {"size": K}}, rehearsal="off")
+
+    def by_hand(batches: Iterable[list[int]]) -> list[str]:
+        seed_all(model_key(5))
+        job, digests = Persons(None), []
+        model, data = job.model(), People()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        for ids in batches:
+            optimizer.zero_grad()
+            pairs = model(data.x[ids]).view(-1, K, 4)
+            ((pairs[:, 0] - pairs[:, 1] - 1).square().sum() / len(pairs)).backward()
+            optimizer.step()
+            digests.append(weights_digest(model.state_dict()))
+        return digests
+
+    steps = [ids for (ids,) in planned_batches(spec)]
+    assert len(steps) == 2 and all(i // K == j // K for ids in steps for i, j in batched(ids, K))
+    with determinism("strict", threads=1):
+        assert by_hand(steps) == list(train(spec).digests)
+        assert by_hand(steps[:1] * 2) != list(train(spec).digests)
+
+
+def batched(ids: list[int], size: int) -> Iterator[list[int]]:
+    return (ids[i : i + size] for i in range(0, len(ids), size))
 
 
 def test_a_run_goes_on_amid_its_groups_with_loader_processes(pool: Pool, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from lockstep.errors import LockstepError
 from lockstep.training.step import problems
 from lockstep.training.step.mirrored_optimizer import mirrors
+from tests.distributed.gradient_kinds import OnlyTables, RareTable, Recommender, RecommenderBySgd
+from tests.distributed.kinds import Kind, document
 from tests.distributed.survivors import Change, Fall, outlive
 from tests.distributed.test_survivors import CENTRED, DIGITS, check, check_saves, repeated
 from tests.distributed.training import Document, Trained, train
@@ -117,6 +119,68 @@ def test_a_mirror_of_another_step_gives_other_bits(broken: str, fall: Fall) -> N
     check(outlive(SMALL, 3, [fall]), plain(), [0, 2])
     outlived = outlive(SMALL, 3, [fall], broken=broken)
     assert {one["weights_digest"] for one in outlived.summaries.values()} != {plain().weights_digest}
+
+
+# --- tables: whole on every worker --------------------------------------------------------------------------------
+
+
+def of_tables(kind: type[Kind]) -> Document:
+    """Two steps an epoch, three or more micro-batches each."""
+    return document(kind, rehearsal="off", batch={"global": 16, "micro": 4}, length={"steps": 5})
+
+
+@cache
+def plain_tables(kind: type[Kind]) -> Trained:
+    return train(of_tables(kind))
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize(
+    ("kind", "lost", "place"),
+    [
+        *((Recommender, 0, place) for place in PLACES),
+        *((RecommenderBySgd, 2, place) for place in ("update", "take weights")),
+        *((OnlyTables, 1, place) for place in ("forward", "send whole", "update", "note")),
+        *((RareTable, 0, place) for place in ("update", "gather weights")),
+    ],
+)
+def test_tables_are_outlived_without_a_mirror(kind: type[Kind], lost: int, place: str) -> None:
+    """Every worker has them, and what an optimizer keeps of them; an update that is left halfway through is taken back in them too."""
+    outlived = outlive(of_tables(kind) | MIRRORED, 3, [Fall(lost, 3, place)])
+    check(outlived, plain_tables(kind), [n for n in range(3) if n != lost])
+    assert outlived.attempts == 2
+    assert len(repeated(outlived)) <= 1
+
+
+GROWING = [Change(2, joining=2), Change(4, leaving=(0,))]
+
+
+def test_workers_that_join_receive_the_state_of_tables() -> None:
+    """1 → 3 → 2, the one that had it all along leaves."""
+    outlived = outlive(of_tables(Recommender) | MIRRORED, 1, [], GROWING)
+    check(outlived, plain_tables(Recommender), [1, 2])
+    assert repeated(outlived) == []
+
+
+@pytest.mark.scenario
+def test_workers_with_tables_are_lost_and_replaced() -> None:
+    falls = [Fall(0, 2, "take weights"), Fall(1, 3, "update"), Fall(2, 5, "gather weights")]
+    outlived = outlive(of_tables(Recommender) | MIRRORED, 3, falls, [Change(3, joining=1)])
+    check(outlived, plain_tables(Recommender), [3])
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("workers", "falls", "changes", "broken"),
+    [(1, [], GROWING, "state on all"), (3, [Fall(1, 3, "take weights")], [], "spans before")],
+)
+def test_tables_of_another_step_give_other_bits(
+    workers: int, falls: list[Fall], changes: list[Change], broken: str
+) -> None:
+    """The control: no state of tables in the new group, and tables that are left halfway through an update."""
+    outlived = outlive(of_tables(Recommender) | MIRRORED, workers, falls, changes, broken=broken)
+    digests = {summary["weights_digest"] for summary in outlived.summaries.values()}
+    assert digests != {plain_tables(Recommender).weights_digest}
 
 
 def test_mirrors_are_on_other_nodes_where_there_are_any() -> None:

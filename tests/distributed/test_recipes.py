@@ -16,7 +16,7 @@ from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.distributed.kinds import RUN, taken_up
 from tests.distributed.pool import Pool
-from tests.distributed.recipe_jobs import Private, clipped_gradients
+from tests.distributed.recipe_jobs import Private, Quantised, clipped_gradients
 from tests.distributed.training import Document, train, train_attempt
 
 HERE, PAGE = Path(__file__).with_name("recipe_jobs.py"), Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -82,6 +82,36 @@ def test_private_training_is_the_plain_loop() -> None:
             digests.append(weights_digest(model.state_dict()))
     assert list(trained.digests) == digests
     assert [row.loss for row in trained.steps] == losses
+
+
+@pytest.mark.parametrize("observes", [False, True])
+def test_quantised_training_is_the_plain_loop(observes: bool) -> None:
+    """With one micro-batch a step: calibrated batches, then torch's own loop. The control calibrates with one batch."""
+
+    def by_hand(calibration: int) -> list[str]:
+        job = Quantised(Quantised.Params(observes=observes, calibration=calibration))
+        seed_all(model_key(0))
+        model, digests = job.model(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x, y = job.train_data().tensors
+        for step in range(3):
+            some = slice(16 * step, 16 * step + 16)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[some]), y[some]).backward()
+            optimizer.step()
+            digests.append(weights_digest(model.state_dict()))
+        return digests
+
+    spec = document(
+        "Quantised",
+        params={"observes": observes},
+        batch={"global": 16, "micro": 16},
+        data={"shuffle": "none"},
+    )
+    trained = train(spec)
+    with determinism("strict", threads=1):
+        assert list(trained.digests) == by_hand(4)
+        assert list(trained.digests) != by_hand(1)
 
 
 def test_the_noise_and_the_bound_take_part() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import SpecError
+from lockstep.job.identity import deciding, identity_digest
 from lockstep.spec.sweep import SweepSpec, load_sweep
 
 BASE = {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}}
@@ -219,15 +220,39 @@ def test_a_population_evaluates_and_saves_where_it_meets() -> None:
     assert load_sweep(found.document()) == found
 
 
+PBT = {
+    "scheduler": {"name": "pbt", "every_steps": 4},
+    "space": {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}},
+}
+
+
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("changed", "line"),
     [
-        ({"spec": {**BASE, "evaluate": {"beside": True}}}, "spec.evaluate.beside: got true"),
-        ({"spec": {**BASE, "evaluate": {"delay": 3}}}, "spec.evaluate.delay: got 3"),
-        ({"space": {"evaluate.delay": {"choice": [0, 4]}}}, "space.evaluate.delay: got values"),
+        ({**PBT, "spec": {**BASE, "evaluate": {"beside": True}}}, r"spec\.evaluate\.beside: got true with scheduler=pbt, .*; leave it out"),
+        ({**PBT, "spec": {**BASE, "evaluate": {"delay": 3}}}, r"spec\.evaluate\.delay: got 3 with scheduler=pbt, .*; leave it out"),
+        ({**PBT, "space": {"evaluate.delay": {"choice": [0, 4]}}}, r"space\.evaluate\.delay: got values to choose from with scheduler=pbt"),
+        ({"space": {"evaluate.beside": {"choice": [True, False]}}}, r"space\.evaluate\.beside: it decides where a trial runs.*; set spec\.evaluate\.beside$"),
+        ({"space": {"data.loader_processes": {"choice": [0, 1]}}}, r"space\.data\.loader_processes: it decides where a trial runs"),
     ],
-)
-def test_a_sweep_goes_by_evaluations_that_decide_at_once(changed: dict[str, Any], field: str) -> None:
+)  # fmt: skip
+def test_a_population_decides_at_once_and_placement_is_not_searched(
+    changed: dict[str, Any], line: str
+) -> None:
     given = {"spec": BASE, "space": {"seed": {"randint": [0, 9]}}, "trials": 8, **changed}
-    with pytest.raises(SpecError, match=f"^{field}.*leave it out"):
+    with pytest.raises(SpecError, match=f"^{line}"):
         load_sweep(given)
+
+
+def test_trials_evaluate_beside_and_have_the_bits_of_those_that_do_not() -> None:
+    """A delay may be searched; where the process runs is no part of a trial's identity."""
+    space = {"seed": {"randint": [0, 9]}, "evaluate.delay": {"choice": [1, "next"]}}
+    trials = [
+        load_sweep({"spec": {**BASE, "evaluate": {"beside": beside}}, "space": space, "trials": 8}).trial(
+            {"seed": 3, "evaluate.delay": 1}
+        )
+        for beside in (True, False)
+    ]
+    assert [trial.evaluate.beside for trial in trials] == [True, False]
+    assert [trial.evaluate.delay for trial in trials] == [1, 1]
+    assert len({identity_digest(deciding(trial)) for trial in trials}) == 1

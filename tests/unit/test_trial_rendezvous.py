@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,12 @@ class Recorders:
 
     def __init__(self) -> None:
         self.attempts: list[int] = []
-        self.tell = SimpleNamespace(remote=lambda key, attempt, events: self.attempts.append(attempt))
+        self.events: list[Any] = []
+        self.tell = SimpleNamespace(remote=self._take)
+
+    def _take(self, key: str, attempt: int, events: list[Any]) -> None:
+        self.attempts.append(attempt)
+        self.events += events
 
 
 def row(step: int) -> EvaluationRow:
@@ -99,3 +105,25 @@ def test_tune_is_given_each_evaluation_once_also_where_workers_go_on_in_memory()
     assert given == [2, 4, 6]
     assert trial.go_on()
     assert given == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_evaluation_that_is_told_after_another_waits_until_tune_has_decided_by_that_one(
+    goes_on: bool,
+) -> None:
+    """A delayed evaluation and that of the last weights come after one step. Where Tune ends the trial by the first, the second is none of its rows."""
+    given: list[int] = []
+
+    def give(evaluation: EvaluationRow) -> None:
+        given.append(evaluation.step)
+        (trial.want if goes_on else trial.leave)()
+
+    recorders = Recorders()
+    trial = TrialRun(recorders, "0", {}, give)
+    sender = trial.begin(1)
+    trial.tell(row(15))
+    trial.tell(row(20))
+    sender.close()
+    assert given == [15]
+    assert trial.is_dismissed is not goes_on
+    assert [event.step for event in recorders.events] == ([15, 20] if goes_on else [15])

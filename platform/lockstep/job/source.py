@@ -105,7 +105,7 @@ def import_from_source() -> None:
     Python takes bytecode for that of a file whose size and whole second of change are as they were, as after an edit within a second, `cp -p` or
     `rsync -t`, and unchecked bytecode for that of any. The identity has what the file holds.
     """
-    SourceFileLoader.get_code = _compiled  # type: ignore[method-assign]
+    SourceFileLoader.get_code = _compiled  # type: ignore[assignment, method-assign]
 
 
 _AT_IMPORT = dict[Path, dict[Path, str]]()

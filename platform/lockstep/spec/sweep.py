@@ -28,7 +28,7 @@ from pydantic import (
 
 from lockstep.errors import SpecError, nearest
 from lockstep.spec import problems
-from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import refusal, shown
@@ -39,6 +39,9 @@ _WholeBounds = Annotated[tuple[int, int], Field(strict=False)]
 
 _FIXED = PLACEMENT | {"fork"}
 """Sections that a space may not search: they decide where a trial runs, not what it computes."""
+
+_DELAYS = ("beside", "delay")
+"""Fields of `evaluate` by which an evaluation decides after further steps."""
 
 
 class Domain(Section):
@@ -228,25 +231,27 @@ class SweepSpec(Section):
     budget: Budget = Budget()
 
     @model_validator(mode="after")
-    def _decides_at_once(self) -> Self:
+    def _population_decides_at_once(self) -> Self:
+        """A member takes over the state that an evaluation was made of: with a delay it would have gone on from there by then."""
         evaluate = self.spec.get("evaluate")
-        settings = (
-            {f"spec.evaluate.{name}": shown(value) for name, value in evaluate.items() if value}
-            if isinstance(evaluate, dict)
-            else {}
-        )
-        settings |= {f"space.{field}": "values to choose from" for field in self.space}
-        for field, value in settings.items():
-            if field.partition(".")[2] in ("evaluate.beside", "evaluate.delay"):
-                raise ValueError(
-                    f"{field}: got {value}, and a sweep goes by each evaluation before the next step of its trial; leave it out"
-                )
+        settings = evaluate if isinstance(evaluate, dict) else {}
+        delayed = {f"spec.evaluate.{name}": shown(settings[name]) for name in _DELAYS if settings.get(name)}
+        delayed |= {
+            f"space.evaluate.{name}": "values to choose from"
+            for name in _DELAYS
+            if f"evaluate.{name}" in self.space
+        }
+        for field, value in delayed.items() if self.scheduler.has_population else ():
+            raise ValueError(
+                f"{field}: got {value} with scheduler=pbt, whose members take over states at the step of an evaluation; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for field, domain in self.space.items():
-            if field.partition(".")[0] in _FIXED:
+            section, _, name = field.partition(".")
+            if section in _FIXED or (name and PLACEMENT_FIELDS.get(section) == name):
                 raise ValueError(
                     f"space.{field}: it decides where a trial runs, not its result; set spec.{field}"
                 )

@@ -254,6 +254,8 @@ class Training:
             summary = self._fit(origin)
         finally:
             sender.close()
+        if self._rank_zero.is_dismissed:
+            return  # whoever ended it records its outcome, also where its last steps were taken by then
         if summary is None:
             if self._rank_zero.reused:
                 self._reuse()

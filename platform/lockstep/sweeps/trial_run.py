@@ -63,13 +63,18 @@ class TrialRun:
         """Tune wants the next result."""
         self._result_wanted.set()
 
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether Tune wants no more of this trial."""
+        return self._dismissed.is_set()
+
     def leave(self) -> None:
         """Tune wants no more of this trial."""
         self._dismissed.set()
         self._result_wanted.set()
 
     def pause(self, seconds: float) -> None:
-        """Wait for so long, or until Tune wants no more of this trial."""
+        """Wait, but no longer than until Tune wants no more of this trial."""
         self._dismissed.wait(seconds)
 
     def wait_for_checkpoint(self, step: int) -> None:
@@ -94,6 +99,9 @@ class TrialRun:
                     if self.pending is None or self.pending.step != row.step:
                         self._give_once(row)
             case EvaluationRow():
+                self._let_decide_before(event)
+                if self._dismissed.is_set():
+                    return
                 self.pending = event
             case CheckpointRow():
                 with self._saved:
@@ -120,14 +128,24 @@ class TrialRun:
         """The gate: a new run waits for its name, an evaluation for Tune's verdict. False for a run that has both, or that Tune ends."""
         if self.on_run_id is not None and not self._learn():
             return False
-        if self.pending is not None:
-            self._result_wanted.clear()
-            row, self.pending = self.pending, None
-            if not self._give_once(row):  # workers that go on in memory have evaluated it again
-                return not self._dismissed.is_set()
-            while not self._dismissed.is_set() and not self._result_wanted.wait(ALIVE_S):
-                self._sender.tell(Alive())  # held, and not hung
+        self._hold()
         return not self._dismissed.is_set()
+
+    def _hold(self) -> None:
+        """Give Tune the evaluation that it has not been given yet, if any, and wait until it has decided."""
+        if self.pending is None:
+            return
+        self._result_wanted.clear()
+        row, self.pending = self.pending, None
+        if not self._give_once(row):  # workers that go on in memory have evaluated it again
+            return
+        while not self._dismissed.is_set() and not self._result_wanted.wait(ALIVE_S):
+            self._sender.tell(Alive())  # held, and not hung
+
+    def _let_decide_before(self, row: EvaluationRow) -> None:
+        """Have Tune decide by an earlier evaluation that is told after the same step: a delayed one, before that of the run's last weights."""
+        if self.pending is not None and self.pending.step != row.step:
+            self._hold()
 
     def _give_once(self, row: EvaluationRow) -> bool:
         """Give Tune an evaluation, unless it had it. Whether it was given."""

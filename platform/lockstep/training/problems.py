@@ -265,16 +265,6 @@ SPARSE_LATER = Problem(
     advice="`sparse=False`",
 )
 
-SPARSE_MIRRORED = Problem(
-    "job.model.sparse_mirrored",
-    SpecError,
-    "faults.mirror: {got}, whose state no other worker mirrors",
-    "set faults.mirror=false, or sharding=none",
-    shown="faults.mirror: parameter '…' has a sparse gradient, …",
-    cause="an embedding with `sparse=True`, or several optimizers of one loss, and mirrors of a sharded optimizer's state",
-    advice="no mirrors: after the loss of a worker the run resumes from its last checkpoint",
-)
-
 NO_UNIT = Problem(
     "sharding.no_unit",
     SpecError,

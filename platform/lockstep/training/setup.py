@@ -70,7 +70,6 @@ from lockstep.training.step.compiled_units import check_units_apart, compile_uni
 from lockstep.training.step.full_sharding import FullSharding, check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.learning_rate import RateSchedule, make_schedule
-from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.mirrored_shards import Cut, MirroredShards
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
@@ -391,11 +390,9 @@ def make_facts(
 
 
 def keep_tables_whole(state: TrainState, tables: Sequence[str]) -> None:
-    """Have every worker keep the optimizer's state of tables whole where it is shared out. SpecError where it is mirrored, on one worker as well."""
+    """Have every worker keep the optimizer's state of tables whole where it is shared out."""
     parameters = dict(state.model.named_parameters())
     for optimizer in sharded_of(state.optimizer).values() if tables else ():
-        if isinstance(optimizer, MirroredOptimizer):
-            raise problems.SPARSE_MIRRORED(got=f"parameter {tables[0]!r} has a sparse gradient")
         optimizer.keep_whole(parameters[name] for name in tables)
 
 

@@ -48,9 +48,10 @@ class Evaluations:
     def __init__(self, run: Run, tell: Tell, origin: AttemptOrigin | None) -> None:
         self._run, self._tell = run, tell
         self._delay = run.spec.evaluate.delay
-        replays = origin is not None and origin.replay is not None  # its rows are wanted at once
+        self._replays = origin is not None and origin.replay is not None
+        """Whether these are another run's steps again: they may end before an evaluation decides, and its row is wanted all the same."""
         self._beside = (
-            run.spec.evaluate.beside and bool(self._delay) and run.evaluate is not None and not replays
+            run.spec.evaluate.beside and bool(self._delay) and run.evaluate is not None and not self._replays
         )
         self.evaluator = Evaluator(run, tell) if self._beside and run.group.rank == 0 else None
         self._measured: Measured | None = None
@@ -127,7 +128,7 @@ class Evaluations:
             pending = Pending.of(run.state, epoch, labels)
         run.step.agreement.check()
         run.state.pending = pending
-        if self._measured is not None:
+        if self._measured is not None and self._replays:
             self._report(self._measured, pending.step, epoch)
         if self.evaluator is not None:
             self.evaluator.begin(pending)
@@ -141,11 +142,11 @@ class Evaluations:
     def _decide_on(self, pending: Pending) -> None:
         """Have an earlier evaluation decide, once its metrics are there."""
         run, measured = self._run, self._measured
-        is_told = measured is not None
+        is_told = measured is not None and self._replays
         if measured is None and self._beside:
             answered = self.evaluator.answer(self._wait_on) if self.evaluator is not None else None
-            told = answered and replace(answered, figures={})
-            shared: Measured | None = run.group.broadcast_object(told, 0)
+            without_figures = answered and replace(answered, figures={})
+            shared: Measured | None = run.group.broadcast_object(without_figures, 0)
             measured = answered or shared
         assert pending.weights is not None
         if measured is None:

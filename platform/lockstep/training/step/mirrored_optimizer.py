@@ -11,6 +11,7 @@ its spans as it was before its newest update, and `take_back` returns to that. (
 - A rank keeps its spans of the group before until the next update. All have arrived in the new group by then: the update needs the gradients of all.
   So a loss within `regroup` leaves the spans of the one group or those of the other.
 - Only the ranges that change hands are sent, and only to ranks that keep them.
+- What every rank updates whole (tables with sparse gradients) has no mirror: each rank has its state, and gives it to those that join.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Report(NamedTuple):
     node: str
     layouts: list[tuple[Layout, dict[int, Any]]]
     """The newest first: of each rank whose spans it has, the state of each parameter by name: numbers themselves, and the dtype of a tensor."""
+    on_all: dict[int, dict[str, Any]] | None = None
+    """The state of the parameters that every rank updates whole, told in the same way; None of a rank that joins."""
 
 
 class MirroredOptimizer(ShardedOptimizer):
@@ -105,7 +108,11 @@ class MirroredOptimizer(ShardedOptimizer):
         self._shares = {rank: Share(self._parts, self._own)}
         for owner, mirror in enumerate(self._layout.mirrors):
             if mirror == rank and owner != rank:
-                parts = {s.parameter: Part(s, self._of(s)) for s in self.spans if s.owner == owner}
+                parts = {
+                    s.parameter: Part(s, self._of(s))
+                    for s in self.spans
+                    if s.owner == owner and s.parameter not in self._on_all
+                }
                 self._shares[owner] = Share(parts, self._made(parts))
 
     @property
@@ -187,11 +194,13 @@ class MirroredOptimizer(ShardedOptimizer):
         self._build()
         current = [(self._layout, self._shares)] if self._is_whole else []
         mine = [*current, *self._previous] if holds else []
+        on_all = self._state_on_all([share for _, shares in mine for share in shares.values()])
         reported = [
             (layout, {owner: self._reported(share) for owner, share in shares.items()})
             for layout, shares in mine
         ]
-        reports: list[Report] = group.gather(Report(node_name(), reported))
+        on_all_reported = {i: _as_reported(state) for i, state in on_all.items()} if holds else None
+        reports: list[Report] = group.gather(Report(node_name(), reported, on_all_reported))
         layout, sources = chosen(reports)
         shares = next((shares for kept_layout, shares in mine if kept_layout == layout), {})
         old_spans = self._spans(layout.ranks)
@@ -205,14 +214,48 @@ class MirroredOptimizer(ShardedOptimizer):
         self._build()
         self._before, self._before_step, self._previous = {}, None, mine
         self._exchange(old_spans, sources, shares, state)
+        self._share_with_joining([report.on_all for report in reports], on_all)
         self._is_whole = True
 
     def _reported(self, share: Share) -> dict[int, dict[str, Any]]:
         return {
-            i: {name: as_told(name, value) for name, value in share.optimizer.state[part.value].items()}
+            i: _as_reported(share.optimizer.state[part.value])
             for i, part in share.parts.items()
-            if part.value in share.optimizer.state
+            if i not in self._on_all and part.value in share.optimizer.state
         }
+
+    def _state_on_all(self, shares: Sequence[Share]) -> dict[int, dict[str, Any]]:
+        """The state of the parameters that every rank updates whole; all layouts have the same."""
+        return {
+            i: dict(share.optimizer.state[part.value])
+            for share in shares
+            for i, part in share.parts.items()
+            if i in self._on_all and part.value in share.optimizer.state
+        }
+
+    def _share_with_joining(
+        self, reported: Sequence[dict[int, dict[str, Any]] | None], on_all: Mapping[int, dict[str, Any]]
+    ) -> None:
+        """Take over this rank's state of the parameters that every rank updates whole; a rank that joins receives it from the first one that has it."""
+        joining = [rank for rank, state in enumerate(reported) if state is None]
+        source = next(rank for rank, state in enumerate(reported) if state is not None)
+        groups = [every for every in self.param_groups for _ in every["params"]]
+        for i, names in (reported[source] or {}).items():
+            span, value = self._parts[i]
+            state = on_all.get(i, {})
+            for name, described in names.items():
+                if not isinstance(described, torch.dtype):
+                    state = {name: self._number(span, groups, name, described), **state}
+                    continue
+                if self.group.rank in joining:
+                    state[name] = torch.empty_like(
+                        value, dtype=described, memory_format=torch.contiguous_format
+                    )
+                    self.group.pass_on([], [(source, state[name].view(-1))])()
+                elif self.group.rank == source:
+                    sent = state[name].contiguous().view(-1)
+                    self.group.pass_on([(rank, sent) for rank in joining], [])()
+            self._own.state[value] = state
 
     def _exchange(
         self,
@@ -229,9 +272,11 @@ class MirroredOptimizer(ShardedOptimizer):
         for span in old_spans:
             olds.setdefault(span.parameter, []).append(span)
         for new in self.spans:
+            if new.parameter in self._on_all:
+                continue
             outgoing: list[tuple[int, Tensor]] = []
             incoming: list[tuple[int, Tensor]] = []
-            made: list[tuple[int, dict[str, Any]]] = []
+            filled_by_owner: list[tuple[int, dict[str, Any]]] = []
             for replica in replicas[new.owner]:
                 filled: dict[str, Any] = {}
                 for old in olds[new.parameter]:
@@ -264,10 +309,10 @@ class MirroredOptimizer(ShardedOptimizer):
                         else:
                             incoming.append((source, target))
                 if replica == rank and filled:
-                    made.append((new.owner, filled))
+                    filled_by_owner.append((new.owner, filled))
             if outgoing or incoming:
                 self.group.pass_on(outgoing, incoming)()
-            for owner, filled in made:
+            for owner, filled in filled_by_owner:
                 share = self._shares[owner]
                 value = share.parts[new.parameter].value
                 share.optimizer.state[value] = {
@@ -282,6 +327,10 @@ class MirroredOptimizer(ShardedOptimizer):
             return value
         where = self.group.device if counts_on_device(groups[span.parameter]) else "cpu"
         return value.to(where, copy=True)
+
+
+def _as_reported(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: as_told(name, value) for name, value in state.items()}
 
 
 def chosen(reports: Sequence[Report]) -> tuple[Layout, dict[int, int]]:

@@ -42,8 +42,6 @@ def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | Non
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
     check_shardable(optimizer)
-    if spec.sharding.mode == "optimizer" and spec.faults.mirror and isinstance(optimizer, JoinedOptimizer):
-        raise problems.SPARSE_MIRRORED(got="the job has several optimizers")
     if group is not None and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
     mirrored = spec.sharding.mode == "full" and spec.faults.mirror
