@@ -117,7 +117,7 @@ class Other(torch.nn.Module): ...
 """
 
 
-@pytest.mark.exact  # tests/unit/test_notebook.py trains one in a process of its own
+@pytest.mark.exact  # tests/unit/calls/test_notebook.py trains one in a process of its own
 def test_a_class_of_a_script_is_imported_by_workers_and_recorder(
     here: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

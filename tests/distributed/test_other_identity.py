@@ -14,7 +14,7 @@ from lockstep.training import problems
 from tests.distributed.test_resume import taken_up
 from tests.distributed.training import Document, Trained, train, train_attempt
 from tests.raised import raises
-from tests.unit.test_source import forget
+from tests.unit.job.test_source import forget
 
 RUN = "run"
 

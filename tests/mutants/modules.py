@@ -104,10 +104,10 @@ COVERED = {
     ],
     "proof/difference.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
     "sweeps/trial.py": [
-        "tests/unit/test_sweep_resumption.py",
-        "tests/unit/test_sweep_schedulers.py",
-        "tests/unit/test_sweep_population.py",
-        "tests/unit/test_trial_rendezvous.py",
+        "tests/unit/sweeps/test_resumption.py",
+        "tests/unit/sweeps/test_schedulers.py",
+        "tests/unit/sweeps/test_population.py",
+        "tests/unit/sweeps/test_trial_rendezvous.py",
     ],
 }
 """By module below `platform/lockstep`."""

@@ -272,11 +272,11 @@ def test_the_job_that_is_shown_trains(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 SHOWN = {
-    "A loss over the whole batch": "tests.unit.shown_jobs:Towers",
-    "Terms with weights of their own": "tests.unit.shown_jobs:Boxes",
-    "Statistics of a step": "tests.unit.shown_jobs:Queued",
-    "Optimizers that evaluate the loss again": "tests.unit.shown_jobs:Labelled",
-    "A scheduler that counts epochs": "tests.unit.shown_jobs:Labelled",
+    "A loss over the whole batch": "tests.unit.job.shown_jobs:Towers",
+    "Terms with weights of their own": "tests.unit.job.shown_jobs:Boxes",
+    "Statistics of a step": "tests.unit.job.shown_jobs:Queued",
+    "Optimizers that evaluate the loss again": "tests.unit.job.shown_jobs:Labelled",
+    "A scheduler that counts epochs": "tests.unit.job.shown_jobs:Labelled",
 }
 """The job that each section of writing-a-job.md, or text in it, goes on, which lacks what it shows."""
 

@@ -23,7 +23,6 @@ from lockstep.export.exporting import Weights, aside_of, export_weights
 from lockstep.export.formats import (
     ExportFormat,
     Safetensors,
-    Shards,
     artifact_path,
     check_predicts,
     format_named,
@@ -103,8 +102,6 @@ def export(
     if rtol is not None and not 0 <= rtol < 1:
         raise problems.RTOL(got=f"{rtol:g}")
     if max_file_size is not None:
-        if not isinstance(export_format, Shards):
-            raise export_problems.FILE_SIZE_OF_ONE(got=max_file_size, format=export_format.name)
         export_format = export_format.limited(max_file_size)
     export_format.check_installed()
     store, storage = tracking_uri(uri), Path(storage).absolute()

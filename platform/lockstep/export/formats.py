@@ -76,6 +76,10 @@ class ExportFormat:
         if self.most_bytes is not None and size > self.most_bytes:
             raise problems.SIZE(format=self.name, got=size)
 
+    def limited(self, size: str) -> ExportFormat:
+        """The format with files of at most this size. SpecError where it is one file."""
+        raise problems.FILE_SIZE_OF_ONE(got=size, format=self.name)
+
     @property
     def runtime(self) -> str:
         """What loads it here, with its version."""

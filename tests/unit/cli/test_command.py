@@ -23,7 +23,7 @@ from lockstep.errors import StorageError
 from lockstep.spec.loading import load_spec
 from tests.forked import lockstep
 from tests.in_process import here
-from tests.unit import called_apart
+from tests.unit.driver import called_apart
 
 ROOT = Path(__file__).parents[3]
 SHORT = [

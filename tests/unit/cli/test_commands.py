@@ -18,7 +18,7 @@ from lockstep.cli.main import app
 from lockstep.driver.options import CallOptions, RunOptions, SweepCallOptions, options_of_call, taken_by
 from lockstep.spec.loading import load_spec
 from tests.in_process import here
-from tests.unit import called_apart
+from tests.unit.driver import called_apart
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -50,6 +50,8 @@ def exported(folder: Path) -> None:
 CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda _: format_named("keras"), problems.FORMAT, {"got": "keras"}),
     (lambda _: FORMATS["onnx"].check_size(1 << 32), problems.SIZE, {"format": "onnx", "got": 1 << 32}),
+    (lambda _: FORMATS["pt2"].limited("2GB"), problems.FILE_SIZE_OF_ONE, {"got": "2GB", "format": "pt2"}),
+    (lambda _: FORMATS["shards"].limited("big"), problems.FILE_SIZE, {"got": "big"}),
     (lambda _: example_of(giving([1]), nn.Linear(1, 1)), problems.EXAMPLE_KIND, {"got": "list"}),
     (lambda _: example_of(giving(torch.tensor(1.0)), nn.Linear(1, 1)), problems.EXAMPLE_ROWS, {"got": "of shape ()"}),
     (lambda _: example_of(giving(()), nn.Linear(1, 1)), problems.EXAMPLE_ROWS, {"got": "that is not there"}),

@@ -13,7 +13,7 @@ from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import NAME
 from tests.raised import raises
-from tests.unit.tune_order import Tuned, sweep_of
+from tests.unit.sweeps.tune_order import Tuned, sweep_of
 
 TRIALS = 24
 AT_ONCE = 3

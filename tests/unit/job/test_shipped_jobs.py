@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SAMPLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tabular": {"train": "train", "evaluation": "eval"},

@@ -72,7 +72,7 @@ def test_the_shortest_spec_names_a_job_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parents[2].glob("jobs/*/train.yaml")), ids=lambda p: p.parent.name
+    "path", sorted(Path(__file__).parents[3].glob("jobs/*/train.yaml")), ids=lambda p: p.parent.name
 )
 def test_the_specs_of_the_jobs_in_this_repository_are_valid(path: Path) -> None:
     load_spec(path)

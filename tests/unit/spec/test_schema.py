@@ -20,7 +20,7 @@ from lockstep.spec.schema import sections, spec_schema, sweep_schema
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from tests.in_process import here
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "jobs").glob("*/*.yaml"))
 JOB = {"use": "jobs.digits.job:Digits"}
 SPECS = jsonschema.Draft202012Validator(spec_schema())

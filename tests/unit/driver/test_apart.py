@@ -23,10 +23,10 @@ from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import Interrupted
 from lockstep.record.events.union import EvaluationRow
-from tests.unit import called_apart
+from tests.unit.driver import called_apart
 from tests.unit.record.rows import step_row
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Said(Silent):
@@ -124,7 +124,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, second: signal.Signals)
 def test_a_run_whose_parent_is_killed_stops_as_after_a_signal(tmp_path: Path) -> None:
     left = tmp_path / "left"
     program = (
-        "import os, signal, sys; from functools import partial; from pathlib import Path; from tests.unit.test_apart import *\n"
+        "import os, signal, sys; from functools import partial; from pathlib import Path; from tests.unit.driver.test_apart import *\n"
         f"call = partial(called_apart.until_stopped, left=Path({str(left)!r}), patient=True)\n"
         "apart(call, RunOptions(progress=Said(lambda text: os.kill(os.getpid(), signal.SIGKILL))))"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.job.inputs.imports import Asked, imported_by, imports_noted, imports_of_job
 from lockstep.job.loading import load_job
-from tests.unit.test_source import forget
+from tests.unit.job.test_source import forget
 
 FILES = {
     "helper.py": "SCALE = 3.0\n",

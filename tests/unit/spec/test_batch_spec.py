@@ -10,7 +10,7 @@ from lockstep.errors import SpecError
 from lockstep.plan import BatchSize
 from lockstep.spec.loading import load_spec
 
-JOB = {"job": {"use": "tests.unit.shown_jobs:Any"}}
+JOB = {"job": {"use": "tests.unit.job.shown_jobs:Any"}}
 
 
 def loaded(**sections: Any) -> Any:

@@ -17,7 +17,7 @@ from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import NAME, Decisions
 from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
 from lockstep.sweeps.trial import run_name, spec_of, was_begun
-from tests.unit.tune_order import Tuned, sweep_of
+from tests.unit.sweeps.tune_order import Tuned, sweep_of
 
 
 class Controller:

@@ -13,7 +13,7 @@ import pytest
 import lockstep
 from lockstep.calls.verify import verify
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 IMPORTS = """
 import torch

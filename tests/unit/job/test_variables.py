@@ -22,7 +22,7 @@ from lockstep.job.inputs.variables import (
     watch,
 )
 from lockstep.job.loading import load_job
-from tests.unit.test_source import forget
+from tests.unit.job.test_source import forget
 
 MODULE = """
 import functools, os, posixpath, string, subprocess, sys, tempfile, threading

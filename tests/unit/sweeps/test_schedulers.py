@@ -19,7 +19,7 @@ from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import trial as trials
 from lockstep.sweeps.decisions import NAME, Decisions
 from lockstep.sweeps.trial import Training
-from tests.unit.tune_order import NoRecorders, Tuned, sweep_of
+from tests.unit.sweeps.tune_order import NoRecorders, Tuned, sweep_of
 
 LR = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}}
 TRIALS = 8

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.job.identity import changed_fields, deciding, identity_digest, identity_fields
 from lockstep.spec.loading import load_spec
-from tests.unit.test_source import forget
+from tests.unit.job.test_source import forget
 
 FACTS = {"device": "cpu", "numerics_probe": "p", "data.train_samples": 100, "workers": 2}
 
