@@ -115,7 +115,7 @@ def test_one_changed_byte_is_seen_though_size_and_time_are_the_same(tmp_path: Pa
 class Unread(Table):
     """A table that is not decoded, for its pages are damaged."""
 
-    def _kept(self) -> Any:
+    def _row_store(self) -> Any:
         return None
 
 

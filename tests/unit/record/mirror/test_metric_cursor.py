@@ -253,7 +253,7 @@ def test_an_evaluation_is_linked_once_all_points_before_it_are_sent(deliver: Del
     """Linking adds its points: a process that is killed in between would leave a highest step below which some are missing."""
     delivery = deliver(store := Points())
     evaluations = Evaluations(delivery.metrics, delivery.lane, store)
-    evaluations.wanted = {2: ([], "its checkpoint")}
+    evaluations.desired = {2: ([], "its checkpoint")}
     delivery.journal.add([*rows(1, 2), evaluation_row(2)])
     assert list(evaluations.calls()) == []
     delivery.tell()

@@ -159,6 +159,7 @@ def one_that_trains(step: int = 3, reached: int = 3) -> Any:
         step=SimpleNamespace(
             abandon=lambda recorded: noted.append(("abandoned", recorded)),
             take_back=lambda: noted.append("taken back"),
+            take_back_evaluation=lambda: noted.append("evaluation taken back"),
         ),
         history=SimpleNamespace(
             reached=reached, take_back=lambda step, evaluated: noted.append(("rows", step, evaluated))
@@ -223,15 +224,24 @@ def test_a_worker_whose_newest_row_is_lost_comes_to_no_rendezvous(step: int, rea
     assert rendezvous.came == []
 
 
-@pytest.mark.parametrize(("step", "ahead"), [(3, False), (2, True)])
-def test_a_worker_with_mirrors_returns_to_the_step_of_the_others(step: int, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("progress", "taken_back"),
+    [
+        (Progress(3, 2), []),
+        (Progress(3, 1), ["evaluation taken back"]),
+        (Progress(2, 2), ["taken back", ("rows", 3, 2)]),
+    ],
+)
+def test_a_worker_with_mirrors_returns_to_the_step_of_the_others(
+    progress: Progress, taken_back: list[Any]
+) -> None:
     """To all of it, or to nothing: a loss between two halves would leave it with those of two states."""
     run = one_that_trains(3)
-    return_to(run, step)
-    assert run.noted == [("spans", step), *(["taken back", ("rows", 3, 2)] if ahead else [])]
+    return_to(run, progress)
+    assert run.noted == [("spans", progress.step), *taken_back]
     run.state.mirrored = None
     run.noted.clear()
-    return_to(run, step)
+    return_to(run, progress)
     assert run.noted == []
 
 

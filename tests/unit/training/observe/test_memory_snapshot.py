@@ -210,15 +210,17 @@ def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
     first, later = MemoryError("out of memory"), RuntimeError("the batch failed")
     first.__cause__, later.__cause__ = later, first
     told: list[Event] = []
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(
+        signal.ITIMER_VIRTUAL, 20.0
+    )  # of this process alone: a look at all of its objects takes seconds
     try:
         assert asked_bytes(later) == 0
         with pytest.raises(ClusterError), memory_watched(told.append, 0, 1):
             raise first
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
     assert [item["asked_bytes"] for item in snapshots(told)] == [0]
 
 
