@@ -46,6 +46,14 @@ class Program(NamedTuple):
     spec: Document
     fall: Fall
     is_shardable: bool = True
+    needs_whole: bool = False
+    """Whether it needs whole parameters on a worker: `sharding: full` is refused."""
+
+    def under(self, sharding: str) -> str:
+        """The mode nearest to `sharding` that it may have."""
+        if not self.is_shardable:
+            return "none"
+        return "optimizer" if self.needs_whole and sharding == "full" else sharding
 
 
 def of(kind: type[Kind], **more: Any) -> Document:
@@ -81,7 +89,9 @@ PROGRAMS = {
     "batches of tokens": Program(changing_jobs.by_tokens(rehearsal="off"), Fall(1, 5, "send whole")),
     "groups": Program(test_groups.run(rehearsal="off"), Fall(1, STEP, "send whole")),
     "named sets": Program(of(evaluation_kinds.NamedSets), Fall(1, STEP, "gather", 2)),
-    "weights of its own to evaluate": Program(of(evaluation_kinds.StochasticAverage), Fall(1, 4, "gather")),
+    "weights of its own to evaluate": Program(
+        of(evaluation_kinds.StochasticAverage), Fall(1, 4, "gather"), needs_whole=True
+    ),
     "a schedule by epochs": Program(
         of(step_kinds.FallsEveryEpoch, length={"epochs": 2}), Fall(1, 4, "update")
     ),
@@ -116,12 +126,9 @@ def test_workers_loader_processes_and_sharding_change_no_bit(
     pool: Pool, name: str, workers: int, sharding: str
 ) -> None:
     """On four workers the last steps leave one without a micro-batch."""
-    spec, _, is_shardable = PROGRAMS[name]
-    placed = {
-        **spec,
-        "data": {**spec.get("data", {}), "loader_processes": 1},
-        "sharding": sharding if is_shardable else "none",
-    }
+    program = PROGRAMS[name]
+    loading = {**program.spec.get("data", {}), "loader_processes": 1}
+    placed = {**program.spec, "data": loading, "sharding": program.under(sharding)}
     assert pool.run(workers, train, placed) == [undisturbed(name)] * workers
 
 
@@ -129,7 +136,7 @@ def test_workers_loader_processes_and_sharding_change_no_bit(
 @pytest.mark.parametrize("name", [*PROGRAMS][1:] + [*PROGRAMS][:1])
 def test_the_others_go_on_in_memory(name: str) -> None:
     """Nothing of the step under way is kept, and no other step is repeated."""
-    spec, fall, _ = PROGRAMS[name]
+    spec, fall = PROGRAMS[name][:2]
     outlived = outlive(spec, 3, [fall])
     check(outlived, undisturbed(name), [0, 2])
     assert outlived.attempts == 2
@@ -150,13 +157,13 @@ def test_a_sharded_run_is_taken_up_under_another_sharding(
     pool: Pool, tmp_path: Path, name: str, before: str, after: str, workers: int
 ) -> None:
     """Nobody has the lost worker's part, so all end; a checkpoint has every part whole."""
-    spec, fall, _ = PROGRAMS[name]
-    saved = {**spec, "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}}}
+    program = PROGRAMS[name]
+    saved = {**program.spec, "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}}}
     with pytest.raises(Exception) as lost:
-        outlive({**saved, "sharding": before}, 3, [fall], run_id=RUN)
+        outlive({**saved, "sharding": program.under(before)}, 3, [program.fall], run_id=RUN)
     assert isinstance(lost.value, ClusterError) or is_lost_peer(lost.value)
     origin, whole = claim(str(tmp_path), RUN, None), undisturbed(name)
-    for trained in pool.run(workers, train_attempt, {**saved, "sharding": after}, RUN, origin):
+    for trained in pool.run(workers, train_attempt, {**saved, "sharding": program.under(after)}, RUN, origin):
         assert 0 < len(trained.digests) < len(whole.digests)
         assert trained.digests == whole.digests[-len(trained.digests) :]
         assert (trained.weights_digest, trained.identity) == (whole.weights_digest, whole.identity)
@@ -165,12 +172,16 @@ def test_a_sharded_run_is_taken_up_under_another_sharding(
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("name", "broken"),
-    [("the third evaluation of a search", "start of the step"), ("whole batch, second pass", "buffers")],
+    ("name", "broken", "fall"),
+    [
+        ("the third evaluation of a search", "start of the step", Fall(1, STEP, "forward", 3)),
+        # In the second pass the others may not have begun theirs.
+        ("whole batch, second pass", "buffers", Fall(1, STEP, "send whole")),
+    ],
 )
-def test_what_a_lost_step_has_changed_would_show(name: str, broken: str) -> None:
+def test_what_a_lost_step_has_changed_would_show(name: str, broken: str, fall: Fall) -> None:
     """The control: parameters halfway through a search, or statistics of a first pass, are kept."""
-    spec, fall, _ = PROGRAMS[name]
+    spec = PROGRAMS[name].spec
     outlived, whole = outlive(spec, 3, [fall], broken=broken), undisturbed(name)
     digests = {summary["weights_digest"] for summary in outlived.summaries.values()}
     assert (outlived.rows, digests) != (whole.rows, {whole.weights_digest})
