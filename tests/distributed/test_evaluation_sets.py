@@ -184,6 +184,18 @@ def test_an_average_with_recomputed_statistics_is_that_of_torch(tmp_path: Path) 
     assert dict(evaluations(trained)[4])["eval/loss"] != dict(evaluations(without)[4])["eval/loss"]
 
 
+def test_weights_of_the_jobs_own_are_kept_by_one_worker_of_several(pool: Pool, tmp_path: Path) -> None:
+    """All of them compare these weights for the summary; only the first writes them, while the others may be gone."""
+    storage = {"checkpoint": {"storage": str(tmp_path), "every": None}}
+    spec = document(StochasticAverage, rehearsal="off", **storage)
+    first, second = pool.run(2, train_attempt, spec, RUN, AttemptOrigin())
+    assert first == second
+    assert (
+        weights_digest(load_file(tmp_path / RUN / "weights" / "ema.safetensors"))
+        == first.summary["ema_digest"]
+    )
+
+
 def test_statistics_that_stay_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: were buffers not put back after an evaluation, training would go on from others."""
     exact = train(document(StochasticAverage))

@@ -44,8 +44,9 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
         return []
     best = run.state.best.weights
     files = save_whole(run, folder, "final", tensors(run.state))
+    alone = run.state.sharding is None  # the ranks have compared these weights for the summary
     if run.state.has_average:
-        with run.state.averaged():
+        with run.state.averaged(alone=alone):
             files += save_whole(run, folder, "ema", tensors(run.state))
     files += [] if best is None else save_whole(run, folder, "best", best)
     final = final_model_of(run) if seat.origin.saves and not stopped else run.state.model
@@ -58,7 +59,7 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     if not stopped and run.spec.record.uri != RECORD_OFF:
         with (
             periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"),
-            run.state.averaged(),
+            run.state.averaged(alone=True),
         ):
             files += keep_final_model(run.job, final, folder)
     return files

@@ -214,12 +214,12 @@ class TrainState:
             or any(map(has_modes, optimizers_of(self.optimizer).values()))
         )
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """The model as it is evaluated: with the average in the place of its weights, where there is one."""
+    def averaged(self, *, alone: bool = False) -> AbstractContextManager[None]:
+        """The model as it is evaluated: with the average in the place of its weights, where there is one. `alone`: on this rank, and no other."""
         if self.average is not None:
             return self.average.shown()
         if self.job_weights is not None:
-            return self.job_weights.shown()
+            return self.job_weights.shown(alone=alone)
         return shown_by_optimizers(self.model, [*optimizers_of(self.optimizer).values()])
 
     def shard(self, sharding: FullSharding | None, group: Group) -> None:
