@@ -150,8 +150,10 @@ def test_a_slurm_job_requeues_itself_near_the_end_of_its_time(
     tmp_path: Path, undisturbed: Result, started: list[Processes]
 ) -> None:
     """And not where a person cancels it."""
-    store = f"record.uri=sqlite:///{tmp_path}/mlflow.db"
-    job = SlurmJob(CLUSTER / "slurm" / "train.sbatch", tmp_path, [*SLOW, store])
+    store, gate = f"record.uri=sqlite:///{tmp_path}/mlflow.db", tmp_path / "gate"
+    gate.touch()  # steps of a second, so that neither start ends before it is stopped
+    slow = [*SLOW, f"job.params={{width: 4, pause_s: 1, gate: {gate}}}"]
+    job = SlurmJob(CLUSTER / "slurm" / "train.sbatch", tmp_path, [*slow, store])
     started.append(job.start())
     job.processes.wait_for(lambda: saved(tmp_path))
     job.near_the_end_of_its_time()
@@ -166,6 +168,7 @@ def test_a_slurm_job_requeues_itself_near_the_end_of_its_time(
     assert job.cancel(120.0) == 128 + 15
     assert status(tmp_path) == "KILLED"
     assert job.asked.read_text() == "requeue 17\n"
+    gate.unlink()
 
     started.append(job.start())
     assert job.processes.first.wait(300) == ExitCode.DONE, job.processes.output.read_text()
