@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from lockstep.record.ledger.tables import read_evaluations
+from tests.cluster.commands import command, result_of
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     spec = folder / "digits.yaml"
     spec.write_text("job: {use: tests.distributed.test_evaluation_beside:Paced}\n")
-    given = [
+    settings = [
         "length.steps=24",
         "batch.global=12",
         "batch.micro=3",
@@ -33,25 +34,8 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
         "early_stop={metric: eval/far/loss, mode: max, patience: 20}",
         "checkpoint.every.steps=3",
         "record.uri=off",
-        f"checkpoint.storage={folder}",
-        *words,
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "train", str(spec), "--json", *given],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    result: dict[str, Any] = json.loads(out)
-    return result
+    return command(folder, "train", str(spec), *settings, *words)
 
 
 def evaluations(result: dict[str, Any]) -> list[Any]:
@@ -77,12 +61,12 @@ def beside(process: subprocess.Popen[str]) -> psutil.Process:
 def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     tmp_path: Path, request: pytest.FixtureRequest, where: list[str]
 ) -> None:
-    plain = ended(started(tmp_path / "plain", "evaluate.delay=next", "--local"))
+    plain = result_of(started(tmp_path / "plain", "evaluate.delay=next", "--local"))
     assert [step for step, *_ in evaluations(plain)] == [4, 8, 12, 16, 20, 24]
     run = started(tmp_path / "beside", "evaluate.beside=true", "job.params={}", *where)
     request.addfinalizer(run.kill)
     beside(run).send_signal(signal.SIGKILL)
-    whole = ended(run)
+    whole = result_of(run)
     assert any("evaluate.beside: the process that evaluates" in text for text in whole["warnings"])
     assert (whole["weights_digest"], whole["identity"]) == (plain["weights_digest"], plain["identity"])
     assert evaluations(whole) == evaluations(plain)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from torch import nn
 
 from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
+from tests.cluster.commands import command, result_of
 from tests.distributed.gradient_kinds import Recommender
 from tests.processes import named
 
@@ -30,18 +29,6 @@ class Paced(Recommender):
         time.sleep(0.05)
 
 
-def command(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words, "--json", f"checkpoint.storage={folder}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
     folder.mkdir()
     spec = folder / "tables.yaml"
@@ -54,13 +41,6 @@ def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
         "record.uri=off",
     ]
     return command(folder, "train", str(spec), *settings, "checkpoint.every.steps=2", *words)
-
-
-def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    result: dict[str, Any] = json.loads(out)
-    return result
 
 
 def ledger(result: dict[str, Any]) -> list[dict[str, str]]:
@@ -105,7 +85,7 @@ def workers(most: int, least: int | None = None) -> list[str]:
 def test_a_killed_run_with_tables_goes_on_under_another_sharding(
     tmp_path: Path, request: pytest.FixtureRequest, before: list[str], after: list[str]
 ) -> None:
-    whole = ended(begun(tmp_path / "whole", "--local"))
+    whole = result_of(begun(tmp_path / "whole", "--local"))
     folder = tmp_path / "killed"
     run = begun(folder, *before)
     request.addfinalizer(run.kill)
@@ -122,7 +102,7 @@ def test_a_killed_run_with_tables_goes_on_under_another_sharding(
             process.kill()
     run.communicate()
     (run_id,) = [path.parent.name for path in folder.glob("*/journal.jsonl")]
-    resumed = ended(command(folder, "resume", run_id, "--uri", "off", *after))
+    resumed = result_of(command(folder, "resume", run_id, "--uri", "off", *after))
     for name in ("weights_digest", "identity", "metrics"):
         assert resumed[name] == whole[name]
     assert ledger(resumed) == ledger(whole)

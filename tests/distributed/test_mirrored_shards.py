@@ -37,6 +37,8 @@ from tests.distributed.test_survivors import (
     IN_SECOND_PHASE,
     PHASED,
     check,
+    check_losses_at,
+    check_one_loss,
     check_saves,
     repeated,
 )
@@ -64,10 +66,7 @@ def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -
     """In a pass, in the exchange, before the norm, before the gradients go to the mirrors, while they go, after the update, and before it counts."""
     lost = workers - 1 if place == "forward" else 0
     count = {"send to one": 5, "gather": OF_DIGESTS}.get(place, 1)
-    outlived = outlive(SMALL, workers, [Fall(lost, 3, place, count)])
-    check(outlived, plain(), [n for n in range(workers) if n != lost])
-    assert outlived.attempts == 2
-    assert len(repeated(outlived)) <= 1
+    check_one_loss(SMALL, workers, Fall(lost, 3, place, count), plain())
 
 
 @pytest.mark.exact
@@ -77,13 +76,7 @@ def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -
 def test_wherever_a_worker_with_rows_is_lost(precision: str, worker: int, place: str) -> None:
     """Dropout, clipping, an average, and the best weights of an early stop."""
     document = same_bits("digits", 8, precision, ema=0.5)
-    whole = train(document)
-    for count in range(1, 13):
-        outlived = outlive(document | MIRRORED, 3, [Fall(worker, 4, place, count)])
-        if worker in outlived.summaries:  # it is not passed so often
-            return
-        check(outlived, whole, [n for n in range(3) if n != worker])
-        assert len(repeated(outlived)) <= 1
+    check_losses_at(document | MIRRORED, worker, place, 12, train(document))
 
 
 @pytest.mark.every(3)

@@ -16,7 +16,15 @@ from lockstep.training.step.mirrored_optimizer import mirrors
 from tests.distributed.gradient_kinds import OnlyTables, RareTable, Recommender, RecommenderBySgd
 from tests.distributed.kinds import Kind, document
 from tests.distributed.survivors import Change, Fall, outlive
-from tests.distributed.test_survivors import CENTRED, DIGITS, check, check_saves, repeated
+from tests.distributed.test_survivors import (
+    CENTRED,
+    DIGITS,
+    check,
+    check_losses_at,
+    check_one_loss,
+    check_saves,
+    repeated,
+)
 from tests.distributed.training import Document, Trained, train
 from tests.raised import raises
 
@@ -37,10 +45,7 @@ def plain() -> Trained:
 def test_the_others_go_on_with_the_lost_workers_part(workers: int, place: str) -> None:
     """In forward and backward, in the exchange, before the update, at both ends of the gathering of the weights, and after it."""
     lost = workers - 1 if place == "forward" else 0
-    outlived = outlive(SMALL, workers, [Fall(lost, 3, place)])
-    check(outlived, plain(), [n for n in range(workers) if n != lost])
-    assert outlived.attempts == 2
-    assert len(repeated(outlived)) <= 1
+    check_one_loss(SMALL, workers, Fall(lost, 3, place), plain())
 
 
 @pytest.mark.exact
@@ -49,13 +54,7 @@ def test_the_others_go_on_with_the_lost_workers_part(workers: int, place: str) -
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_wherever_a_worker_with_a_part_is_lost(precision: str, worker: int, place: str) -> None:
     document = DIGITS | {"precision": precision, "workers": {"bucket_mb": 0.001}}
-    whole = train(document)
-    for count in range(1, 9):
-        outlived = outlive(document | MIRRORED, 3, [Fall(worker, 4, place, count)])
-        if worker in outlived.summaries:  # it is not passed so often
-            return
-        check(outlived, whole, [n for n in range(3) if n != worker])
-        assert len(repeated(outlived)) <= 1
+    check_losses_at(document | MIRRORED, worker, place, 8, train(document))
 
 
 @pytest.mark.scenario

@@ -86,6 +86,24 @@ def repeated(outlived: Outlived) -> list[int]:
     return [step for step, times in sorted(most.items()) for _ in range(times)]
 
 
+def check_one_loss(document: Document, workers: int, fall: Fall, whole: Trained) -> None:
+    """The others go on in memory, and no step is taken again but the one under way."""
+    outlived = outlive(document, workers, [fall])
+    check(outlived, whole, [n for n in range(workers) if n != fall.worker])
+    assert outlived.attempts == 2
+    assert len(repeated(outlived)) <= 1
+
+
+def check_losses_at(document: Document, worker: int, place: str, most: int, whole: Trained) -> None:
+    """One of three workers is lost in step 4 at the first time that it is at a place, at the second, and so on."""
+    for count in range(1, most + 1):
+        outlived = outlive(document, 3, [Fall(worker, 4, place, count)])
+        if worker in outlived.summaries:  # it is not there so often
+            return
+        check(outlived, whole, [n for n in range(3) if n != worker])
+        assert len(repeated(outlived)) <= 1
+
+
 @pytest.mark.scenario
 def test_three_of_four_are_lost_one_after_another() -> None:
     """In a backward, after an update that is not told yet (rank 0), and in an evaluation, whose epoch ends there."""

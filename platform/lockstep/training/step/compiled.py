@@ -131,22 +131,22 @@ class CompiledLosses:
         losses: tuple[float, float],
         gradients: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
-        gather: Callable[[dict[str, _Away]], list[dict[str, _Away]]] = lambda part: [part],
+        gather: Callable[[dict[str, _Deviation]], list[dict[str, _Deviation]]] = lambda part: [part],
     ) -> None:
         """Note how far a phase's compiled micro-batch is from the eager one; `losses` are (compiled, eager).
 
         Where each rank has its part of the gradients, `gather` collects what it is given from all of them. JobError where the gradient is farther than
         rounding explains.
         """
-        by_rank = gather({name: _away(gradients[name], eager[name]) for name in gradients})
-        away = {name: _Away.joined([of_rank[name] for of_rank in by_rank]) for name in gradients}
-        worst = max(away, key=lambda name: away[name].largest)
+        by_rank = gather({name: _deviation(gradients[name], eager[name]) for name in gradients})
+        deviations = {name: _Deviation.joined([of_rank[name] for of_rank in by_rank]) for name in gradients}
+        worst = max(deviations, key=lambda name: deviations[name].largest)
         difference = Difference(
             *losses,
             worst,
-            away[worst].largest,
-            away[worst].largest_eager,
-            _distance(away.values()),
+            deviations[worst].largest,
+            deviations[worst].largest_eager,
+            _distance(deviations.values()),
         )
         self.differences[phase] = difference
         short = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in eager.values())
@@ -173,9 +173,12 @@ class CompiledLosses:
 class CompiledLoss:
     """A phase's loss: compiled for batches that have the shapes of the first one, eager for all others."""
 
-    def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
+    def __init__(
+        self, loss: LossFunction, all_losses: CompiledLosses, program: Program | None = None
+    ) -> None:
+        """`program` computes what is compiled of it; None: all of it is."""
         self._loss, self._all = loss, all_losses
-        self._program = Program(loss, all_losses.options)
+        self._program = program or Program(loss, all_losses.options)
         self._shapes: tuple[str, ...] | None = None
 
     def compiles(self, batch: Any) -> bool:
@@ -201,8 +204,7 @@ class LossOfCompiledUnits(CompiledLoss):
     """A phase's loss whose units are compiled: those of batches that have the shapes of the first one. What is outside of units runs eager."""
 
     def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
-        super().__init__(loss, all_losses)
-        self._program = Program(_computed, all_losses.options, all_losses.units)
+        super().__init__(loss, all_losses, Program(_computed, all_losses.options, all_losses.units))
         self._is_compiled = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
@@ -228,10 +230,10 @@ class Program:
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], callers: int = 1) -> None:
         """`callers` share the function, each with `recompile_limit` programs."""
         self._compiled = torch.compile(function, dynamic=False, options=options)
-        limit = _DYNAMO["recompile_limit"] * callers
-        self._settings = _DYNAMO | {"recompile_limit": limit}
+        self._limit = _DYNAMO["recompile_limit"] * callers
+        self._settings = _DYNAMO | {"recompile_limit": self._limit}
         if callers > 1:
-            self._settings["accumulated_recompile_limit"] = limit
+            self._settings["accumulated_recompile_limit"] = self._limit
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns. JobError where it cannot be compiled."""
@@ -243,9 +245,7 @@ class Program:
             with config.patch(self._settings), _disable_current_modes(), only_of_job():
                 return self._compiled(*arguments)
         except FailOnRecompileLimitHit as error:
-            raise problems.COMPILED_AGAIN(
-                limit=_DYNAMO["recompile_limit"], got=first_line(error)[:300]
-            ) from error
+            raise problems.COMPILED_AGAIN(limit=self._limit, got=first_line(error)[:300]) from error
         except TorchDynamoException as error:
             raise problems.NOT_COMPILED(got=first_line(error)[:300]) from error
 
@@ -358,7 +358,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-class _Away(NamedTuple):
+class _Deviation(NamedTuple):
     """How far a gradient, or a rank's part of it, is from the eager one: largest absolute elements and norms of their difference and of the eager one."""
 
     largest: float
@@ -367,16 +367,16 @@ class _Away(NamedTuple):
     norm_eager: float
 
     @classmethod
-    def joined(cls, parts: Sequence[_Away]) -> _Away:
+    def joined(cls, parts: Sequence[_Deviation]) -> _Deviation:
         """That of the whole, of its parts."""
         largest, largest_eager, norms, norms_eager = zip(*parts, strict=True)
         return cls(max(largest), max(largest_eager), math.hypot(*norms), math.hypot(*norms_eager))
 
 
-def _away(gradient: Tensor, eager: Tensor) -> _Away:
+def _deviation(gradient: Tensor, eager: Tensor) -> _Deviation:
     reference = eager.detach().double()
     difference = gradient.detach().double() - reference
-    return _Away(
+    return _Deviation(
         _largest(difference), _largest(eager.detach()), float(difference.norm()), float(reference.norm())
     )
 
@@ -385,9 +385,9 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _distance(gradients: Iterable[_Away]) -> float:
+def _distance(gradients: Iterable[_Deviation]) -> float:
     """The norm of the differences, all together, relative to that of the eager gradients."""
-    _, _, norm, reference = _Away.joined(list(gradients))
+    _, _, norm, reference = _Deviation.joined(list(gradients))
     return norm / reference if reference else math.inf if norm else 0.0
 
 

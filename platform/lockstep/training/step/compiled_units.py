@@ -92,9 +92,9 @@ def only_of_job() -> Iterator[None]:
         _change_modes(of_job, modes)
 
 
-def _change_modes(current: Sequence[TorchFunctionMode], wanted: Sequence[TorchFunctionMode]) -> None:
-    if len(current) != len(wanted):
+def _change_modes(current: Sequence[TorchFunctionMode], modes: Sequence[TorchFunctionMode]) -> None:
+    if len(current) != len(modes):
         for _ in current:
             _pop_mode()  # type: ignore[no-untyped-call]
-        for mode in wanted:
+        for mode in modes:
             _push_mode(mode)  # type: ignore[no-untyped-call]

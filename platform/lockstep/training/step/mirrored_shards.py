@@ -27,6 +27,7 @@ from lockstep.training import problems
 from lockstep.training.step.fsdp_modules import Places, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.mirrored_optimizer import Layout, Report, chosen, mirrors, node_name
+from lockstep.training.step.phases import sharded_of
 from lockstep.training.step.sharding import (
     SCALARS,
     FullyShardedOptimizer,
@@ -205,7 +206,7 @@ class MirroredShards:
         local = dict(state.model.named_parameters()) if sharding is None else sharding.local
         for name, parameter in local.items():
             yield ("parameter", name), shards.get(name, parameter.detach())
-        for phase, optimizer in self._optimizers().items():
+        for phase, optimizer in self._optimizers():
             yield from self._values_of_optimizer(phase, optimizer)
         for name, value in state.average_state().items():
             yield ("average", name), value
@@ -247,13 +248,10 @@ class MirroredShards:
         listed = self._state.model.state_dict(keep_vars=True)
         return {name: names[id(value)] for name, value in listed.items() if id(value) in names}
 
-    def _optimizers(self) -> dict[str, FullyShardedOptimizer]:
-        by_phase = getattr(self._state.optimizer, "by_phase", {"": self._state.optimizer})
-        return {
-            phase: optimizer
-            for phase, optimizer in by_phase.items()
-            if isinstance(optimizer, FullyShardedOptimizer)
-        }
+    def _optimizers(self) -> Iterator[tuple[str, FullyShardedOptimizer]]:
+        for phase, optimizer in sharded_of(self._state.optimizer).items():
+            assert isinstance(optimizer, FullyShardedOptimizer)
+            yield phase, optimizer
 
     def _shard(self, shape: torch.Size, local: Tensor, mirror: Tensor) -> Shard:
         assert self.mirrored is not None
@@ -262,22 +260,17 @@ class MirroredShards:
 
     def _put_optimizers(self, values: Mapping[Key, Any]) -> None:
         """Have the optimizers the state of `values`, and no other."""
-        for phase, optimizer in self._optimizers().items():
+        for phase, optimizer in self._optimizers():
             (parts, updating), *mirroring = optimizer.states()
             for each in (updating, *(mirror for _, mirror in mirroring)):
                 each.state.clear()
-            for (_, of_phase, i, name), value in values.items():
-                if of_phase != phase:
-                    continue
+            of_phase = [(i, name, value) for (_, key, i, name), value in values.items() if key == phase]
+            for i, name, value in of_phase:
                 updating.state[parts[i].value][name] = value.local if isinstance(value, Shard) else value
-                for mirrored_parts, mirror in mirroring:
+            for mirrored_parts, mirror in mirroring:
+                for i, name, value in of_phase:
                     if i in mirrored_parts:
-                        mirrored = value.mirror.local if isinstance(value, Shard) and value.mirror else value
-                        # Each optimizer counts by itself.
-                        is_count = name in SCALARS and isinstance(mirrored, Tensor)
-                        mirror.state[mirrored_parts[i].value][name] = (
-                            mirrored.clone() if is_count else mirrored
-                        )
+                        mirror.state[mirrored_parts[i].value][name] = _of_mirror(name, value)
 
     # --- another group --------------------------------------------------------------------------------------------
 
@@ -415,7 +408,7 @@ class MirroredShards:
     def _counting_where_read(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
         """The optimizers' state with the numbers of updates where their kernels read them."""
         moved = dict(values)
-        for phase, optimizer in self._optimizers().items():
+        for phase, optimizer in self._optimizers():
             groups = [every for every in optimizer.param_groups for _ in every["params"]]
             for key, value in values.items():
                 if key[1] == phase and key[3] in SCALARS and isinstance(value, Tensor):
@@ -471,36 +464,41 @@ class _Exchange:
             earlier = list(enumerate(element_ranges(shape, self._earlier_ranks)))
         else:
             earlier = [(owner, range(shape.numel())) for owner in list(self._sources)[:1]]
+        parts = [
+            torch.empty(len(new), dtype=content.dtype, device=self._group.device) for new in by_rank[rank]
+        ]
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
-        parts = []
-        for replica, ranges in enumerate(by_rank):
-            for new in ranges:
-                part = None
-                if replica == rank:
-                    part = torch.empty(len(new), dtype=content.dtype, device=self._group.device)
-                    parts.append(part)
-                for owner, old in earlier:
-                    begin, end = max(new.start, old.start), min(new.stop, old.stop)
-                    if begin >= end:
-                        continue
-                    holds = bool(self._held_by[replica]) and (
-                        not content.is_cut or owner in self._held_by[replica]
-                    )
-                    source = replica if holds else self._sources[owner]
-                    piece = None if part is None else part[begin - new.start : end - new.start]
-                    if source == rank:
-                        assert self._mine is not None
-                        elements = self._mine.elements(content.key, owner)
-                        kept = elements[begin - old.start : end - old.start]
-                        if piece is None:
-                            outgoing.append((replica, kept))
-                        else:
-                            piece.copy_(kept)
-                    elif piece is not None:
-                        incoming.append((source, piece))
+        pieces = (
+            (target, number, new, owner, old)
+            for target, ranges in enumerate(by_rank)
+            for number, new in enumerate(ranges)
+            for owner, old in earlier
+        )
+        for target, number, new, owner, old in pieces:
+            begin, end = max(new.start, old.start), min(new.stop, old.stop)
+            source = self._source(content, target, owner)
+            if begin >= end or rank not in (source, target):
+                continue
+            into = parts[number][begin - new.start : end - new.start] if target == rank else None
+            if source != rank:
+                assert into is not None
+                incoming.append((source, into))
+                continue
+            assert self._mine is not None
+            elements = self._mine.elements(content.key, owner)[begin - old.start : end - old.start]
+            if into is None:
+                outgoing.append((target, elements))
+            else:
+                into.copy_(elements)
         self._group.pass_on(outgoing, incoming)()
         return parts
+
+    def _source(self, content: _Content, target: int, owner: int) -> int:
+        """The rank from which rank `target` gets what earlier rank `owner` had: itself, where it has that."""
+        owners = self._held_by[target]
+        has = bool(owners) and (not content.is_cut or owner in owners)
+        return target if has else self._sources[owner]
 
 
 def _fill_nothing(names: Sequence[str]) -> None:
@@ -515,6 +513,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield value.mirror.local
     elif isinstance(value, Tensor):
         yield value
+
+
+def _of_mirror(name: str, value: Any) -> Any:
+    """What the optimizer of mirrored rows has of a value: each optimizer counts by itself."""
+    if isinstance(value, Shard) and value.mirror is not None:
+        return value.mirror.local
+    return value.clone() if name in SCALARS and isinstance(value, Tensor) else value
 
 
 def _with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
