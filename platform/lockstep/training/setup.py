@@ -5,10 +5,8 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +57,7 @@ from lockstep.training.job_data import (
     open_agreed,
     warnings_of,
 )
+from lockstep.training.model_sharding import hold_whole, keep_tables_whole, shard
 from lockstep.training.modes import learning_in_evaluation_mode
 from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.settings import Settings
@@ -67,10 +66,10 @@ from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.closures import check_closures
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.compiled_units import check_units_apart, compile_units
-from lockstep.training.step.full_sharding import FullSharding, check_torch
+from lockstep.training.step.full_sharding import check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
 from lockstep.training.step.learning_rate import RateSchedule, make_schedule
-from lockstep.training.step.mirrored_shards import Cut, MirroredShards
+from lockstep.training.step.mirrored_shards import MirroredShards
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
@@ -81,11 +80,10 @@ from lockstep.training.step.phases import (
     PhaseSchedules,
     check_combination,
     optimizers_of,
-    sharded_of,
 )
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.sharding import check_threads
-from lockstep.training.step.sharding_units import Calls, units_of
+from lockstep.training.step.sharding_units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
 
@@ -389,56 +387,10 @@ def make_facts(
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
-def keep_tables_whole(state: TrainState, tables: Sequence[str]) -> None:
-    """Have every worker keep the optimizer's state of tables whole where it is shared out."""
-    parameters = dict(state.model.named_parameters())
-    for optimizer in sharded_of(state.optimizer).values() if tables else ():
-        optimizer.keep_whole(parameters[name] for name in tables)
-
-
 def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
     """Compare the identity and the logical order of the parameters between the ranks."""
     check_agreed(group, fields, spec)
     check_same_order(group, state.order)
-
-
-def shard(
-    spec: Spec,
-    job: Job,
-    state: TrainState,
-    group: Group,
-    calls: Calls,
-    fill: Callable[[Sequence[str]], None] = lambda names: None,
-    *,
-    whole: Sequence[str] = (),
-) -> None:
-    """Leave this worker its rows of the parameters. All ranks call it, with the same state; `fill` gives parameters memory that have none, and those of `whole` stay so."""
-    originals = {name: weakref.ref(parameter) for name, parameter in state.model.named_parameters()}
-    fused = any(every.get("fused") for every in state.optimizer.param_groups)
-    uncut = frozenset((*job.conditional_parameters(state.model), *whole))
-    mirrored = None if state.mirrored_shards is None else state.mirrored_shards.mirrored
-    sharding = FullSharding(state.model, group, calls, uncut, fused, fill, spec.sharding, mirrored)
-    state.shard(sharding, group)
-    if state.mirrored_shards is not None:
-        state.mirrored_shards.cut = Cut(tuple(sharding.units), uncut, fused)
-    assert state.sharding is not None
-    gc.collect()
-    still_there = [name for name in state.sharding.shards if originals[name]() is not None]
-    if still_there:
-        raise problems.HELD_OUTSIDE(name=still_there[0])
-
-
-def hold_whole(
-    spec: Spec, job: Job, state: TrainState, group: Group, calls: Calls, whole: Sequence[str]
-) -> None:
-    """Leave a single worker all parameters, and note how they are to be cut when others join it. Parameters of `whole` stay so then."""
-    names = {id(module): name for name, module in state.model.named_modules()}
-    units = units_of(state.model, calls, spec.sharding.units)
-    fused = any(every.get("fused") for every in state.optimizer.param_groups)
-    uncut = frozenset((*job.conditional_parameters(state.model), *whole))
-    assert state.mirrored_shards is not None
-    state.mirrored_shards.cut = Cut(tuple(names[id(unit)] for unit in units), uncut, fused)
-    state.shard(None, group)
 
 
 def make_stepper(

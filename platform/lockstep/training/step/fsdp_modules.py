@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +12,14 @@ from torch import nn
 
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
+from lockstep.training import problems
 
 Places = dict[str, list[tuple[nn.Module, str]]]
 """By the name of a parameter the modules that hold it, each with its name there: several of a tied one."""
+
+
+Originals = dict[str, weakref.ref[nn.Parameter]]
+"""By name the parameters of a model from before it was cut."""
 
 
 class Root(nn.Module):
@@ -109,6 +116,19 @@ def places_of(model: nn.Module) -> Places:
             if parameter is not None:
                 places[names[id(parameter)]].append((module, key))
     return places
+
+
+def originals_of(model: nn.Module) -> Originals:
+    """The parameters of a model that is about to be cut."""
+    return {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+
+
+def check_gone(originals: Originals) -> None:
+    """JobError where something still holds a parameter that is cut by now: it would have the memory that sharding is to save, and never learn."""
+    gc.collect()
+    held = [name for name, original in originals.items() if original() is not None]
+    if held:
+        raise problems.HELD_OUTSIDE(name=held[0])
 
 
 def can_be_undone() -> bool:

@@ -13,7 +13,6 @@ Until the next update a worker also keeps its rows of the group before, which ne
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
 from lockstep.training import problems
-from lockstep.training.step.fsdp_modules import Places, places_of, undo
+from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.mirrored_optimizer import Layout, Report, chosen, mirrors, node_name
 from lockstep.training.step.phases import sharded_of
@@ -124,7 +123,7 @@ class MirroredShards:
         """Whether there was an average of the weights by then: it begins with the first update."""
         self._undivided: tuple[Places, dict[str, nn.Parameter]] | None = None
         """The parameters of a model that was whole, while it is cut for the first time."""
-        self._originals: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._originals: Originals = {}
         """Those of them that are cut now: nobody may hold them."""
 
     @property
@@ -150,7 +149,9 @@ class MirroredShards:
     @torch.no_grad()
     def keep(self, step: int) -> None:
         """Copy rows and optimizers as they are after `step` steps, into the memory of the previous copy. JobError where something holds parameters that are cut by now."""
-        self._check_originals()
+        if self._originals:
+            check_gone(self._originals)
+            self._originals = {}
         self._before_step = None
         if self.group.size == 1:  # there is no other rank that could have done less
             return
@@ -188,14 +189,6 @@ class MirroredShards:
             self._put_optimizers({key: value for key, value in self._before.items() if key[0] == "optimizer"})
             self._before = {}
         self._before_step = None
-
-    def _check_originals(self) -> None:
-        if self._originals:
-            gc.collect()
-            alive = [name for name, original in self._originals.items() if original() is not None]
-            if alive:
-                raise problems.HELD_OUTSIDE(name=alive[0])
-            self._originals = {}
 
     # --- what there is --------------------------------------------------------------------------------------------
 
