@@ -1,7 +1,7 @@
 """How many threads the code of a job computes with. The bits of its sums and products depend on it, and by default it is as many as the machine has cores.
 
 Torch has a number of its own, which a spec decides (`threads`). NumPy's products are those of a BLAS, and other libraries compute
-with OpenMP: they have one thread, in every process of an exact run.
+with OpenMP: they have one thread, in every process of an exact run. Autograd's own threads decide no bit, but whether a process can be forked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -56,6 +57,30 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
+
+
+def start_autograd() -> None:
+    """Have autograd start its threads now, one for each device beside the CPU: none on a machine that has none.
+
+    It starts them at the first backward of a process, and forked processes of one that has them cannot compute gradients. The first fake tensor
+    would make a build for CUDA count eight devices from then on, on a machine without any.
+    """
+    torch.ones(1, requires_grad=True).backward(torch.ones(1))  # type: ignore[no-untyped-call]
+
+
+def autograd_has_threads() -> bool:
+    """Whether autograd runs threads in this process, which a fork does not inherit; False where the system does not tell (no /proc)."""
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return False
+    return any(name.startswith("pt_autograd") for name in map(_name, tasks.iterdir()))
+
+
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+        return ""
 
 
 def openmp_limit() -> int:

@@ -21,7 +21,7 @@ from lockstep.data.ray_rows import written_rows
 from lockstep.training.job_data import open_data
 from tests import lake
 from tests.cluster.test_ray_train import columns
-from tests.library_jobs import ray_rows
+from tests.library_jobs import delayed_first, ray_rows
 from tests.processes import named
 from tests.unit.data.test_data_page import example
 
@@ -47,17 +47,19 @@ def numbered(folder: Path) -> str:
 def test_rows_have_the_order_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the first block is ready last; without the order that is asked for, they come as they are ready."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    dataset = ray_rows(numbered(tmp_path / "rows"))
-    path = written_rows(dataset)
+    rows = numbered(tmp_path / "rows")
+    path = written_rows(ray_rows(rows))
     assert Table(path, {"number": "number"}).__getitems__(np.arange(400))["number"].tolist() == list(
         range(400)
     )
-    assert written_rows(ray_rows(str(tmp_path / "rows"))) == path
-    unordered = [
-        n
-        for batch in dataset.iter_batches(batch_format="pyarrow")
-        for n in batch.column("number").to_pylist()
-    ]
+    assert written_rows(ray_rows(rows)) == path
+    received, unordered = tmp_path / "received", list[int]()
+    received.mkdir()
+    for batch in delayed_first(rows, str(received), by_others=False).iter_batches(
+        batch_size=100, batch_format="pyarrow", prefetch_batches=0
+    ):
+        unordered += batch.column("number").to_pylist()
+        (received / "a block").touch()
     assert unordered != list(range(400)) == sorted(unordered)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.threads import library_threads, one_library_thread, openmp_limit
+from lockstep.threads import library_threads, one_library_thread, openmp_limit, start_autograd
 from lockstep.training import problems
 from lockstep.training.settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
@@ -40,6 +40,8 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         raise problems.THREADS(got=threads, wanted=limit)
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        start_autograd()  # so that a rehearsal can be forked
     cudnn = torch.backends.cudnn
     previous = (
         torch.get_num_threads(),
@@ -137,14 +139,18 @@ def _numpy_results() -> Iterator[tuple[str, NDArray[Any]]]:
             yield f"{reduce.__name__} of columns", reduce(matrix, axis=0)
         yield "fft", np.fft.rfft(vector)
     numbers = [float(number) for number in np.abs(_values(torch.device("cpu"), 64).numpy()) + 1]
-    for of_python in (*(getattr(math, name) for name in _OF_LIBM), lambda x: x**-0.7, lambda x: 0.999**x):
+    for of_python in (*_OF_LIBM, lambda x: x**-0.7, lambda x: 0.999**x):
         yield "python", np.array([of_python(number) for number in numbers])
 
 
-_OF_LIBM = (
-    *("exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "atan", "sinh", "tanh"),
-    *("erf", "erfc", "gamma", "lgamma", "cbrt"),
+_OF_LIBM = tuple(
+    getattr(math, name)
+    for name in (
+        *("exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "atan", "sinh", "tanh"),
+        *("erf", "erfc", "gamma", "lgamma", "cbrt"),
+    )
 )
+"""Looked up once: a function that a job replaces in `math` is no other machine."""
 
 
 def _values(device: torch.device, *shape: int) -> Tensor:

@@ -28,6 +28,7 @@ from lockstep.job.inputs.variables import Values, reads_of
 from lockstep.job.interface import Job
 from lockstep.process import end_with_parent
 from lockstep.running_time import running_s
+from lockstep.threads import autograd_has_threads
 
 T = TypeVar("T")
 
@@ -50,8 +51,8 @@ class RemoteTracebackError(Exception):
 
 
 def can_fork(device: torch.device) -> bool:
-    """Whether a child can compute what this process computes. CUDA's context and autograd's threads for it do not survive a fork."""
-    return device.type == "cpu" and not torch.cuda.is_available()
+    """Whether a child can compute what this process computes. CUDA's context and autograd's threads do not survive a fork."""
+    return device.type == "cpu" and not torch.cuda.is_available() and not autograd_has_threads()
 
 
 def in_child(
