@@ -78,18 +78,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Togethe
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave scenarios and full products to `-m scenario` and `-m exact`; the default run has a covering part of each.
 
-    Of the cases of a test with the mark `every(n)`, each n-th belongs to the default run and the others are scenarios.
+    Of the cases of a test with the mark `every(n)`, each n-th belongs to the default run and the others are scenarios; of those, with the mark
+    `thinned(n)`, each n-th stays one and the others are exact.
     """
-    cases: Counter[tuple[pytest.Item | pytest.Collector | None, str]] = Counter()
-    for item in items:
-        if mark := item.get_closest_marker("every"):
-            test = item.parent, getattr(item, "originalname", item.name)
-            if cases[test] % mark.args[0]:
-                item.add_marker(pytest.mark.scenario)
-            cases[test] += 1
+    _move(items, "every", to=pytest.mark.scenario)
+    _move([item for item in items if item.get_closest_marker("scenario")], "thinned", to=pytest.mark.exact)
     if config.option.markexpr:
         return
     left = [item for item in items if {"scenario", "exact"} & {mark.name for mark in item.iter_markers()}]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+def _move(items: list[pytest.Item], mark_name: str, to: pytest.MarkDecorator) -> None:
+    """Give a mark to the cases of each test with `mark_name`(n) but each n-th."""
+    cases: Counter[tuple[pytest.Item | pytest.Collector | None, str]] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker(mark_name):
+            test = item.parent, getattr(item, "originalname", item.name)
+            if cases[test] % mark.args[0]:
+                item.add_marker(to)
+            cases[test] += 1

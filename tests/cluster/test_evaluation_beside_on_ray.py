@@ -56,8 +56,9 @@ def beside(process: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("no process evaluates")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
-@pytest.mark.parametrize("where", [["--local"], ["workers.min=1"], ["workers.min=2"]], ids=" ".join)
+@pytest.mark.parametrize("where", [["workers.min=2"], ["--local"], ["workers.min=1"]], ids=" ".join)
 def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     tmp_path: Path, request: pytest.FixtureRequest, where: list[str]
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_storm_that_does_not_end_ends_the_run_with_a_reason(tmp_path: Path) ->
     assert "connection error code 2" in cause or "has died" in cause, cause
 
 
-@pytest.mark.scenario
+@pytest.mark.exact  # a minute and more
 def test_a_run_goes_on_after_a_storm_with_the_same_bits(tmp_path: Path) -> None:
     """A worker every three seconds for half a minute, in starts, steps and joins alike."""
     changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 40}}
@@ -96,6 +96,7 @@ def test_a_run_goes_on_after_a_storm_with_the_same_bits(tmp_path: Path) -> None:
     assert columns(result) == columns(whole)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("at", ["evaluation", "save", "join"])
 def test_a_loss_at_an_awkward_moment_changes_no_bit(

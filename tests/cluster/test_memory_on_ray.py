@@ -67,6 +67,7 @@ def test_a_worker_that_its_control_group_kills_has_told_what_it_held(tmp_path: P
     check(line, folder)
 
 
+@pytest.mark.exact  # a minute and more
 def test_a_worker_that_rays_memory_monitor_kills_has_told_what_it_held(tmp_path: Path, short: str) -> None:
     """The monitor's bound is set a little above what this machine uses now: it is near at once where the worker begins to grow."""
     import psutil

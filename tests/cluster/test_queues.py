@@ -112,6 +112,7 @@ def assert_same(folder: Path, undisturbed: Result) -> None:
     assert sorted(point.step for point in history) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("manifest", "grace"),
     [
@@ -145,7 +146,7 @@ def test_a_suspended_run_saves_and_goes_on_when_it_is_admitted(
     assert_same(tmp_path, undisturbed)
 
 
-@pytest.mark.scenario
+@pytest.mark.exact  # a minute and more
 def test_a_slurm_job_requeues_itself_near_the_end_of_its_time(
     tmp_path: Path, undisturbed: Result, started: list[Processes]
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_slurm_job_requeues_itself_near_the_end_of_its_time(
     assert_same(tmp_path, undisturbed)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "stopped",
     [
@@ -209,7 +211,7 @@ def test_a_run_that_is_stopped_as_a_whole_does_not_hang_and_a_worker_that_is_doe
     assert_same(tmp_path, undisturbed)
 
 
-@pytest.mark.scenario
+@pytest.mark.exact  # a minute and more
 def test_a_suspended_rayjob_has_its_run_save_and_a_new_cluster_goes_on(
     tmp_path: Path, undisturbed: Result
 ) -> None:

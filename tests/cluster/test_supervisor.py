@@ -330,6 +330,7 @@ def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
     assert columns(result) == columns(even)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("mailbox", ["kept", "lost"])
 def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path, mailbox: str) -> None:

@@ -214,6 +214,7 @@ def check_one_value(pool: Pool, workers: int, kinds: list[type[Kind]]) -> None:
             assert rank[:4] == single[:4], kind
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("workers", "kinds"),

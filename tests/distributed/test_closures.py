@@ -72,6 +72,7 @@ def test_each_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     assert list(trained.digests) != by_hand(job(None), keyed=False)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("workers", "kinds"),

@@ -183,6 +183,7 @@ def resumed(run: Document, step: int) -> Trained:
     return train_attempt(run, RUN, claim(run["checkpoint"]["storage"], RUN, step))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("kind", "steps"), [(NamedSets, (1, 2, 4)), (StochasticAverage, (2, 3)), (Paced, (4, 6, 15))]
@@ -273,6 +274,7 @@ def test_the_best_checkpoint_is_kept_and_the_pending_one_until_its_evaluation_de
 # --- several workers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", [NamedSets, StochasticAverage, Paced])
 def test_the_same_bits_on_two_workers_with_the_real_process(pool: Pool, kind: type[Kind]) -> None:
@@ -281,6 +283,7 @@ def test_the_same_bits_on_two_workers_with_the_real_process(pool: Pool, kind: ty
         assert all_of(trained) == whole
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("make", [in_place, beside])
 def test_workers_go_on_without_a_lost_one_and_with_another(make: Any) -> None:

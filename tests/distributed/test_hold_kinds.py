@@ -111,7 +111,7 @@ def test_there_are_jobs_of_many_kinds() -> None:
         pytest.param([BackPropagationThroughTime, *OTHERS], marks=pytest.mark.exact, id="the others"),
     ],
 )
-@pytest.mark.scenario
+@pytest.mark.exact  # a minute and more
 def test_each_kind_learns(alone: Alone, own: list[type[Kind]]) -> None:
     """And none is warned of without a reason."""
     for kind in own:
@@ -136,6 +136,7 @@ WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
 DOZEN = 3 * len(WORKERS)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("before", "after", "own"),
     [

@@ -59,6 +59,7 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(21)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
@@ -152,6 +153,7 @@ def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     assert repeated(outlived) == []
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("worker", [0, 1, 2])
 @pytest.mark.parametrize("place", ["cut anew", "exchange"])

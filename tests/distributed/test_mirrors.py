@@ -39,6 +39,7 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(5)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)

@@ -129,6 +129,7 @@ def test_what_changes_in_a_module_is_what_a_loop_by_hand_has(kind: type[Kind]) -
     assert train(whole(kind)).digests == tuple(by_hand(kind, nn.Module.train)[0])
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.every(8)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("stopped", [1, 2])

@@ -96,6 +96,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changed_is_seen(project: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

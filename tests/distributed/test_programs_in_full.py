@@ -111,6 +111,7 @@ def undisturbed(name: str) -> Trained:
     return train(PROGRAMS[name].spec)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(44)
 @pytest.mark.parametrize(
     ("workers", "sharding"),
@@ -132,6 +133,7 @@ def test_workers_loader_processes_and_sharding_change_no_bit(
     assert pool.run(workers, train, placed) == [undisturbed(name)] * workers
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(11)
 @pytest.mark.parametrize("name", [*PROGRAMS][1:] + [*PROGRAMS][:1])
 def test_the_others_go_on_in_memory(name: str) -> None:
@@ -143,6 +145,7 @@ def test_the_others_go_on_in_memory(name: str) -> None:
     assert len(repeated(outlived)) <= 1
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.every(54)
 @pytest.mark.parametrize(
     ("before", "after", "workers"),

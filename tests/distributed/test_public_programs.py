@@ -13,6 +13,7 @@ def test_there_are_twenty() -> None:
     assert len(HELD) >= 20
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     "own",

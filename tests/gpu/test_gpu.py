@@ -42,6 +42,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "check",
     [

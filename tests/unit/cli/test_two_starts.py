@@ -210,6 +210,7 @@ EXACT = pytest.mark.exact
 
 
 # a fresh start, a run that was killed, one that lives
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("seed", "place"),

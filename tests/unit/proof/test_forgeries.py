@@ -215,6 +215,7 @@ DEFAULT = {
 HARMLESS = {"the environment is changed"}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "attack",
     [
