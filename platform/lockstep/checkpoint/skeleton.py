@@ -6,6 +6,7 @@ It needs no torch where there are no tensors: the recorder reads manifests.
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.tree import Tree
 
-_WORDS = frozenset({"$tensor", "$view", "$same", "$tuple", "$map", "$float", "$int"})
+_WORDS = frozenset({"$tensor", "$view", "$same", "$tuple", "$map", "$ordered", "$float", "$int"})
 
 
 def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
@@ -99,8 +100,9 @@ class _Decoding:
             return self._ended[content]
         if word == "$tuple":
             return tuple([self.decode(item) for item in content])
-        if word == "$map":
-            return self._end({self.decode(key): self.decode(item) for key, item in content})
+        if word in ("$map", "$ordered"):
+            mapping = {self.decode(key): self.decode(item) for key, item in content}
+            return self._end(mapping if word == "$map" else OrderedDict(mapping))
         if word == "$float":
             return struct.unpack(">d", bytes.fromhex(content))[0]
         return int(content, 16)

@@ -15,6 +15,7 @@ In the skeleton a JSON object is a mapping with text keys, unless its only key b
                                                    a view of the memory of that tensor, from byte 8 on
     {"$same": 4}                                   list or mapping number 4, in the order in which they end
     {"$tuple": […]}    {"$map": [[key, value], …]}         a tuple; a mapping with any other keys
+    {"$ordered": [[key, value], …]}                a collections.OrderedDict within a tree; a tree that is one, as a model's state, is a mapping
     {"$float": "7ff8000000000001"}                 the bits of a float that is not finite
     {"$int": "0x8000000000000000"}                 a whole number beyond 64 bits
 """
@@ -254,16 +255,17 @@ class _Packing:
         if kind is list:
             encoded: Any = [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         else:
-            encoded = self._mapping(value, path, depth + 1)
+            ordered = kind is OrderedDict and depth > 0 and not self._by_value
+            encoded = self._mapping(value, path, depth + 1, "$ordered" if ordered else "$map")
         if not self._by_value:
             self._ended[id(value)] = len(self._ended)
         return encoded
 
-    def _mapping(self, mapping: Mapping[Any, Any], path: str, depth: int) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in mapping):
+    def _mapping(self, mapping: Mapping[Any, Any], path: str, depth: int, word: str) -> Any:
+        if word == "$map" and all(type(key) is str and not key.startswith("$") for key in mapping):
             return {key: self.encode(value, f"{path}/{key}", depth) for key, value in mapping.items()}
         return {
-            "$map": [
+            word: [
                 [self._key(key, path), self.encode(value, f"{path}/{key}", depth)]
                 for key, value in mapping.items()
             ]

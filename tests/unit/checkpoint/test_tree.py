@@ -286,8 +286,20 @@ def test_loaded_tensors_are_aligned_and_want_no_gradient() -> None:
     assert all(tensor.data_ptr() % 32 == 0 and not tensor.requires_grad for tensor in found)
 
 
-def test_an_ordered_mapping_is_a_mapping() -> None:
-    assert same(through_files(OrderedDict(b=1, a=2)), {"b": 1, "a": 2})
+def test_a_tree_that_is_an_ordered_mapping_is_a_mapping() -> None:
+    assert type(found := through_files(OrderedDict(b=1, a=2))) is dict
+    assert same(found, {"b": 1, "a": 2})
+
+
+def test_an_ordered_mapping_within_a_tree_stays_one() -> None:
+    """A job that keeps the least recently used takes its first item, which a plain mapping does not give."""
+    recent = OrderedDict({"b": torch.ones(2), 1: [2.5]})
+    found = through_files({"recent": recent, "again": recent, "rest": [[], {"x": 1}, recent]})
+    assert type(found["recent"]) is OrderedDict
+    assert found["recent"] is found["again"] is found["rest"][2]
+    assert found["rest"][:2] == [[], {"x": 1}]
+    assert found["recent"].popitem(last=False)[0] == "b"
+    assert found["recent"] == {1: [2.5]}
 
 
 class Subclass(torch.Tensor):
@@ -345,6 +357,8 @@ def test_what_no_checkpoint_can_hold_is_refused_with_its_place(value: Any, told:
         {"$tuple": 3},
         {"$map": [[1, 2, 3]]},
         {"$map": [[[], 2]]},
+        {"$ordered": [[1, 2, 3]]},
+        {"$ordered": [], "a": 1},
         {"$float": "00"},
         {"$float": 3},
         {"$int": "many"},
