@@ -162,6 +162,7 @@ def test_a_cluster_that_falls_silent_while_it_is_joined_is_told_and_ctrl_c_is_he
         listener.close()
 
 
+@pytest.mark.scenario
 def test_a_process_that_is_connected_elsewhere_is_not_sent_there(cluster: None) -> None:
     """As in a notebook: the run had trained on the cluster of the connection, and not on the one that is named."""
     import ray

@@ -44,6 +44,7 @@ def numbered(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.scenario
 def test_rows_have_the_order_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the first block is ready last; without the order that is asked for, they come as they are ready."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -37,7 +37,7 @@ def document(job: str, precision: str = "fp32") -> Document:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.scenario)])
 @pytest.mark.parametrize("job", JOBS)
 def test_fit_is_torchs_own_loop_after_every_step(pool: Pool, job: str, precision: str) -> None:

@@ -56,7 +56,7 @@ def train_seeing(bucket_mb: float, aligned: bool) -> tuple[Trained, set[int]]:
         return train(document(bucket_mb)), set(SEEN)
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize("bucket_mb", [0.00003, 0.0001, 25.0])
 def test_gradients_are_aligned_in_buckets_of_any_size(pool: Pool, bucket_mb: float) -> None:
     alone, _ = train_seeing(bucket_mb, True)

@@ -136,6 +136,7 @@ LOOPS: dict[type[Kind], tuple[Callable[[Any, Any, int], Tensor], Document]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("job", LOOPS)
 def test_a_whole_batch_in_one_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     """Batch norm's statistics are those of the loop as well, in the embedding and in the loss; the learned temperature moves."""

@@ -194,7 +194,7 @@ def resumed(pool: Pool, folder: Path, name: str, step: int, workers: int, shardi
     return pool.run(workers, train_attempt, placed, RUN, origin)  # type: ignore[no-any-return]
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("name", "step", "workers", "sharding"),
     [("ramp", 11, 3, "none"), ("tokens", 5, 2, "full"), ("windows", 6, 3, "optimizer")],

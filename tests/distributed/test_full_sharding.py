@@ -371,7 +371,7 @@ def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> No
         assert peaks[0] >= 3 * WIDE
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize("file", ["model", "optimizer", "best"])
 def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path, file: str) -> None:
     """One rank alone sees the damage."""
@@ -688,6 +688,7 @@ def check_whole_batch(pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], wor
             assert [text for text in warnings if not text.startswith(BEGINS_WHOLE)] == [*told]
 
 
+@pytest.mark.scenario
 def test_a_step_that_takes_something_from_the_whole_batch(pool: Pool) -> None:
     kinds = [
         batch_kinds.Detection,

@@ -129,7 +129,7 @@ def read_by(document: Document) -> tuple[Trained, int]:
         return train(document), read[0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
 @pytest.mark.parametrize("workers", [4, 3])
 def test_weights_in_files_are_read_by_rows(pool: Pool, tmp_path: Path, workers: int) -> None:
     """One digest for each source, whole or sharded; a rank reads its rows alone. The control reads all of it."""

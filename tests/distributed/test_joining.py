@@ -51,7 +51,7 @@ PLACED: Document = SMALL | {"job": {"use": "tests.distributed.test_joining:Place
 WRITTEN: Document = SMALL | {"job": {"use": "joining_job:Job"}}
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize("differs", ["data", "code", "processor"])
 def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
     """G1: it has another file of the job, another sample, or another processor. All ranks end before the next step, with what differs."""

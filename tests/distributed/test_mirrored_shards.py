@@ -80,7 +80,7 @@ def test_wherever_a_worker_with_rows_is_lost(precision: str, worker: int, place:
     check_losses_at(document | MIRRORED, worker, place, 12, train(document))
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ["adamw", "sgd", "recomputed"])
 def test_parameters_of_every_kind_are_cut_anew(name: str) -> None:
     """Tied ones, scalars, transposed ones, conditional ones, `after_step`, and an evaluation that decides what is best: 3 → 2 → 3."""

@@ -56,6 +56,7 @@ def by_epoch() -> list[float]:
     return rates
 
 
+@pytest.mark.scenario
 def test_a_scheduler_by_epochs_has_the_rates_of_its_own_loop(pool: Pool, tmp_path: Path) -> None:
     """On two workers, and taken up within an epoch and between two. The negative control is stepped after each update."""
     run = document(

@@ -155,6 +155,7 @@ def test_a_power_of_two_of_workers_sends_the_bytes_of_native_in_fewer_messages(w
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("parameters", "step_s", "link"),
     [

@@ -122,6 +122,7 @@ def check_unseen(kind: type[late_kinds.Late], folder: Path) -> None:
     assert resumed.error is not None or resumed.rows[:2] != whole.rows[STEP : STEP + 2]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", SOME[1:2], ids=lambda kind: kind.__name__)
 def test_without_the_check_it_trains_on_and_a_resume_differs(
     kind: type[late_kinds.Late], tmp_path: Path

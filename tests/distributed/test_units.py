@@ -141,6 +141,7 @@ def gathers(document: Document) -> tuple[int, int]:
     return last.count(1), max(sum(last[: i + 1]) for i in range(len(last)))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -206,6 +207,7 @@ def test_what_was_gathered_for_another_order_is_not_used(pool: Pool, prefetch: i
     assert pool.run(2, gathered_before_the_update, full)[0].rows != wanted.rows  # the control
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [{}, {"prefetch": 3}, {"reshard_after_forward": False}])
 def test_an_estimate_counts_what_is_gathered_at_once(pool: Pool, settings: Document) -> None:
     document = small("tests.distributed.test_full_sharding:Deep", sharding={"mode": "full", **settings})

@@ -170,6 +170,7 @@ def test_a_rank_that_flipped_a_bit_of_a_gradient_is_found_where_it_did(
     assert "no field of the identity differs" in (found.cause or "")
 
 
+@pytest.mark.scenario
 def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: Pool) -> None:
     """Recorded by two that share the optimizer's state out; a bit that the machine which takes it again flips in a gradient is found."""
     spec = small(ema=0.8, sharding="optimizer")

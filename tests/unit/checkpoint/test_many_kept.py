@@ -81,6 +81,7 @@ def cost(uri: str, kept: int) -> list[Counter[str]]:
     return told[3:]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("uri", ["s3"], indirect=True)
 @pytest.mark.parametrize("many", [12, pytest.param(5000, marks=pytest.mark.exact)])
 def test_a_save_costs_as_many_requests_beside_many_as_beside_few(uri: str, many: int) -> None:

@@ -147,7 +147,7 @@ def each_fault() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", params)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @each_fault()
 def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: Path) -> None:
     report = checked(tmp_path, fault.job, **fault.spec)

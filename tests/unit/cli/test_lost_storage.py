@@ -66,6 +66,7 @@ def resumed(folder: Path, run_id: str, *more: str, uri: str = "off") -> lockstep
     return lockstep.resume(run_id, [f"record.folder={folder}/record", *more], local=True, uri=uri)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("told", [True, False], ids=["told", "in the journal alone"])
 def test_a_run_whose_storage_is_not_there_is_not_begun_anew(tmp_path: Path, told: bool) -> None:
     run_id = stopped(tmp_path)

@@ -299,6 +299,7 @@ def uploaded(folder: Path, query: str, name: str, faults: Faults) -> str:
     return f"s3://key:secret@tables/{name}?{query}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("memory_mb", [None, 0.03])
 def test_tables_are_read_from_an_object_store(
     tmp_path: Path, s3_query: str, faults: Faults, memory_mb: float | None

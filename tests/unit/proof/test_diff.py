@@ -155,6 +155,7 @@ def test_a_refactoring_that_adds_in_another_order_is_named_by_module_and_operato
     assert "+        return x * x.flip(1).sum(1, keepdim=True).cos()\n" in found.source
 
 
+@pytest.mark.scenario
 def test_a_backward_that_rounds_otherwise_is_named_by_parameter_and_operator(place: Path) -> None:
     first = parted(compared(place, trained(place), trained(place, BACKWARD)))
     assert (first.step, first.micro_batch, first.module) == (1, 0, None)

@@ -155,6 +155,7 @@ def test_a_commit_that_imports_from_the_working_tree_is_no_comparison(repository
         guarded()
 
 
+@pytest.mark.scenario
 def test_the_commit_that_changed_bits_is_found_among_thirty(repository: Path) -> None:
     good = git(repository, "rev-parse", "HEAD")
     commits = thirty_commits(repository, changed=19, broken=22)
