@@ -30,7 +30,7 @@ import lockstep.training.elastic.recovery
 import lockstep.training.loop
 import lockstep.training.run_facts
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.links import _Link

@@ -17,9 +17,9 @@ import pytest
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.cli.proofs import as_text
 from lockstep.errors import LockstepError
-from lockstep.proof.difference import Unwatched
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import replay_here
+from lockstep.proof.run_diff import Unwatched
 from lockstep.proof.spans import Span
 from lockstep.proof.verification import Verified, verify
 from lockstep.spec.loading import load_spec

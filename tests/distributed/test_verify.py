@@ -14,10 +14,10 @@ import torch
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.proof.difference import Side, difference
 from lockstep.proof.execution import Execution, ProcessSettings
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
+from lockstep.proof.run_diff import Side, difference
 from lockstep.proof.spans import Span
 from lockstep.proof.verification import Take, Verified, verify
 from lockstep.record.events.union import EvaluationRow, Event, Started, StepRow

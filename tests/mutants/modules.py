@@ -102,7 +102,7 @@ COVERED = {
         "tests/unit/checkpoint/test_format.py",
         "tests/unit/checkpoint/test_shared.py",
     ],
-    "proof/difference.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
+    "proof/run_diff.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
     "sweeps/trial.py": [
         "tests/unit/sweeps/test_resumption.py",
         "tests/unit/sweeps/test_schedulers.py",

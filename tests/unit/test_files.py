@@ -92,7 +92,7 @@ def test_no_file_gets_its_name_in_another_way() -> None:
         "checkpoint/storage/local.py",
         "checkpoint/runs/run_checkpoints.py",  # a folder of files that were flushed
         "clusters/local_cluster.py",  # what is gone after a loss of power in any case
-        "data/materialized.py",  # flushed before it gets its name
+        "data/arrow_cache.py",  # flushed before it gets its name
         "data/node_folder.py",  # memory
         "record/runs/heartbeat.py",  # what a reader saw; it is seen again
     }

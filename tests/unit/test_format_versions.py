@@ -18,7 +18,7 @@ from lockstep.checkpoint.manifest import Facts, Manifest
 from lockstep.errors import LockstepError, RecordError, SpecError, StorageError
 from lockstep.parsing import with_hash
 from lockstep.proof import statement
-from lockstep.proof.recorded_end import read_weights
+from lockstep.proof.summary_checks import read_weights
 from lockstep.record.events.union import VERSION, Opened
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal

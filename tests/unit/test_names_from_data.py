@@ -134,7 +134,7 @@ def test_a_file_that_is_opened_past_the_bounds_is_seen() -> None:
 OWN_CHANNELS = (
     "attempts/", "checks/", "clusters/", "data/", "hf/", "sweeps/search.py", "training/read_relay.py", "calls/subprocess_call.py", "proof/guard.py", "proof/guard_worker.py", "calls/verify.py",
     "record/runs/heartbeat.py", "driver/resume_hint.py", "spec/schema.py", "spec/fields.py", "views/tensorboard.py", "parsing.py",
-    "training/integrity/rehearsal/child_process.py", "driver/guardian.py", "record/runs/ending.py", "proof/enclosure.py", "calls/executor.py", "proof/wire.py", "proof/execution.py", "calls/executions.py",
+    "training/integrity/rehearsal/child_process.py", "driver/guardian.py", "record/runs/abandoned_run.py", "proof/sandbox_entry.py", "calls/executor.py", "proof/protocol.py", "proof/execution.py", "calls/executions.py",
 )  # fmt: skip
 """What parses only what this process or one that it started wrote, a person's own data, or a value on the command line."""
 

@@ -15,9 +15,9 @@ from lockstep.files import replaced
 from lockstep.parsing import MOST_BYTES, json_value
 from lockstep.paths import read_bounded
 from lockstep.proof import signatures
-from lockstep.proof.recorded_end import DIGEST_OF, Disagreement
 from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
 from lockstep.proof.statement import contradictions, disagreements, parsed, plain, statement
+from lockstep.proof.summary_checks import DIGEST_OF, Disagreement
 from lockstep.proof.verification import Verified
 from lockstep.spec.locations import tracking_uri
 

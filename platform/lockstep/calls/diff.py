@@ -11,9 +11,9 @@ from lockstep.calls.executions import execution_of, named_in
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.driver.options import RunOptions
-from lockstep.proof.difference import Difference, Side, Unwatched, difference
 from lockstep.proof.execution import Execution, ProcessSettings, take_steps
 from lockstep.proof.recorded_run import recorded_run
+from lockstep.proof.run_diff import Difference, Side, Unwatched, difference
 from lockstep.proof.sandbox import Sandbox
 from lockstep.proof.spans import STEPS
 from lockstep.spec.loading import load_spec

@@ -1,7 +1,7 @@
 """The process that executes the code of a recorded run: it takes steps, looks into one, or exports a model, and tells what came of it.
 
 It gets what it needs as its parent sends it, and nothing that it is compared with. Whatever is imported here is imported by
-nobody else: the parent reads what is written into the pipe as `lockstep.proof.wire` has it.
+nobody else: the parent reads what is written into the pipe as `lockstep.proof.protocol` has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.inputs.imports import FIELD, files_here, recorded_beside, source_fields
 from lockstep.job.recorded_source import imported_from, shadows
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
-from lockstep.proof import wire
+from lockstep.proof import protocol
 from lockstep.proof.inspection import Inspection, InspectionRequest, sample_ids
 from lockstep.proof.microscope import Microscope
 from lockstep.proof.replaying import Replayed, replay_here, replay_spec
@@ -111,7 +111,7 @@ class Executed:
     """The files that the job is imported from; None for those on the path."""
 
     def tell(self, kind: str, **content: Any) -> None:
-        self.pipe.write(wire.line(kind, **content))
+        self.pipe.write(protocol.line(kind, **content))
         self.pipe.flush()
 
     def say(self, text: str) -> None:
@@ -119,13 +119,13 @@ class Executed:
         self.tell("said", text=text)
 
     def row(self, row: StepRow) -> None:
-        self.tell("row", row=wire.step_document(row))
+        self.tell("row", row=protocol.step_document(row))
 
     def begun(self, fields: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         self.tell("begun", fields=dict(fields), facts=dict(facts))
 
     def evaluation(self, row: EvaluationRow) -> None:
-        self.tell("evaluation", row=wire.evaluation_document(row))
+        self.tell("evaluation", row=protocol.evaluation_document(row))
 
     def enough(self) -> bool:
         return False
@@ -133,7 +133,7 @@ class Executed:
     def send(self, name: str, path: Path) -> None:
         """Send a file."""
         with path.open("rb") as file:
-            wire.write_file(self.pipe, name, file, path.stat().st_size)
+            protocol.write_file(self.pipe, name, file, path.stat().st_size)
 
     # --- requests ---
 
@@ -162,7 +162,7 @@ class Executed:
             if microscope is not None:
                 self.tell("look", look=asdict(microscope.look))
             if files:
-                self.tell("source", files=wire.as_texts(_files(spec, replayed.fields)))
+                self.tell("source", files=protocol.as_texts(_files(spec, replayed.fields)))
             for path in sorted(Path(aside, "led-to", "weights").glob("*")):
                 self.send(path.name, path)
 

@@ -30,10 +30,10 @@ from lockstep.export.formats import (
 )
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
-from lockstep.proof import wire
+from lockstep.proof import protocol
 from lockstep.proof.execution import Execution
-from lockstep.proof.recorded_end import DIGEST_OF
 from lockstep.proof.recorded_run import folder_of, named_run, recorded_run
+from lockstep.proof.summary_checks import DIGEST_OF
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import keep_files
 from lockstep.spec.fields import Spec
@@ -262,12 +262,12 @@ def _receive(execution: Execution, request: Mapping[str, Any], path: Path) -> No
     """Write the files of an artifact, which is to be `path`, and its description beside it."""
     for message in execution.ask("export", **request):
         if message["kind"] != "file":
-            raise wire.broken(f"a {wire.plain_text(message['kind'], 40)!r}")
-        sent = wire.file_sent(message)
+            raise protocol.broken(f"a {protocol.plain_text(message['kind'], 40)!r}")
+        sent = protocol.file_sent(message)
         parts = sent.name.split("/")
         allowed = parts[0] == path.name or sent.name == description(path).name
         if not allowed or any(part in ("", ".", "..") for part in parts):
-            raise wire.broken(f"a file {sent.name!r}")
+            raise protocol.broken(f"a file {sent.name!r}")
         target = path.parent / sent.name
         target.parent.mkdir(parents=True, exist_ok=True)
         execution.receive(sent, target, MOST_BYTES)

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.calls.executions import execution_of, taken_again
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.driver.options import RunOptions
-from lockstep.proof import wire
+from lockstep.proof import protocol
 from lockstep.proof.execution import Execution, handed
 from lockstep.proof.inspection import FILES, InspectionRequest
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
@@ -90,21 +90,21 @@ def replay(
                     case "beginning":
                         options.progress.say(taken_again(run, begin, step))
                     case "row":
-                        _tell_row(inspected, run, wire.step_row(message.get("row")))
+                        _tell_row(inspected, run, protocol.step_row(message.get("row")))
                     case "micro-batches":
                         inspected.micro_batches = _plain(message.get("micro_batches"))
                     case "file":
-                        _keep(execution, wire.file_sent(message), target, inspected)
+                        _keep(execution, protocol.file_sent(message), target, inspected)
                     case kind:
-                        raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
+                        raise protocol.broken(f"a {protocol.plain_text(kind, 40)!r}")
     if math.isnan(inspected.loss) and not inspected.difference:
-        raise wire.broken("no row")
+        raise protocol.broken("no row")
     return inspected
 
 
 def _tell_row(inspected: Inspected, run: RecordedRun, row: StepRow) -> None:
     if row.step != inspected.step:
-        raise wire.broken(f"step {row.step}")
+        raise protocol.broken(f"step {row.step}")
     recorded = run.steps.get(inspected.step)
     inspected.difference = (
         "the ledger has no row of it" if recorded is None else step_difference(recorded, row)
@@ -117,16 +117,16 @@ def _plain(value: Any) -> list[dict[str, Any]]:
     if not (
         isinstance(value, list) and all(isinstance(entry, dict) and "micro_batch" in entry for entry in value)
     ):
-        raise wire.broken("micro-batches that are none")
-    micro_batches: list[dict[str, Any]] = wire.shown(value)
+        raise protocol.broken("micro-batches that are none")
+    micro_batches: list[dict[str, Any]] = protocol.shown(value)
     return micro_batches
 
 
-def _keep(execution: Execution, sent: wire.FileSent, folder: Path, inspected: Inspected) -> None:
+def _keep(execution: Execution, sent: protocol.FileSent, folder: Path, inspected: Inspected) -> None:
     """Write one of the files that a step may have."""
     path = folder / sent.name
     if sent.name not in FILES or str(path) in inspected.files:
-        raise wire.broken(f"a file {sent.name!r}")
+        raise protocol.broken(f"a file {sent.name!r}")
     folder.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     execution.receive(sent, path, MOST_BYTES)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.parsing import (
     OtherVersionError,
     check_version,

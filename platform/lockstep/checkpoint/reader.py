@@ -14,9 +14,9 @@ from lockstep.checkpoint import layout, problems
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, OtherFormatError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
 from lockstep.checkpoint.runs.run_folder import RunFolder
-from lockstep.checkpoint.skeleton import seen_otherwise, unpack
 from lockstep.checkpoint.storage.interface import PIECE, Reading, Storage
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.checkpoint.tree_decoder import seen_otherwise, unpack
 from lockstep.errors import StorageError
 from lockstep.parsing import strict_json
 

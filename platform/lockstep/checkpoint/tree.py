@@ -1,7 +1,7 @@
 """A section's state as JSON and tensors, and back, exactly.
 
 A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
-values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `skeleton.unpack`
+values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `tree_decoder.unpack`
 gives back the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
 tuple as a tuple. Tensors that share the same memory are stored once and are one tensor again; those that overlap are views
 of one stored memory again, and a list or mapping that is in several places is one object again. A tensor that is

@@ -17,8 +17,8 @@ from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.fixture import Fixture, Timed
 from lockstep.data.dataset import orders_itself
+from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.loader import is_dense
-from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training.job_data import dataset_size

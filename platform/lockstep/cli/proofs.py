@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lockstep.calls.attestation import Attested, Checked
     from lockstep.calls.promotion import Promoted
     from lockstep.calls.replay_call import Inspected
-    from lockstep.proof.difference import Difference, Parted
     from lockstep.proof.guard import Guarded
+    from lockstep.proof.run_diff import Difference, Parted
     from lockstep.proof.verification import Verified
 
 Sandbox = Annotated[

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.data.arrow_cache import materialized
 from lockstep.data.file_locations import StoredFile, retried
-from lockstep.data.materialized import materialized
 from lockstep.data.snapshots import (
     NumberedVersion,
     SnapshotFiles,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data import problems
-from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, leaves, tree_of
 from lockstep.data.dataset import (
     Fingerprinted,
@@ -23,6 +22,7 @@ from lockstep.data.dataset import (
     is_hub_dataset,
     is_mosaic_dataset,
 )
+from lockstep.data.user_cache import cached
 from lockstep.errors import DataError, LockstepError, first_line
 from lockstep.job.frames import place_in_job
 from lockstep.randomness import sample_key, seed_all
@@ -69,7 +69,7 @@ def fingerprint(
 def _library_fields(dataset: Any) -> dict[str, str]:
     """The fields of a dataset of a library that Lockstep knows, over all its rows."""
     if is_hub_dataset(dataset):
-        from lockstep.data.hub_rows import hub_fields
+        from lockstep.data.hub_dataset import hub_fields
 
         return hub_fields(dataset)
     if is_mosaic_dataset(dataset):

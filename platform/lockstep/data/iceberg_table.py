@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.materialized import materialized
+from lockstep.data.arrow_cache import materialized
 from lockstep.data.snapshots import Snapshot, SnapshotFiles, contents_digest, in_path_order, selected_columns
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from lockstep.data.arrow_cache import materialized
 from lockstep.data.file_locations import one_line
-from lockstep.data.materialized import materialized
 from lockstep.data.snapshots import NumberedVersion, SnapshotFiles, contents_digest, selected_columns
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, digest
 from lockstep.data.dataset import fetch_one, is_table
+from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.order import Bijection
-from lockstep.data.own_order import number_of_ids
+from lockstep.data.user_cache import cached
 from lockstep.randomness import sample_key, seed_all
 
 if TYPE_CHECKING:

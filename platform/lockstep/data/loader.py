@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from lockstep.data import forked_state, problems
+from lockstep.data import fork_isolation, problems
 from lockstep.data.fingerprint import difference
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
@@ -268,7 +268,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, os.getpid(), begun, forked, forked_state.opened()),
+            worker_init_fn=partial(_begin, os.getpid(), begun, forked, fork_isolation.opened()),
             pin_memory=pinned,
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -299,7 +299,7 @@ def _begin(
     parent: int,
     begun: Semaphore,
     forked: Callable[[], None],
-    opened: Sequence[forked_state.Opened],
+    opened: Sequence[fork_isolation.Opened],
     _number: int,
 ) -> None:
     """The first thing that a loader process does. `opened` is what its parent had open before it made any for it.
@@ -310,8 +310,8 @@ def _begin(
     torch.utils.data._utils.worker._worker_info = None
     forked()
     report_reads()
-    forked_state.separate_from_parent(opened)
-    forked_state.look_for_waits(MicroBatches.__getitem__.__code__)
+    fork_isolation.separate_from_parent(opened)
+    fork_isolation.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 
 

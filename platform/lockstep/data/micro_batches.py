@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lockstep.data import forked_state, problems
+from lockstep.data import fork_isolation, problems
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
@@ -169,7 +169,7 @@ def _is_gathered(tensor: Tensor) -> bool:
 
 def _data_error(error: BaseException, batch: MicroBatch, label: str) -> LockstepError:
     """What the job's code raised, with the samples and the step; its kind is found here, for an error of a loader process arrives without its cause."""
-    text, forked = " ".join(str(error).split()) or "no message", forked_state.explanation(error)
+    text, forked = " ".join(str(error).split()) or "no message", fork_isolation.explanation(error)
     failed = problems.FETCH_FAILED(
         what=label,
         where=_where(batch),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.materialized import materialized_by_content
+from lockstep.data.arrow_cache import materialized_by_content
 
 ROWS_AT_ONCE = 4096
 

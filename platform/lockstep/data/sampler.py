@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 from lockstep.data import problems
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
+from lockstep.data.dataset_order import Guard, check_own_order, own_order, says_of_neighbours
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
-from lockstep.data.own_order import Guard, check_own_order, own_order, says_of_neighbours
 from lockstep.plan import Plan, Position
 from lockstep.reduction_tree import clip
 from lockstep.spec.sample_ids import parse

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.data import problems
-from lockstep.data.cache import cached
 from lockstep.data.file_locations import StoredFile, find, one_line, retried
 from lockstep.data.fingerprint import FILES, content_digest, names_in_order
+from lockstep.data.user_cache import cached
 from lockstep.errors import DataError
 
 TAR = (".tar",)

@@ -13,7 +13,7 @@ from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.external_facts import MOVED, UNKNOWN, changed_facts
 from lockstep.parsing import MOST_BYTES, json_mapping
 from lockstep.paths import read_bounded
-from lockstep.proof.recorded_end import (
+from lockstep.proof.summary_checks import (
     DIGEST_OF,
     Disagreement,
     file_disagreements,

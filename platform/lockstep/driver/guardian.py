@@ -70,7 +70,7 @@ class Guardian:
         *,
         watched: tuple[float, float] | None = None,
         sweep: Mapping[str, Any] | None = None,
-        recorded_by: str = "lockstep.record.runs.ending",
+        recorded_by: str = "lockstep.record.runs.abandoned_run",
         notify: str | Sequence[str] | None = None,
         webhook: str | None = None,
     ) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.cache import cache_path
 from lockstep.data.fingerprint import local_digest
+from lockstep.data.user_cache import cache_path
 from lockstep.errors import first_line
 from lockstep.files import replacing
 from lockstep.hf import problems, text_files

@@ -1,6 +1,6 @@
 """The code of a recorded run executed in a process of its own, for one that judges what comes of it.
 
-The judging process never imports a job. It sends what is to be done, and reads rows and files (`wire`), which it compares
+The judging process never imports a job. It sends what is to be done, and reads rows and files (`protocol`), which it compares
 by itself. The other process is given nothing that it is compared with: no ledger, no digest of a result, no key. What it
 prints is shown line by line, as the job's.
 """
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.errors import JobError
-from lockstep.proof import problems, sandbox, wire
+from lockstep.proof import problems, protocol, sandbox
 from lockstep.proof.microscope import Look
 from lockstep.proof.recorded_run import copy_checkpoint
 from lockstep.proof.replaying import Informed, Replayed, Watching
@@ -170,7 +170,7 @@ def _show(pipe: BinaryIO, say: Callable[[str], None]) -> None:
             if remaining <= 0:
                 continue
             remaining -= len(piece)
-            if text := wire.plain_text(piece.decode(errors="replace").rstrip()):
+            if text := protocol.plain_text(piece.decode(errors="replace").rstrip()):
                 say(f"job: {text}")
             if remaining <= 0:
                 say("job: what it prints from here on is not shown")
@@ -225,23 +225,25 @@ class Execution:
         except BrokenPipeError:
             raise self._lost() from None
         count = 0
-        while (message := wire.parsed(self._line()))["kind"] != "done":
+        while (message := protocol.parsed(self._line()))["kind"] != "done":
             if message["kind"] == "error":
                 if self.settings.sandbox is not None:
                     self.settings.say(IN_SANDBOX)
-                raise wire.error_told(message)
+                raise protocol.error_told(message)
             if message["kind"] != "said":
                 yield message
                 continue
             count += 1
             if count > MOST_SAID:
-                raise wire.broken(f"more than {MOST_SAID} lines to show")
-            self.settings.say(wire.plain_text(message.get("text")))
+                raise protocol.broken(f"more than {MOST_SAID} lines to show")
+            self.settings.say(protocol.plain_text(message.get("text")))
 
-    def receive(self, sent: wire.FileSent, path: Path, most: int) -> None:
+    def receive(self, sent: protocol.FileSent, path: Path, most: int) -> None:
         """Write a file that was announced as `path`, which is new. ProtocolError where it has more than `most` bytes."""
         if sent.size > most:
-            raise wire.broken(f"a file {sent.name!r} of {sent.size} bytes, where at most {most} can be right")
+            raise protocol.broken(
+                f"a file {sent.name!r} of {sent.size} bytes, where at most {most} can be right"
+            )
         remaining = sent.size
         with path.open("xb") as file:
             while remaining:
@@ -272,8 +274,8 @@ class Execution:
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            if searched > wire.MOST_BYTES:
-                raise wire.broken(f"a line of more than {wire.MOST_BYTES} bytes")
+            if searched > protocol.MOST_BYTES:
+                raise protocol.broken(f"a line of more than {protocol.MOST_BYTES} bytes")
             self._fill()
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
@@ -337,17 +339,17 @@ def take_steps(
     for message in execution.ask("steps", **request, cluster=execution.cluster):
         match message["kind"]:
             case "begun" if not replayed.fields and not replayed.steps:
-                replayed.fields = wire.mapping(message.get("fields"))
-                replayed.facts = wire.mapping(message.get("facts", {}))
+                replayed.fields = protocol.mapping(message.get("fields"))
+                replayed.facts = protocol.mapping(message.get("facts", {}))
                 if isinstance(watch, Informed):
                     watch.begun(replayed.fields, replayed.facts)
             case "row" if not replayed.summary:
-                row = wire.step_row(message.get("row"))
+                row = protocol.step_row(message.get("row"))
                 follows = row.step == newest + 1 or (
                     not replayed.steps and row.step > newest
                 )  # a fork begins later
                 if not follows or row.step > replay.until:
-                    raise wire.broken(f"step {row.step} after step {newest}")
+                    raise protocol.broken(f"step {row.step} after step {newest}")
                 newest = row.step
                 replayed.steps[newest] = row
                 watch.row(row)
@@ -355,24 +357,26 @@ def take_steps(
                     execution.close()
                     return replayed
             case "evaluation" if not replayed.summary:
-                evaluation = wire.evaluation_row(message.get("row"))
+                evaluation = protocol.evaluation_row(message.get("row"))
                 if not (last < evaluation.step <= replay.until):
-                    raise wire.broken(f"an evaluation of step {evaluation.step} after that of step {last}")
+                    raise protocol.broken(
+                        f"an evaluation of step {evaluation.step} after that of step {last}"
+                    )
                 last = evaluation.step
                 replayed.evaluations[evaluation.step] = evaluation
             case "summary" if not replayed.summary:
-                replayed.summary = wire.mapping(message.get("summary"))
+                replayed.summary = protocol.mapping(message.get("summary"))
             case "look" if look is not None and replayed.look is None:
                 replayed.look = _parsed_look(message.get("look"))
             case "source" if files and not replayed.source:
-                replayed.source = wire.texts(message.get("files"))
+                replayed.source = protocol.texts(message.get("files"))
             case "file" if weights is not None:
-                sent = wire.file_sent(message)
+                sent = protocol.file_sent(message)
                 if Path(sent.name).name != sent.name or (weights / sent.name).exists():
-                    raise wire.broken(f"a file {sent.name!r}")
+                    raise protocol.broken(f"a file {sent.name!r}")
                 execution.receive(sent, weights / sent.name, most(sent.name))
             case kind:
-                raise wire.broken(f"a {wire.plain_text(kind, 40)!r}")
+                raise protocol.broken(f"a {protocol.plain_text(kind, 40)!r}")
     return replayed
 
 
@@ -395,6 +399,6 @@ def handed(spec: Spec, replay: Replay, folder: Path | None) -> tuple[Spec, Repla
 
 def _parsed_look(document: Any) -> Look:
     try:
-        return Look.of(wire.mapping(wire.shown(document)))
+        return Look.of(protocol.mapping(protocol.shown(document)))
     except (TypeError, ValueError, AttributeError) as error:
-        raise wire.broken("a look that is none") from error
+        raise protocol.broken("a look that is none") from error

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.proof import guard_worker, problems
-from lockstep.proof.causes import Cause, causes
-from lockstep.proof.difference import Parted, add_parting, first_parting
+from lockstep.proof.identity_changes import Cause, causes
 from lockstep.proof.microscope import Look
+from lockstep.proof.run_diff import Parted, add_parting, first_parting
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.training.worker_environment import sent_environment

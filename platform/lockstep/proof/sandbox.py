@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from lockstep.errors import first_line
-from lockstep.proof import enclosure, problems
+from lockstep.proof import problems, sandbox_entry
 from lockstep.record.redaction import redacted_variables
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def bubblewrap(layout: _Layout, words: Sequence[str]) -> list[str]:
 
 
 def namespaces(layout: _Layout, words: Sequence[str]) -> list[str]:
-    """By namespaces of its own, in which `enclosure` lays out the file system and gives up all rights to change it."""
+    """By namespaces of its own, in which `sandbox_entry` lays out the file system and gives up all rights to change it."""
     program = shutil.which("unshare")
     if program is None:
         raise FileNotFoundError("util-linux is not installed")
@@ -166,7 +166,7 @@ def namespaces(layout: _Layout, words: Sequence[str]) -> list[str]:
         "--fork",
         "--kill-child",
     ]
-    enclosed = [sys.executable, "-I", "-S", str(enclosure.__file__), json.dumps(document)]
+    enclosed = [sys.executable, "-I", "-S", str(sandbox_entry.__file__), json.dumps(document)]
     return [program, *kinds, "--", *enclosed, *words]
 
 

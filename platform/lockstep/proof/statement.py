@@ -20,7 +20,8 @@ from lockstep.job.recorded_source import source_digest
 from lockstep.parsing import json_mapping, one_line
 from lockstep.paths import component, shown
 from lockstep.proof import problems
-from lockstep.proof.recorded_end import (
+from lockstep.proof.recorded_run import RecordedRun
+from lockstep.proof.summary_checks import (
     DIGEST_OF,
     Disagreement,
     file_disagreements,
@@ -31,7 +32,6 @@ from lockstep.proof.recorded_end import (
     read_weights,
     same_in_json,
 )
-from lockstep.proof.recorded_run import RecordedRun
 from lockstep.record.events.union import VERSION, EvaluationRow, StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.ledger.tables import DETERMINISTIC

@@ -19,8 +19,11 @@ from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.job.inputs.external_facts import changed_facts
-from lockstep.proof.causes import UNTOLD, Cause, causes
-from lockstep.proof.recorded_end import (
+from lockstep.proof.identity_changes import UNTOLD, Cause, causes
+from lockstep.proof.recorded_run import RecordedRun
+from lockstep.proof.replaying import Replayed, Watching
+from lockstep.proof.spans import Span
+from lockstep.proof.summary_checks import (
     DIGEST_OF,
     file_disagreements,
     lacking_digests,
@@ -28,9 +31,6 @@ from lockstep.proof.recorded_end import (
     read_weights,
     same_in_json,
 )
-from lockstep.proof.recorded_run import RecordedRun
-from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.spans import Span
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.spec.fields import Spec

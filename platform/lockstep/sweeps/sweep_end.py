@@ -18,7 +18,7 @@ from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.stores import reader
-from lockstep.record.runs.ending import RELEASE_S, answered, ended_by_now, record_end
+from lockstep.record.runs.abandoned_run import RELEASE_S, answered, ended_by_now, record_end
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.sweep_record import SEEN, end_abandoned
 
@@ -82,7 +82,7 @@ def _begun_by(sweep: SweepSpec, recorders: Sequence[str]) -> str | None:
 
 
 def main() -> None:
-    """As `lockstep.record.runs.ending.main`, for a sweep."""
+    """As `lockstep.record.runs.abandoned_run.main`, for a sweep."""
 
     def recorded(
         request: Mapping[str, Any], failed: Failed, documents: Sequence[Document], release_s: float

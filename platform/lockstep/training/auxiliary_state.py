@@ -16,8 +16,8 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Tree, pack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.files import replaced
 from lockstep.job.interface import Job
 from lockstep.parsing import check_version, strict_json

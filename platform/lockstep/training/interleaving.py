@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.data.dataset import orders_itself
-from lockstep.data.own_order import says_of_neighbours
+from lockstep.data.dataset_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
 
 SEEDS = 3

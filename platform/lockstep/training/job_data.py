@@ -22,8 +22,8 @@ from lockstep.data.dataset import (
     is_ray_dataset,
     orders_itself,
 )
+from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.order import Ids
-from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.data.table_pins import Pins, in_force
 from lockstep.job.inputs.imports import imports_of_job

@@ -17,10 +17,10 @@ import torch
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.by_length import grouped_by_length
-from lockstep.data.forked_state import set_apart
+from lockstep.data.dataset_order import number_of_ids
+from lockstep.data.fork_isolation import set_apart
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
-from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import nearest
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint import problems
 from lockstep.checkpoint.errors import BadCheckpointError
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tensor_file import read_tensors, tensor_pieces
 from lockstep.checkpoint.tree import DTYPES, pack, plain, sharing
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.parsing import canonical_json, strict_json
 from tests.raised import raises
 from tests.unit.checkpoint.states import bits, nan, raw, same, state

@@ -83,7 +83,7 @@ class Ahead(Samples):
 def connections_of_others() -> Iterator[None]:
     """A worker has more of them before its data are opened than a message names: Ray's, and those to the other workers."""
     others = [end for _ in range(4) for end in socket.socketpair()]
-    loader_module.forked_state.set_apart()
+    loader_module.fork_isolation.set_apart()
     yield
     for end in others:
         end.close()
@@ -791,7 +791,7 @@ def test_with_one_position_for_all_they_read_other_samples(
     numbers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: processes that share what was open before them."""
-    monkeypatch.setattr(loader_module.forked_state, "separate_from_parent", lambda opened: None)
+    monkeypatch.setattr(loader_module.fork_isolation, "separate_from_parent", lambda opened: None)
     samples = OfAFile(numbers, buffered=False)
     try:
         got = fetched_after_a_look(samples, 2)
@@ -828,7 +828,7 @@ def test_a_file_that_cannot_be_opened_again_is_told(numbers: Path, monkeypatch: 
 
     samples = OfAFile(numbers, buffered=False)
     fetched(samples, keys=MANY[:1])
-    monkeypatch.setattr(loader_module.forked_state.os, "open", refuses)
+    monkeypatch.setattr(loader_module.fork_isolation.os, "open", refuses)
     with pytest.raises(JobError) as info:
         fetched(samples, processes=1, keys=MANY[:1])
     text = one_line(info.value)
@@ -989,7 +989,7 @@ def filled_by_a_thread() -> tuple[queue.Queue[Any], Samples]:
 
 
 def test_a_wait_for_a_thread_that_a_loader_process_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module.forked_state, "LOOKS_S", 0.2)
+    monkeypatch.setattr(loader_module.fork_isolation, "LOOKS_S", 0.2)
     asked, samples = filled_by_a_thread()
     fetched(samples)
     with pytest.raises(JobError) as info:
@@ -1002,7 +1002,7 @@ def test_a_wait_for_a_thread_that_a_loader_process_lacks_is_told(monkeypatch: py
 
 
 def test_a_wait_for_a_thread_that_works_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module.forked_state, "LOOKS_S", 0.05)
+    monkeypatch.setattr(loader_module.fork_isolation, "LOOKS_S", 0.05)
 
     def sample(index: int) -> Tensor:
         with ThreadPoolExecutor(1) as pool:

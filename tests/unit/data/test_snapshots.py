@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from lockstep.data import Delta, Iceberg, Lance, Table
-from lockstep.data.materialized import BLOCK_BYTES, even_batches, materialized, materialized_by_content
+from lockstep.data.arrow_cache import BLOCK_BYTES, even_batches, materialized, materialized_by_content
 from lockstep.data.table_pins import pinned, pins_of
 from lockstep.errors import DataError, SpecError
 from tests import lake

@@ -14,7 +14,7 @@ import yaml
 from lockstep import train
 from lockstep.calls import problems
 from lockstep.calls.diff import diff
-from lockstep.proof.difference import Difference, Parted
+from lockstep.proof.run_diff import Difference, Parted
 from tests.in_process import here
 from tests.raised import raises
 from tests.unit.proof.test_verify import drop

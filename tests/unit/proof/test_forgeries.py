@@ -71,11 +71,11 @@ ECHO = """
 import glob, json, struct
 def echo(paths):
     import pyarrow.parquet as pq
-    from lockstep.proof import wire
+    from lockstep.proof import protocol
     from lockstep.record.ledger.tables import read_parquet
     for path in paths:
         rows = read_parquet(__import__("pathlib").Path(path))
-        return b"".join(wire.line("row", row=wire.step_document(row)) for row in rows)
+        return b"".join(protocol.line("row", row=protocol.step_document(row)) for row in rows)
 """
 
 JUDGE = """
@@ -166,8 +166,8 @@ CODE: dict[str, str] = {
         "for p in pipes(): os.write(p, told + b'{\"kind\":\"done\"}\\n')\nos._exit(0)"
     ),
     "each row is mended from the record": (
-        ECHO + "import pathlib\nfrom lockstep.record.ledger.tables import read_parquet\nfrom lockstep.proof import wire\n"
-        "old = wire.step_document\nrows = {r.step: r for r in read_parquet(pathlib.Path(RUN + '/ledger.parquet'))}\n"
+        ECHO + "import pathlib\nfrom lockstep.record.ledger.tables import read_parquet\nfrom lockstep.proof import protocol\n"
+        "old = protocol.step_document\nrows = {r.step: r for r in read_parquet(pathlib.Path(RUN + '/ledger.parquet'))}\n"
         "wire.step_document = lambda row: old(rows[row.step])"
     ),
     "the statement is read for its digests": (
@@ -255,7 +255,7 @@ def test_the_same_record_is_accepted_with_nothing_forged_and_told_where_it_is(fo
 def test_a_job_that_carries_its_answers_is_accepted_as_the_page_says(forger: Forger) -> None:
     """What no judge can see who has the job's word alone; it stands in the source, whose sha256 is stated."""
     forger.attack(
-        "from lockstep.proof import wire\nold = wire.step_document\n"
+        "from lockstep.proof import protocol\nold = protocol.step_document\n"
         "wire.step_document = lambda row: old(row._replace(loss=row.loss / 2) if row.step == 5 else row)"
     )
     change_ledger(forger.run, 5, "loss", lambda value: value / 2)

@@ -14,10 +14,10 @@ import pytest
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import Problem
-from lockstep.proof import problems, signatures, wire
-from lockstep.proof.difference import difference
+from lockstep.proof import problems, protocol, signatures
 from lockstep.proof.recorded_run import copy_checkpoint, folder_of, plain_name, recorded_fields
 from lockstep.proof.repository import Repository
+from lockstep.proof.run_diff import difference
 from lockstep.proof.statement import parsed
 from lockstep.spec.loading import load_spec
 from tests.raised import raises
@@ -53,7 +53,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (copied, problems.NO_WHOLE_CHECKPOINT, {"run": RUN, "which": " of step 7"}),
     (lambda _: plain_name("../weights"), problems.FOREIGN_FILE, {"got": "../weights"}),
     (compared, problems.NO_COMMON_STEP, {"got": "1 to 2 and 5 to 6"}),
-    (lambda _: wire.parsed(b"what a job printed\n"), problems.PROTOCOL, {"got": "a line that is no JSON"}),
+    (lambda _: protocol.parsed(b"what a job printed\n"), problems.PROTOCOL, {"got": "a line that is no JSON"}),
     (lambda _: parsed(b"{}"), problems.NO_STATEMENT, {}),
     (lambda _: parsed(json.dumps(STATED).encode()), problems.OTHER_KIND, {}),
     (lambda _: signatures.opened({"payloadType": 3}, None), problems.NO_ENVELOPE, {}),

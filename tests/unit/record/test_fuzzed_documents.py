@@ -26,9 +26,9 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.runs.lease import _holder
 from lockstep.checkpoint.runs.names import run_of_name
 from lockstep.checkpoint.runs.run_folder import RunFolder
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.tensor_file import read_tensors, tensor_pieces
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.errors import LockstepError
 from lockstep.parsing import strict_json, with_hash
 from lockstep.proof import signatures, statement

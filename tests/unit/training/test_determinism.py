@@ -16,7 +16,7 @@ import pytest
 import torch
 from threadpoolctl import ThreadpoolController
 
-from lockstep.proof.causes import causes
+from lockstep.proof.identity_changes import causes
 from lockstep.threads import LIBRARIES, library_threads
 from lockstep.training import problems
 from lockstep.training.determinism import (

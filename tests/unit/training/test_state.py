@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop

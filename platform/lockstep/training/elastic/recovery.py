@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.failure_kinds import kind_of

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.data.cache import cache_path
 from lockstep.data.loader import map_tensors
+from lockstep.data.user_cache import cache_path
 from lockstep.errors import JobError, first_line
 from lockstep.training.step import problems
 from lockstep.training.step.compiled_units import computing_units, only_of_job

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
+from lockstep.checkpoint.tree_decoder import unpack
 
 if TYPE_CHECKING:
     from lockstep.training.state import TrainState

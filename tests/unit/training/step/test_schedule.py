@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.errors import SpecError
 from lockstep.spec.schedules import (
     Constant,

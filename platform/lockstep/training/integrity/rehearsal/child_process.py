@@ -1,7 +1,7 @@
 """Runs a function in a forked process, so that whatever it does to objects, modules, generators and files ends with that process.
 
 The child has a copy of the parent's memory. It has one intra-op thread, because the parent's are not inherited, reads open files from
-positions of its own (`data.forked_state`), and cannot speak over the parent's connections. It hands back one value through a pipe.
+positions of its own (`data.fork_isolation`), and cannot speak over the parent's connections. It hands back one value through a pipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.data import forked_state
+from lockstep.data import fork_isolation
 from lockstep.errors import LockstepError
 from lockstep.job.inputs.imports import Asked, note_imports
 from lockstep.job.inputs.variables import Values, reads_of
@@ -71,7 +71,7 @@ def in_child(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    opened, began, parent = forked_state.opened(), time.monotonic(), os.getpid()
+    opened, began, parent = fork_isolation.opened(), time.monotonic(), os.getpid()
     read, write = os.pipe()
     with _no_collection():
         pid = os.fork()
@@ -122,7 +122,7 @@ def _no_collection() -> Iterator[None]:
 def _serve(
     function: Callable[[], Any],
     forked: Callable[[], None],
-    opened: list[forked_state.Opened],
+    opened: list[fork_isolation.Opened],
     write: int,
     parent: int,
 ) -> None:
@@ -133,14 +133,14 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
         forked()
         pipe = os.fstat(write)
-        forked_state.separate_from_parent(
+        fork_isolation.separate_from_parent(
             [
                 descriptor
                 for descriptor in opened
                 if (descriptor.device, descriptor.inode) != (pipe.st_dev, pipe.st_ino)
             ]
         )
-        forked_state.look_for_waits(_result.__code__)
+        fork_isolation.look_for_waits(_result.__code__)
         torch.set_num_threads(1)
         content = _result(function)
         sys.stdout.flush()
@@ -164,10 +164,10 @@ def _result(function: Callable[[], Any]) -> bytes:
     except NoChildError as error:  # of a child of this one
         return pickle.dumps((None, error, traceback.format_exc(), ""))
     except LockstepError as error:
-        return pickle.dumps((None, error, traceback.format_exc(), forked_state.explanation(error)))
+        return pickle.dumps((None, error, traceback.format_exc(), fork_isolation.explanation(error)))
     except BaseException as error:  # noqa: BLE001 - nothing may leave the child but by the pipe
         wrapped = RuntimeError(f"in a process of its own: {type(error).__name__}: {error}")
-        return pickle.dumps((None, wrapped, traceback.format_exc(), forked_state.explanation(error)))
+        return pickle.dumps((None, wrapped, traceback.format_exc(), fork_isolation.explanation(error)))
 
 
 def _answer(read: int, limit_s: float) -> bytes | None:

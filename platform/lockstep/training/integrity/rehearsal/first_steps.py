@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import Shared, pack, sharing
+from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.data.fingerprint import difference
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError

@@ -26,10 +26,10 @@ from torch import nn
 
 from lockstep.checkpoint.tree import pack
 from lockstep.data.dataset import is_fingerprinted
+from lockstep.data.dataset_order import says_of_neighbours
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
-from lockstep.data.own_order import says_of_neighbours
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.interface import Job, Loss, Rows
 from lockstep.plan import Plan

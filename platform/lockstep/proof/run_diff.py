@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof import problems
-from lockstep.proof.causes import Cause, causes
 from lockstep.proof.execution import Execution, take_steps
+from lockstep.proof.identity_changes import Cause, causes
 from lockstep.proof.microscope import Look, ObservedValue, parting
-from lockstep.proof.recorded_end import plan_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
+from lockstep.proof.summary_checks import plan_of
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.spec.fields import Spec

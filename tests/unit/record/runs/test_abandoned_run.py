@@ -21,7 +21,7 @@ from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.stores import reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
-from lockstep.record.runs.ending import record_end
+from lockstep.record.runs.abandoned_run import record_end
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from tests.raised import raises

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lockstep.data import own_order
+from lockstep.data import dataset_order
+from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.mixture import Mixture
-from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Job
@@ -177,7 +177,7 @@ def test_an_epoch_that_the_run_does_not_reach_is_not_asked_for() -> None:
 
 
 def test_an_order_that_takes_long_is_asked_for_twice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_order, "AGAIN_S", 0.0)
+    monkeypatch.setattr(dataset_order, "AGAIN_S", 0.0)
     asked = list[int]()
     sampler(Ordered(lambda epoch: (asked.append(epoch), keyed(epoch))[1])).check_order()
     assert asked == [0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.materialized import even_batches
+from lockstep.data.arrow_cache import even_batches
 
 SPANS, SPAN_ROWS = 17, 1024
 """What is hashed of a large dataset: so many spans, evenly spread, the last one at its end."""

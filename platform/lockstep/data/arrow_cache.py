@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from lockstep import files
 from lockstep.data import problems
-from lockstep.data.cache import cache_path
+from lockstep.data.user_cache import cache_path
 from lockstep.errors import StorageError
 
 KIND = "tables"

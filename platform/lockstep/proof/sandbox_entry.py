@@ -1,6 +1,6 @@
 """Lays out the file system of a process in namespaces of its own, gives up every right to change it, and becomes the command.
 
-It is run by its path, without Lockstep: `python -I -S enclosure.py LAYOUT COMMAND…`; `sandbox` writes the layout, a JSON object.
+It is run by its path, without Lockstep: `python -I -S sandbox_entry.py LAYOUT COMMAND…`; `sandbox` writes the layout, a JSON object.
 """
 
 from __future__ import annotations
