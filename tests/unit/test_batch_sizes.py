@@ -60,7 +60,7 @@ def schedules(draw: st.DrawFn) -> list[BatchSize]:
     return [*sizes, BatchSize(2 * draw(st.integers(1, 6)))]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 50), schedules(), st.booleans())
 def test_every_position_is_where_a_loop_that_counts_arrives(
     samples: int, sizes: list[BatchSize], drop_last: bool

@@ -317,6 +317,7 @@ def test_micro_batches_are_fetched_twice_in_a_few_steps(
     assert [(key.step, key.micro_batch) for key in keys if twice(key)] == [(step, 0) for step in steps]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("sections", "origin", "rechecks"),
     [
