@@ -168,7 +168,7 @@ CODE: dict[str, str] = {
     "each row is mended from the record": (
         ECHO + "import pathlib\nfrom lockstep.record.ledger.tables import read_parquet\nfrom lockstep.proof import protocol\n"
         "old = protocol.step_document\nrows = {r.step: r for r in read_parquet(pathlib.Path(RUN + '/ledger.parquet'))}\n"
-        "wire.step_document = lambda row: old(rows[row.step])"
+        "protocol.step_document = lambda row: old(rows[row.step])"
     ),
     "the statement is read for its digests": (
         "import pathlib\nassert pathlib.Path(FOLDER + '/run.intoto.json').read_text()[:1] == '{'"
@@ -256,7 +256,7 @@ def test_a_job_that_carries_its_answers_is_accepted_as_the_page_says(forger: For
     """What no judge can see who has the job's word alone; it stands in the source, whose sha256 is stated."""
     forger.attack(
         "from lockstep.proof import protocol\nold = protocol.step_document\n"
-        "wire.step_document = lambda row: old(row._replace(loss=row.loss / 2) if row.step == 5 else row)"
+        "protocol.step_document = lambda row: old(row._replace(loss=row.loss / 2) if row.step == 5 else row)"
     )
     change_ledger(forger.run, 5, "loss", lambda value: value / 2)
     forger.sign()
