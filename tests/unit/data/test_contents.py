@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.data import problems
 from lockstep.data.contents import UnreadableError, leaves
 from lockstep.data.fingerprint import check_repeats, fingerprint
-from lockstep.errors import JobError
+from tests.raised import raises
 
 
 class Colour(enum.Enum):
@@ -317,9 +318,7 @@ def test_other_data_in_objects_have_another_fingerprint() -> None:
 
 def test_a_counter_within_an_object_is_seen() -> None:
     count = iter(range(9))
-    with pytest.raises(
-        JobError, match=r"fetched twice under one seed, differs in batch\[0\]\.x\.x; the dataset keeps"
-    ):
+    with raises(problems.FETCHES_DIFFER, location=" in batch[0].x.x"):
         check_repeats(*([Record(Bare(next(count)))] for _ in range(2)))
     check_repeats(*([Record(Bare(7))] for _ in range(2)))
 
@@ -333,13 +332,11 @@ def test_samples_that_cannot_be_looked_into_need_a_fingerprint() -> None:
         def fingerprint(self) -> dict[str, str]:
             return {"version": "3"}
 
-    with pytest.raises(
-        JobError, match=r"^data: sample 0 holds a _thread.lock, .* give Locked a fingerprint\(\)$"
-    ):
+    with raises(problems.SAMPLE_CONTENT, index=0, kind="_thread.lock", dataset="Locked"):
         fingerprint(Locked([1]), 1, seed=1)
     assert fingerprint(Known([1]), 1, seed=1) == {"version": "3"}
-    with pytest.raises(JobError, match=r"^data: the first micro-batch holds a _thread.lock"):
+    with raises(problems.BATCH_CONTENT, kind="_thread.lock"):
         check_repeats(Locked([1])[0], Locked([1])[0])
     check_repeats(Locked([1])[0], Locked([1])[0], opaque=True)
-    with pytest.raises(JobError, match=r"differs in batch\['x'\]"):
+    with raises(problems.FETCHES_DIFFER, location=" in batch['x']"):
         check_repeats(Locked([1])[0], Locked([2])[0], opaque=True)

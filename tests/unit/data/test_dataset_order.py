@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep.data import dataset_order
+from lockstep.data import problems as data_problems
 from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.mixture import Mixture
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import JobError, SpecError
+from lockstep.errors import JobError, Problem, SpecError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.loading import load_spec
@@ -151,8 +153,7 @@ def of_the_last_epoch() -> Callable[[int], Any]:
     [(entropy, 0), (kept, 0), (later, 1), (by_slice, 0), (shuffled_on, 0), (of_the_last_epoch, 0)],
 )
 def test_an_order_that_is_another_one_when_it_is_asked_again_is_refused(make: Any, epoch: int) -> None:
-    said = rf"^data: epoch_order of Ordered gives other ids when it is asked for epoch {epoch} again, so a resume"
-    with pytest.raises(JobError, match=said):
+    with raises(data_problems.ORDER_CHANGES, dataset="Ordered", epoch=epoch):
         sampler(Ordered(make())).check_order()
 
 
@@ -181,7 +182,7 @@ def test_an_order_that_takes_long_is_asked_for_twice_alone(monkeypatch: pytest.M
     asked = list[int]()
     sampler(Ordered(lambda epoch: (asked.append(epoch), keyed(epoch))[1])).check_order()
     assert asked == [0, 0]
-    with pytest.raises(JobError, match="epoch 0 again"):
+    with raises(data_problems.ORDER_CHANGES, epoch=0):
         sampler(Ordered(entropy())).check_order()
 
 
@@ -190,25 +191,27 @@ def fails(epoch: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "problem", "facts"),
     [
-        (lambda epoch: keyed(epoch)[:20], "got 20 ids, wanted 64, one for each position of the epoch"),
-        (lambda epoch: np.arange(80), "got 80 ids, wanted 64"),
-        (lambda epoch: range(20), "got 0 ids, wanted 64|got 20 ids, wanted 64"),
-        (lambda epoch: np.arange(64) + 1, r"got id 64, wanted ids of 0 … 63; .* as id_count"),
-        (lambda epoch: np.arange(64) - 1, "got id -1, wanted ids of 0 … 63"),
-        (lambda epoch: [*range(63), -5], "got id -5, wanted ids of 0 … 63"),
-        (lambda epoch: np.arange(64.0), r"got an array of float64 of shape \(64,\), wanted 64 ids"),
-        (lambda epoch: np.zeros((64, 2), int), r"got an array of int64 of shape \(64, 2\)"),
-        (lambda epoch: [[1], [2, 3]], "no array of ids"),
-        (lambda epoch: ["a"] * 64, r"got an array of <U1 of shape \(64,\)"),
-        (lambda epoch: iter(range(64)), "got range_iterator, wanted an array of the 64 ids"),
-        (lambda epoch: None, "got NoneType, wanted an array of the 64 ids"),
-        (lambda epoch: Lazy(lambda p: np.arange(p.start, p.stop)), "got 64 ids, wanted 32, one for each position of the slice"),
+        (lambda epoch: keyed(epoch)[:20], data_problems.ORDER_COUNT, {"got": 20, "count": 64, "of": "epoch"}),
+        (lambda epoch: np.arange(80), data_problems.ORDER_COUNT, {"got": 80, "count": 64}),
+        (lambda epoch: range(20), data_problems.ORDER_COUNT, {"got": 20, "count": 64}),
+        (lambda epoch: np.arange(64) + 1, data_problems.ORDER_ID, {"got": 64, "last": 63}),
+        (lambda epoch: np.arange(64) - 1, data_problems.ORDER_ID, {"got": -1, "last": 63}),
+        (lambda epoch: [*range(63), -5], data_problems.ORDER_ID, {"got": -5, "last": 63}),
+        (lambda epoch: np.arange(64.0), data_problems.ORDER_SHAPE, {"dtype": "float64", "shape": (64,), "count": 64}),
+        (lambda epoch: np.zeros((64, 2), int), data_problems.ORDER_SHAPE, {"dtype": "int64", "shape": (64, 2)}),
+        (lambda epoch: [[1], [2, 3]], data_problems.ORDER_NO_ARRAY, {"count": 64}),
+        (lambda epoch: ["a"] * 64, data_problems.ORDER_SHAPE, {"dtype": "<U1", "shape": (64,)}),
+        (lambda epoch: iter(range(64)), data_problems.ORDER_KIND, {"got": "range_iterator", "samples": 64}),
+        (lambda epoch: None, data_problems.ORDER_KIND, {"got": "NoneType", "samples": 64}),
+        (lambda epoch: Lazy(lambda p: np.arange(p.start, p.stop)), data_problems.ORDER_COUNT, {"got": 64, "count": 32, "of": "slice"}),
     ],
 )  # fmt: skip
-def test_what_is_no_order_is_told_in_one_line(order: Any, said: str) -> None:
-    with pytest.raises(JobError, match=rf"^data: epoch_order of Ordered, epoch 0: ({said})") as told:
+def test_what_is_no_order_is_told_in_one_line(
+    order: Any, problem: Problem[JobError], facts: dict[str, Any]
+) -> None:
+    with raises(problem, what=re.compile("epoch_order of Ordered, epoch 0$"), **facts) as told:
         sampler(Ordered(order)).check_order()
     assert "\n" not in str(told.value)
 
@@ -216,7 +219,8 @@ def test_what_is_no_order_is_told_in_one_line(order: Any, said: str) -> None:
 def test_a_later_epoch_is_looked_at_when_its_turn_comes() -> None:
     data = Ordered(lambda epoch: keyed(epoch)[: SIZE - (epoch == 2)])
     sampler(data).check_order()
-    with pytest.raises(JobError, match=r"^data: epoch_order of Ordered, epoch 2: got 63 ids"):
+    epoch = re.compile("epoch_order of Ordered, epoch 2$")
+    with raises(data_problems.ORDER_COUNT, what=epoch, got=63, count=SIZE, of="epoch"):
         list(sampler(data))
 
 
@@ -250,17 +254,19 @@ def test_any_sample_of_a_mixture_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "problem", "facts"),
     [
-        ([16, 16, 16], "add up to 48, but it has 64 samples"),
-        ([16] * 5, "add up to 80, but it has 64 samples"),
-        ([], "add up to 0|are no whole numbers"),
-        ([32.0, 32.0], "are no whole numbers of at least 0"),
-        ([80, -16], "are no whole numbers of at least 0"),
+        ([16, 16, 16], data_problems.BLOCK_TOTAL, {"got": 48, "wanted": 64}),
+        ([16] * 5, data_problems.BLOCK_TOTAL, {"got": 80, "wanted": 64}),
+        ([], data_problems.BLOCK_SIZES, {}),
+        ([32.0, 32.0], data_problems.BLOCK_SIZES, {}),
+        ([80, -16], data_problems.BLOCK_SIZES, {}),
     ],
 )
-def test_blocks_that_are_not_all_samples_are_refused(sizes: Any, said: str) -> None:
-    with pytest.raises(JobError, match=rf"^data: block_sizes of Blocked ({said})"):
+def test_blocks_that_are_not_all_samples_are_refused(
+    sizes: Any, problem: Problem[JobError], facts: dict[str, int]
+) -> None:
+    with raises(problem, name="Blocked", **facts):
         list(sampler(Blocked(sizes), shuffle="blocks"))
     assert len(list(sampler(Blocked(sizes), shuffle="hashed"))) == 96
 

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data import Mixture, Table
+from lockstep.data import Mixture, Table, problems
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.mixture import apportioned
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import JobError, SpecError
+from lockstep.errors import JobError, Problem
 from lockstep.plan import Plan
+from tests.raised import raises
 
 
 def mixture(samples: int | None = 24, weights: Any = None, **sizes: int) -> Mixture:
@@ -155,31 +156,47 @@ def test_what_is_mixed_and_how_is_in_the_fingerprint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "problem", "facts"),
     [
-        (lambda: mixture(weights={"a": 1}), r"weights are for \['a'\], wanted one for each of the sources"),
+        (
+            lambda: mixture(weights={"a": 1}),
+            problems.MIXTURE_OTHER_SOURCES,
+            {"got": ["a"], "wanted": ["a", "b", "c"]},
+        ),
         (
             lambda: mixture(weights={"a": 0, "b": 0, "c": 0}),
-            "wanted numbers of at least 0, not all of them 0",
+            problems.MIXTURE_WEIGHTS,
+            {"got": {"a": 0, "b": 0, "c": 0}},
         ),
-        (lambda: mixture(weights={"a": -1, "b": 1, "c": 1}), "wanted numbers of at least 0"),
-        (lambda: mixture(weights={2: {"a": 1, "b": 1, "c": 1}}), "begin with a later epoch"),
-        (lambda: mixture(weights={0: 3}), "weights are for int"),
-        (lambda: mixture(0), "got 0 samples for an epoch"),
-        (lambda: mixture(4, {"a": 1, "b": 1}, a=3, b=0), "source 'b' holds no sample"),
+        (
+            lambda: mixture(weights={"a": -1, "b": 1, "c": 1}),
+            problems.MIXTURE_WEIGHTS,
+            {"got": {"a": -1, "b": 1, "c": 1}},
+        ),
+        (lambda: mixture(weights={2: {"a": 1, "b": 1, "c": 1}}), problems.MIXTURE_FIRST_EPOCH, {}),
+        (
+            lambda: mixture(weights={0: 3}),
+            problems.MIXTURE_OTHER_SOURCES,
+            {"got": "int", "wanted": ["a", "b", "c"]},
+        ),
+        (lambda: mixture(0), problems.MIXTURE_SAMPLES, {"got": 0}),
+        (lambda: mixture(4, {"a": 1, "b": 1}, a=3, b=0), problems.MIXTURE_EMPTY_SOURCE, {"name": "b"}),
         (
             lambda: Mixture({"a": iter([1])}, {"a": 1}),
-            "source 'a' is list_iterator, .*: a stream has no position",
+            problems.MIXTURE_SOURCE,
+            {"name": "a", "got": "list_iterator"},
         ),  # type: ignore[dict-item]
     ],
 )
-def test_what_cannot_be_mixed_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(JobError, match=f"^data: Mixture.*{message}"):
+def test_what_cannot_be_mixed_is_refused(
+    make: Any, problem: Problem[JobError], facts: dict[str, Any]
+) -> None:
+    with raises(problem, **facts):
         make()
 
 
 def test_blocks_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"^data\.shuffle: got blocks, but a Mixture has none"):
+    with raises(problems.MIXTURE_BLOCKS):
         mixture().check_order("blocks", 8)
 
 
@@ -188,7 +205,7 @@ def test_a_table_is_refused(tmp_path: Any) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "part.parquet")
-    with pytest.raises(JobError, match="source 'a' is a Table, which gives whole micro-batches"):
+    with raises(problems.MIXTURE_TABLE, name="a"):
         Mixture({"a": Table(str(tmp_path))}, {"a": 1})
 
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data import Packed
+from lockstep.data import Packed, problems
 from lockstep.data.fingerprint import fingerprint
-from lockstep.errors import JobError
+from lockstep.errors import JobError, Problem
+from tests.raised import raises
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 99), max_size=12), max_size=8)
 
@@ -72,28 +73,32 @@ def test_lengths_that_are_given_save_reading() -> None:
     assert (documents.count, len(data)) == (0, 3)
     assert data[1]["tokens"].tolist() == [3, 4]
     assert documents.count == 2
-    with pytest.raises(JobError, match=r"^data: document 1 has 1 tokens, but its given length is 2"):
+    with raises(problems.DOCUMENT_LENGTH, document=1, got=1, wanted=2):
         Packed(documents, 2, lengths=[2, 2, 3])[1]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "problem", "facts"),
     [
-        (lambda: Packed([[1]], 0), "Packed got rows of 0 tokens"),  # type: ignore[arg-type]
+        (lambda: Packed([[1]], 0), problems.PACKED_LENGTH, {"got": 0}),  # type: ignore[arg-type]
         (
             lambda: Packed([[1]], 2, lengths=[1, 2]),
-            "Packed got the lengths of 2 documents, wanted those of all 1",
+            problems.PACKED_LENGTHS,
+            {"got": 2, "wanted": 1},
         ),  # type: ignore[arg-type]
         (
             lambda: Packed([[1.5]], 2),
-            r"document 0 is a tensor of torch.float32 of shape \(1,\), wanted a row of whole numbers",
+            problems.DOCUMENT_KIND,
+            {"document": 0, "dtype": "torch.float32", "shape": (1,)},
         ),  # type: ignore[arg-type]
-        (lambda: Packed([[[1]]], 2), r"document 0 is a tensor of torch.int64 of shape \(1, 1\)"),  # type: ignore[arg-type]
-        (lambda: Packed(iter([[1]]), 2), "Packed got list_iterator, .* a stream has no position"),  # type: ignore[arg-type]
+        (lambda: Packed([[[1]]], 2), problems.DOCUMENT_KIND, {"dtype": "torch.int64", "shape": (1, 1)}),  # type: ignore[arg-type]
+        (lambda: Packed(iter([[1]]), 2), problems.PACKED_SOURCE, {"got": "list_iterator"}),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_packed_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(JobError, match=f"^data: {message}"):
+def test_what_cannot_be_packed_is_refused(
+    make: Any, problem: Problem[JobError], facts: dict[str, Any]
+) -> None:
+    with raises(problem, **facts):
         make()
 
 

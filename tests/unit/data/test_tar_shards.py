@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from pyarrow.fs import FileSystem
 
-from lockstep.data import TarShards, tar_shards
+from lockstep.data import TarShards, problems, tar_shards
 from lockstep.data.fingerprint import fingerprint
-from lockstep.errors import DataError
+from lockstep.errors import DataError, Problem
+from tests.raised import raises
 from tests.unit.data.conftest import Faults, past
 
 
@@ -129,9 +130,7 @@ def test_a_shard_that_is_cut_short_is_told_by_its_name(folder: Path, left: float
     (folder / "a.tar").write_bytes(
         content[: int(len(content) * left) // 512 * 512 + (0 if left == 0.5 else 100)]
     )
-    with pytest.raises(
-        DataError, match=r"^data: '.*/a\.tar' is not a complete tar file \(.*\); it is cut short"
-    ) as raised:
+    with raises(problems.NO_TAR, file=folder / "a.tar") as raised:
         TarShards(folder)
     assert "\n" not in str(raised.value)
 
@@ -186,24 +185,28 @@ def packed(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "problem", "facts"),
     [
-        (twice, r"^data: '.*/s\.tar' has 'a\.txt' twice"),
-        (packed, r"^data: '.*/s\.tar' is not a complete tar file .* compressed: write it again"),
-        (lambda path: path.write_bytes(b""), r"^data: '.*/s\.tar' is not a complete tar file"),
-        (lambda path: None, r"^data: there is no file or folder '.*/s\.tar'"),
+        (twice, problems.MEMBER_TWICE, {"name": "a.txt"}),
+        (packed, problems.NO_TAR, {}),
+        (lambda path: path.write_bytes(b""), problems.NO_TAR, {}),
+        (lambda path: None, problems.NO_FILE_OR_FOLDER, {}),
     ],
 )
-def test_what_is_no_shard_is_refused(tmp_path: Path, make: Any, said: str) -> None:
+def test_what_is_no_shard_is_refused(
+    tmp_path: Path, make: Any, problem: Problem[DataError], facts: dict[str, str]
+) -> None:
     make(tmp_path / "s.tar")
-    with pytest.raises(DataError, match=said):
+    where = "path" if problem is problems.NO_FILE_OR_FOLDER else "file"
+    with raises(problem, **{where: tmp_path / "s.tar"}, **facts):
         TarShards(tmp_path / "s.tar")
 
 
 def test_what_cannot_be_decoded_is_told_with_sample_and_shard(folder: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"^data: 00004\.txt in '.*/a\.tar' cannot be decoded: JSONDecodeError: "
-    ):
+    with raises(
+        problems.MEMBER_UNDECODABLE,
+        sample="00004", extension="txt", file=folder / "a.tar", kind="JSONDecodeError",
+    ):  # fmt: skip
         TarShards(folder, {"txt": json.loads})[4]
 
 

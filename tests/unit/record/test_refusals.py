@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from lockstep.errors import LockstepError, Problem
 from lockstep.files import NoLocksError
 from lockstep.record import problems
+from lockstep.record import recorder as recorder_module
 from lockstep.record.ledger import journal_file
 from lockstep.record.ledger.journal import newest_step
 from lockstep.record.ledger.journal_file import JournalFile
@@ -24,6 +27,7 @@ from lockstep.record.mirror.store_uri import check_database, check_uri
 from lockstep.record.mirror.stores import find_files, store_for
 from lockstep.record.mirror.sync import spec_of
 from lockstep.record.opening import no_fetch
+from lockstep.record.recorder import Recorder
 from lockstep.spec.loading import load_spec
 from tests.raised import raises
 
@@ -153,3 +157,47 @@ def test_files_that_cannot_be_read_or_copied(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr("lockstep.record.mirror.folder._read", failing(error))
         with raises(problem, got=error.strerror):
             run_in_folder(tmp_path, ID)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"), [("[", "^cannot be read "), (json.dumps({"name": 3}), "^cannot be read ")]
+)
+def test_a_run_json_that_is_damaged(tmp_path: Path, content: str, got: str) -> None:
+    folder = tmp_path / ID
+    folder.mkdir()
+    (folder / "run.json").write_text(content)
+    with raises(problems.RUN_JSON, run=ID, folder=folder, got=re.compile(got)):
+        run_in_folder(tmp_path, ID)
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/none.db"
+    with raises(problems.NO_STORE, what=f"run {ID}", uri=uri):
+        find_files(uri, ID, ("spec.yaml",), tmp_path / "runs", tmp_path)
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_a_store_that_fails_otherwise(spec: Callable[..., Any]) -> None:
+    def fails(_: Any) -> Any:
+        raise ZeroDivisionError("no digits")
+
+    recorder = Recorder(spec(), fails)
+    recorder.start()
+    for told in (recorder.run_id, recorder.close):
+        with raises(problems.OTHER, got=re.compile("no digits")):
+            told()
+
+
+def test_a_store_that_takes_a_call_and_does_not_answer(
+    spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "OPEN_S", 0.1)
+    answers = threading.Event()
+    recorder = Recorder(spec(), lambda spec: (answers.wait(), store_for(spec, started_at=0.0))[1])
+    recorder.start()
+    try:
+        with raises(problems.SLOW_STORE, what="the creation of the run", waited_s=0):
+            recorder.run_id()
+    finally:
+        answers.set()
+        recorder.close(1)
