@@ -27,7 +27,7 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What a command that comes to a good end says of its run."""
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=480)
     assert process.returncode == 0, err
     result: dict[str, Any] = json.loads(out)
     return result

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from tests.cluster.commands import result_of
 from tests.cluster.test_connecting import Listener
 from tests.processes import named, started_for_exact_runs
 
@@ -148,13 +148,6 @@ def call(folder: Path, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=480)
-    assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
 
 
 @pytest.mark.parametrize(
