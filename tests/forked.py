@@ -81,7 +81,7 @@ def lockstep(*words: str, cwd: Path = ROOT, **environment: str) -> Forked:
 
 
 def _lockstep(words: tuple[str, ...]) -> None:
-    from lockstep.cli.main import run
+    from lockstep.cli.entry import run
     from tests.without_figures import without_figures
 
     sys.argv = ["lockstep", *words]

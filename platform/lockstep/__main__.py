@@ -1,5 +1,5 @@
 """`python -m lockstep` is the `lockstep` command."""
 
-from lockstep.cli.main import run
+from lockstep.cli.entry import run
 
 run()

@@ -65,7 +65,7 @@ def start_autograd() -> None:
     It starts them at the first backward of a process, and forked processes of one that has them cannot compute gradients. The first fake tensor
     would make a build for CUDA count eight devices from then on, on a machine without any.
     """
-    torch.ones(1, requires_grad=True).backward(torch.ones(1))  # type: ignore[no-untyped-call]
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def autograd_has_threads() -> bool:

@@ -47,11 +47,6 @@ def take_signals(*, as_json: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def hold_signals() -> None:
-    """Keep the two signals for the interpreter that takes this one's place, until it takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
 @contextmanager
 def answering(json_to: int | None) -> Iterator[None]:
     """In this context an interruption is answered, with an object to `json_to` where there is one; after it none is written."""

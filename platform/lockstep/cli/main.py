@@ -10,7 +10,6 @@ import atexit
 import gc
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,7 +18,8 @@ import typer
 
 from lockstep.cli import checks, cluster, exports, first_minutes, problems, proofs, records, sweeps
 from lockstep.cli.commands import Groups, OptionValues, command
-from lockstep.cli.interruption import fail, hold_signals, take_signals
+from lockstep.cli.entry import trains_here
+from lockstep.cli.interruption import fail, take_signals
 from lockstep.cli.output import (
     Json,
     Overrides,
@@ -70,22 +70,11 @@ DryRun = Annotated[
 ]
 
 
-def run() -> None:
-    """Entry point of the command."""
-    began_at = time.time()
+def run_command() -> None:
+    """Run the command that `sys.argv` has, in this process."""
     open_standard_streams()
     take_signals(as_json="--json" in sys.argv)
-    trains_here = sys.argv[1:2] in (["lr-find"], ["check"], ["estimate"]) or (
-        "--local" in sys.argv and sys.argv[1:2] != ["verify"]
-    )
-    if trains_here and sys.flags.hash_randomization:
-        # Python reads PYTHONHASHSEED when it starts: a run in this very process has to start over with 0, whatever it was.
-        from lockstep.training.worker_environment import sent_environment
-
-        os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(began_at)}
-        hold_signals()
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "lockstep", *sys.argv[1:]])
-    if not trains_here:
+    if not trains_here(sys.argv[1:]):
         collect_seldom()
     end_on_second_signal()
     commands_end_by(fail)

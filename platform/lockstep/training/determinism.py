@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lockstep.threads import library_threads, one_library_thread, openmp_limit, start_autograd
 from lockstep.training import problems
+from lockstep.training.deferred_dynamo import defer_compiler
 from lockstep.training.settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
@@ -40,6 +42,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         raise problems.THREADS(got=threads, wanted=limit)
     for name, value in WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    defer_compiler()
     if not torch.cuda.is_available():
         start_autograd()  # so that a rehearsal can be forked
     cudnn = torch.backends.cudnn
@@ -53,17 +56,29 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
     try:
         with one_library_thread() if kind == "strict" else nullcontext():
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(kind == "strict")
+            set_deterministic_algorithms(kind == "strict")
             cudnn.benchmark = kind == "fast"
             # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
             with filled_memory(False):
                 yield
     finally:
         torch.set_num_threads(previous[0])
-        torch.use_deterministic_algorithms(previous[1], warn_only=previous[2])
+        set_deterministic_algorithms(previous[1], warn_only=previous[2])
         cudnn.benchmark = previous[3]
         for device_settings in settings:
             device_settings.put_back()
+
+
+def set_deterministic_algorithms(on: bool, *, warn_only: bool = False) -> None:
+    """What `torch.use_deterministic_algorithms` does, which imports the compiler to tell it: here it is told when it is imported."""
+    torch.set_deterministic_debug_mode(("warn" if warn_only else "error") if on else "default")
+    os.environ |= {_OF_INDUCTOR: str(int(on))}
+    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor.deterministic = on  # type: ignore[attr-defined]
+
+
+_OF_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+"""What the compiler reads as it is imported."""
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
@@ -229,6 +244,7 @@ def _gradients(
     for name, (function, inputs) in calls.items():
         leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         result = function(*leaves)
-        gradients = torch.autograd.grad(result, leaves, _values(device, *result.shape))
+        # A sum of products has these values as the gradient of `result`. Given to `grad`, they would make torch import its symbolic shapes.
+        gradients = torch.autograd.grad((result * _values(device, *result.shape)).sum(), leaves)
         for i, gradient in enumerate(gradients):
             yield f"gradient {i} of {name}", gradient

@@ -187,7 +187,7 @@ def test_versions_are_told_without_importing_what_they_are_of(
 )
 def test_bash_completes_commands_and_options(words: str, wanted: list[str]) -> None:
     """What the script of `lockstep --show-completion` calls."""
-    program = "import sys; sys.argv = ['lockstep']; from lockstep.cli.main import run; run()"
+    program = "import sys; sys.argv = ['lockstep']; from lockstep.cli.entry import run; run()"
     asked = {
         "_LOCKSTEP_COMPLETE": "complete_bash",
         "COMP_WORDS": words,

@@ -18,7 +18,7 @@ def told(program, words):
     print(os.environ["PYTHONHASHSEED"], os.environ["ONEDNN_MAX_CPU_ISA"], *words[1:])
     raise SystemExit
 os.execv = told
-from lockstep.cli.main import run
+from lockstep.cli.entry import run
 run()
 """
 

@@ -74,9 +74,13 @@ def test_a_command_that_trains_no_run_clears_away_what_it_has_begun(
 
 
 def program(text: str) -> subprocess.CompletedProcess[str]:
-    begin = "import os, signal, sys\nfrom lockstep.cli.interruption import hold_signals, take_signals\n"
+    begin = "import os, signal, sys\nfrom lockstep.cli.interruption import take_signals\n"
     return subprocess.run(
-        [sys.executable, "-c", begin + text], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", begin + text],
+        env={**environment(), "PYTHONHASHSEED": "random"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -90,7 +94,15 @@ def test_a_signal_to_a_command_that_starts_over_reaches_the_new_interpreter() ->
     again = (
         "from lockstep.cli.interruption import take_signals; take_signals(as_json=False); raise SystemExit(0)"
     )
-    text = f"hold_signals()\nos.kill(os.getpid(), signal.SIGINT)\nos.execv(sys.executable, [sys.executable, '-c', {again!r}])"
+    text = f"""
+from lockstep.cli.entry import run
+def interrupted(program, words, replace=os.execv):
+    os.kill(os.getpid(), signal.SIGINT)
+    replace(program, [program, "-c", {again!r}])
+os.execv = interrupted
+sys.argv = ["lockstep", "estimate"]
+run()
+"""
     done = program(text)
     assert (done.returncode, done.stderr) == (130, "lockstep: ended at once by a signal\n")
 

@@ -176,7 +176,7 @@ os.environ["PYTHONHASHSEED"] = "0"
 os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 sys.path[:0] = [{str(ROOT / "platform")!r}]
 sys.argv = {words}
-from lockstep.cli.main import run
+from lockstep.cli.entry import run
 run()
 """
     process = script(text)

@@ -18,7 +18,7 @@ from tests.raised import raises
 
 UP = """
 import sys
-from lockstep.cli.main import run
+from lockstep.cli.entry import run
 from lockstep.clusters import local_cluster  # a signal in the middle of an import ends the command at once
 sys.executable = sys.argv[1]
 sys.argv = ["lockstep", "cluster", "up", "--nodes", "1", "--cpus", "1", "--port", "0"]

@@ -28,7 +28,7 @@ COMMAND = """
 import sys, time
 now, ahead_s = time.time, float(sys.argv.pop(1))
 time.time = lambda: now() + ahead_s
-from lockstep.cli.main import run
+from lockstep.cli.entry import run
 run()
 """
 """The command in a process whose clock is ahead by so many seconds. That of its recorder, another process, is right."""

@@ -1,0 +1,61 @@
+"""Torch's compiler is imported once something is compiled, and not by every optimizer.
+
+Torch's optimizers mark a few of their functions as not to be compiled, at their first call and in each step. The marks are the compiler's own, so
+without this module every process of a run would import it: one to three seconds, and some 60 MB, for a run that compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COMPILER = "torch._dynamo"
+
+_MARK = "__dynamo_disable"
+"""The attribute in which torch keeps what `disable` has returned for a function."""
+
+
+class _DeferredCompiler(ModuleType):
+    """Stands in for `torch._dynamo` until anything but the two marks is asked of it: then that is imported and takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__(_COMPILER)
+        self.__spec__ = spec = importlib.util.find_spec(_COMPILER)
+        self.__file__ = None if spec is None else spec.origin
+        self._unmarked = list[Callable[..., Any]]()
+        self._lock = threading.RLock()
+
+    def disable(self, function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+        """Nothing is compiled yet: the function itself."""
+        self._unmarked.append(function)
+        return function
+
+    def graph_break(self, *_: object, **__: object) -> None:
+        """A mark that does nothing outside of a program that is being compiled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # what looks through all modules asks for these
+            raise AttributeError(name)
+        return getattr(self._imported(), name)
+
+    def _imported(self) -> ModuleType:
+        with self._lock:
+            if sys.modules.get(_COMPILER) is self:
+                del sys.modules[_COMPILER]
+                vars(torch).pop("_dynamo", None)
+                for function in self._unmarked:
+                    vars(function).pop(_MARK, None)
+            return importlib.import_module(_COMPILER)
+
+
+def defer_compiler() -> None:
+    """From here on import torch's compiler when it is used. Does nothing where it is imported already."""
+    if _COMPILER not in sys.modules:
+        torch._dynamo = sys.modules[_COMPILER] = _DeferredCompiler()

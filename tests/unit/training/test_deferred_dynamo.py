@@ -1,0 +1,77 @@
+"""A run that compiles nothing does not import torch's compiler, and one that does has the compiler as torch made it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+TRAIN = """
+import json, sys, torch
+from lockstep.training.determinism import determinism
+def trained():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+with determinism("strict", 1):
+    trained()
+    imported = [name for name in ("sympy", "torch._inductor", "torch._dynamo.config") if name in sys.modules]
+    {then}
+"""
+
+
+def answer(then: str) -> object:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN.replace("{then}", then)],
+        env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_an_update_imports_no_compiler() -> None:
+    assert answer("print(json.dumps(imported))") == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch._dynamo.config",
+        "from torch._dynamo import config",
+        "torch._dynamo.reset()",
+        "torch._dynamo.eval_frame",
+        "torch.compile(lambda x: x, backend='eager')(torch.ones(2))",
+    ],
+)
+def test_what_uses_the_compiler_has_it_whole(use: str) -> None:
+    """Also with its mark on what was called before: without it the compiler would trace into an optimizer's own functions."""
+    told = answer(
+        f"{use}; trained(); real = sys.modules['torch._dynamo']; print(json.dumps([torch._dynamo is real, hasattr(real, '_version'), "
+        "type(real).__name__, torch._inductor.config.deterministic, "
+        "hasattr(torch.optim.Optimizer.add_param_group.__wrapped__.__dynamo_disable, '_torchdynamo_disable')]))"
+    )
+    assert told == [True, False, "module", True, True]
+
+
+def test_a_search_through_all_modules_imports_no_compiler() -> None:
+    told = answer(
+        "import inspect; inspect.getmodule(trained.__code__); [hasattr(m, '__warningregistry__') for m in [*sys.modules.values()]]; "
+        "print(json.dumps('torch._dynamo.config' in sys.modules))"
+    )
+    assert told is False
+
+
+def test_a_compiler_that_is_imported_within_is_deterministic_only_within() -> None:
+    told = answer(
+        "import torch._inductor.config as c\nfirst = c.deterministic\nprint(json.dumps([first, c.deterministic]))".replace(
+            "\nprint", "\n    pass\nprint"
+        ).replace("first =", "    first =")
+    )
+    assert told == [True, False]
