@@ -19,6 +19,7 @@ from tests.processes import named
 FEW = [("raylet", "training"), ("gcs_server", "created"), ("driver", "saved"), ("sweep's recorders", "saved")]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("part", "stage"),
     [

@@ -50,6 +50,7 @@ print("left:", node.live_processes())
 """
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("public", "says", "processes"),

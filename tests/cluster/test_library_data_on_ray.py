@@ -64,6 +64,7 @@ def test_rows_have_the_order_of_their_sources(tmp_path: Path, monkeypatch: pytes
     assert unordered != list(range(400)) == sorted(unordered)
 
 
+@pytest.mark.scenario
 def test_tensors_of_one_shape_are_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray.data
 

@@ -61,6 +61,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(spec(tmp_path_factory.mktemp("here")), local=True)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("most", "loaders", "found", "public"),
     [

@@ -108,6 +108,7 @@ def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> Non
     assert not can_grow(spec)  # this cluster has no autoscaler: too few workers are refused at once
 
 
+@pytest.mark.scenario
 def test_room_between_attempts_is_waited_for_as_long_as_the_spec_allows() -> None:
     """It is asked for meanwhile, and the run says what it waits for."""
     from lockstep.attempts.first_placement import next_place

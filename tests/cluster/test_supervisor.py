@@ -128,6 +128,7 @@ def assert_time(result: Result, interruptions: int) -> TimeSpent:
 MIRRORED = {"sharding": "optimizer", "faults": {"mirror": True}}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("sharding", [{}, MIRRORED], ids=["none", "optimizer"])
 def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ def test_the_loop_of_a_library_trains(library: str) -> None:
     assert accuracy(done.stdout) > GOOD
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.scenario
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_job_in_its_place_trains(library: str, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def document(job: str, precision: str = "fp32") -> Document:
     }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.scenario)])
 @pytest.mark.parametrize("job", JOBS)
 def test_fit_is_torchs_own_loop_after_every_step(pool: Pool, job: str, precision: str) -> None:
@@ -47,6 +48,7 @@ def test_fit_is_torchs_own_loop_after_every_step(pool: Pool, job: str, precision
     assert len(by_hand) == len(set(by_hand)) == 8
 
 
+@pytest.mark.scenario
 def test_clipping_took_part(pool: Pool) -> None:
     """The comparison above covers steps that were clipped and steps that were not."""
     rows = [row for job in JOBS for row in pool.run(2, train, document(job))[0].steps]

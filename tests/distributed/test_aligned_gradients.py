@@ -56,6 +56,7 @@ def train_seeing(bucket_mb: float, aligned: bool) -> tuple[Trained, set[int]]:
         return train(document(bucket_mb)), set(SEEN)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("bucket_mb", [0.00003, 0.0001, 25.0])
 def test_gradients_are_aligned_in_buckets_of_any_size(pool: Pool, bucket_mb: float) -> None:
@@ -64,6 +65,7 @@ def test_gradients_are_aligned_in_buckets_of_any_size(pool: Pool, bucket_mb: flo
         assert pool.run(workers, train_seeing, bucket_mb, True) == [(alone, {0})] * workers
 
 
+@pytest.mark.scenario
 def test_in_buckets_they_are_not_by_themselves(pool: Pool) -> None:
     """The control."""
     assert all(len(seen) > 1 for _, seen in pool.run(2, train_seeing, 25.0, False))
@@ -146,7 +148,8 @@ def aligned_alone(parameters: Any) -> None:
             parameter.grad = parameter.grad.clone()
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("use", ["Columns", "ChannelsLast"])
 def test_gradients_have_the_strides_of_their_parameters(pool: Pool, use: str) -> None:
     """A library goes by the strides, also where a dimension has one element and they make no difference to what is where."""

@@ -100,6 +100,7 @@ def test_an_average_that_no_checkpoint_keeps_is_another_one(tmp_path: Path) -> N
     assert found[1].summary["ema_digest"] != whole.summary["ema_digest"]
 
 
+@pytest.mark.scenario
 def test_the_average_is_part_of_the_identity_and_leaves_the_weights_alone() -> None:
     plain, one, other = (train(document(Averaged, ema=decay)) for decay in (None, 0.7, 0.9))
     assert len({run.identity for run in (plain, one, other)}) == 3
@@ -150,7 +151,8 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_average_that_is_not_one_yet_is_told_where_it_decides(rule: dict[str, Any]) -> None:
     """Once, with the number of updates after which it is one; 0.7 has left half of its start behind after three."""
@@ -162,6 +164,7 @@ def test_an_average_that_is_not_one_yet_is_told_where_it_decides(rule: dict[str,
     assert train(document(Averaged, evaluate={"every": {"steps": 1}})).warnings == ()  # nothing is decided
 
 
+@pytest.mark.scenario
 def test_an_average_that_never_becomes_one_is_told_at_the_start() -> None:
     """With the largest decay, and the fewest updates, that would do; and not a second time where it decides."""
     (told,) = train(document(Averaged, ema=0.9999, early_stop={"patience": 9})).warnings

@@ -136,7 +136,8 @@ LOOPS: dict[type[Kind], tuple[Callable[[Any, Any, int], Tensor], Document]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("job", LOOPS)
 def test_a_whole_batch_in_one_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     """Batch norm's statistics are those of the loop as well, in the embedding and in the loss; the learned temperature moves."""
@@ -182,6 +183,7 @@ def weights_after(document: Document) -> Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in trained.gradients.values()])
 
 
+@pytest.mark.scenario
 def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
     """To rounding; one that compares within micro-batches, or has its rows in another order, is far from it."""
     off = {"rehearsal": "off"}
@@ -215,8 +217,8 @@ def check_one_value(pool: Pool, workers: int, kinds: list[type[Kind]]) -> None:
             assert rank[:4] == single[:4], kind
 
 
-@pytest.mark.thinned(5)
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("workers", "kinds"),
     [
@@ -263,7 +265,8 @@ def test_every_kind_has_one_value_in_every_way(pool: Pool, way: str, workers: in
         assert shared == [alone] * workers
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("kind", "more", "workers"),
     [
@@ -279,6 +282,7 @@ def test_some_kinds_have_one_value_in_some_ways(
     assert pool.run(workers, train, run) == [train(run)] * workers
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -301,6 +305,7 @@ def test_a_run_that_is_taken_up_comes_to_the_same(
             assert (digests, rows, evaluations) == (one.digests[1:], one.rows, one.evaluations)
 
 
+@pytest.mark.scenario
 def test_a_death_in_either_pass_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """What the passes had gathered is gone, and the step is taken anew; it dies in the first pass of step 2, in its loss, in its second pass."""
     alone = train(document(Clip, rehearsal="off"))
@@ -515,6 +520,7 @@ def test_embeddings_that_change_between_the_passes_are_refused() -> None:
         assert len(train(document(OwnGenerator, rehearsal="off", determinism={"recheck": 0.0})).rows) == 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("job", "words"),
     [
@@ -554,6 +560,7 @@ def test_what_does_not_fit_is_refused_by_name(job: type[Kind], words: str) -> No
     assert words in refusal(job, rehearsal="off", data={"drop_last": False}, batch={"global": 12, "micro": 3})
 
 
+@pytest.mark.scenario
 def test_a_loss_that_compares_samples_within_a_micro_batch_is_pointed_here() -> None:
     """A warning, for it is exact; nothing is said where the micro-batch is the whole batch."""
     told = [train(document(kind, length={"steps": 1})).warnings for kind in COMPARING]
@@ -581,6 +588,7 @@ class PairsOfNeighbours(batch_kinds.Whole):
         return Loss((one - two).square().sum() + (rows.std(0) - 1).square().sum(), len(rows))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", [PairsOfNeighbours, BarlowTwins, Triplets])
 def test_a_micro_batch_of_one_sample_is_tried_among_the_others_of_its_step(kind: type[Kind]) -> None:
     """The weights are those of the same run without a rehearsal, and nothing is told; by itself no such sample has a loss."""

@@ -93,6 +93,7 @@ def test_with_more_micro_batches_the_loop_rounds_otherwise_and_no_more() -> None
         assert torch.equal(ours, theirs), f"the plan has the samples of the loop: {name}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_token_batches_have_the_bits_of_the_loop_that_its_author_would_write(micro_batches: int) -> None:
     """fairseq's recipe: max_tokens, update_freq, gradients of sums divided once by the tokens of the step."""
@@ -135,7 +136,8 @@ def test_each_sample_comes_once_an_epoch_within_the_bound_and_with_little_paddin
 # --- whoever executes it --------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("name", "workers", "sharding", "loader_processes"),
     [
@@ -194,6 +196,7 @@ def resumed(pool: Pool, folder: Path, name: str, step: int, workers: int, shardi
     return pool.run(workers, train_attempt, placed, RUN, origin)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize(
     ("name", "step", "workers", "sharding"),
@@ -217,6 +220,7 @@ def test_a_run_killed_after_any_step_goes_on_with_the_same_bits(
         goes_on(resumed(pool, tmp_path / str(step), name, step, workers, sharding), name)
 
 
+@pytest.mark.scenario
 def test_a_run_that_forgets_the_order_of_its_lengths_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the micro-batches of another epoch, or the ramp's sizes a step later, the bits are others."""
     monkeypatch.setattr(TokenBatches, "ids", lambda self, epoch, places: IDS(self, 0, places))
@@ -310,6 +314,7 @@ GATHERING = [
 ]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", GATHERING)
 def test_what_a_step_gathers_follows_its_size(pool: Pool, kind: type[Kind]) -> None:
     """Losses over the whole batch, weights of terms, statistics, phases, closures: of each step's own micro-batches."""
@@ -317,6 +322,7 @@ def test_what_a_step_gathers_follows_its_size(pool: Pool, kind: type[Kind]) -> N
     assert pool.run(3, train, one) == [train(one)] * 3
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", [QueueOfLengths, pytest.param(ClipOfLengths, marks=pytest.mark.exact)])
 def test_rows_of_token_batches_stand_in_one_order(pool: Pool, kind: type[Kind]) -> None:
     """A loss over the whole batch, and a queue of its rows, where micro-batches have different numbers of samples."""

@@ -79,6 +79,7 @@ def found_in(kind: type[Kind], folder: Path) -> list[Finding]:
     return found
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "kind",
     [

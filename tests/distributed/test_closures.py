@@ -62,6 +62,7 @@ def by_hand(job: Any, *, keyed: bool = True, calls: list[int] | None = None) -> 
     return digests
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("job", [Lbfgs, LbfgsWithoutASearch, PublishedSam])
 def test_each_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     """With one micro-batch. The negative control draws other dropout in each evaluation."""
@@ -72,8 +73,8 @@ def test_each_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     assert list(trained.digests) != by_hand(job(None), keyed=False)
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("workers", "kinds"),
     [
@@ -88,6 +89,7 @@ def test_every_kind_has_one_value_and_is_told_of_nothing(
     check_one_value(pool, workers, kinds)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -111,6 +113,7 @@ def test_a_run_that_is_taken_up_comes_to_the_same(
             assert (digests, rows, evaluations) == (one.digests[1:], one.rows, one.evaluations)
 
 
+@pytest.mark.scenario
 def test_a_death_in_the_third_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     alone = train(document(Lbfgs, rehearsal="off"))
     run = document(Lbfgs, rehearsal="off", checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})
@@ -178,6 +181,7 @@ class MomentumOutOfSight(Kind):
         return Sam(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("job", "error", "more", "words"),
     [

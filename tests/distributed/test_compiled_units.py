@@ -204,6 +204,7 @@ def marked_modules(run: Document) -> list[str]:
     return [name for name, module in modules if hasattr(module, "_is_fsdp_managed_module")]
 
 
+@pytest.mark.scenario
 def test_torchs_compiler_knows_no_module_as_one_of_fsdp(pool: Pool) -> None:
     run = small(compile=False, sharding="full", length={"steps": 1})
     assert pool.run(2, marked_modules, run) == [[], []]

@@ -63,6 +63,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("fault", "spec"), FAULTS)
 def test_a_fault_is_named_and_nothing_else_is(pool: Pool, fault: str, spec: Document) -> None:
     assert pool.run(1, shown, spec) == [[fault]]

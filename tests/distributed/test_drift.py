@@ -71,6 +71,7 @@ def attempted(document: Document, origin: AttemptOrigin) -> Attempted:
     return Attempted(error, weights, [event for event in told if isinstance(event, Corrupted)])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("what", "workers"),
@@ -91,6 +92,7 @@ def test_a_mixture_is_never_published(pool: Pool, tmp_path: Path, what: str, wor
     assert max(saved(tmp_path)) == 2
 
 
+@pytest.mark.scenario
 def test_the_majority_names_the_one_that_is_wrong_and_the_steps_are_taken_again(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_an_evaluation_is_not_told_of_bits_that_ranks_do_not_share(pool: Pool, t
         pool.run(2, train_attempt, given, RUN, AttemptOrigin())
 
 
+@pytest.mark.scenario
 def test_honest_ranks_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(3, attempted, document(tmp_path, what="nothing"), AttemptOrigin()):
         assert not found.error

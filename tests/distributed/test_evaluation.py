@@ -17,7 +17,8 @@ def document(samples: int, loader_processes: int = 0) -> Document:
     }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("samples", "workers", "loader_processes"),
     [(1, 3, 0), (2, 3, 2), (7, 4, 0), (29, 3, 2), (32, 3, 0), (29, 1, 0)],

@@ -71,7 +71,8 @@ UNDECIDED: dict[str, Document] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_the_same_bits_rows_and_identity_as_in_place(name: str) -> None:
     """Where no evaluation decides about bits, `beside` and `delay` are placement."""
@@ -152,7 +153,8 @@ def test_a_schedule_follows_the_metrics_after_the_same_step() -> None:
 # --- what is killed -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("count", [1, 2, 100])
 def test_an_evaluation_whose_process_is_killed_is_made_again(count: int) -> None:
     """By another process, or by the workers. After three in a row they evaluate by themselves from then on."""

@@ -44,7 +44,8 @@ def evaluations(trained: Trained) -> dict[int, dict[str, str]]:
     return {step: dict(metrics) for step, _, metrics in trained.evaluations}
 
 
-@pytest.mark.every(7)
+@pytest.mark.scenario
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("workers", [3, 2, 4])
 @pytest.mark.parametrize("kind", [NamedSets, SeveralTests, StochasticAverage, AverageWithoutStatistics])
 def test_the_same_bits_for_every_number_of_workers(pool: Pool, kind: Any, workers: int) -> None:
@@ -53,14 +54,16 @@ def test_the_same_bits_for_every_number_of_workers(pool: Pool, kind: Any, worker
         assert all_of(trained) == alone
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", [NamedSets, SeveralTests, StochasticAverage, AverageWithoutStatistics])
 def test_the_same_bits_with_loader_processes(pool: Pool, kind: Any) -> None:
     (fetched,) = pool.run(1, train, document(kind, data={"drop_last": False, "loader_processes": 2}))
     assert all_of(fetched) == all_of(train(document(kind)))
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("sharding", ["optimizer", "full"])
 def test_sets_and_a_test_under_sharding(pool: Pool, sharding: str) -> None:
     """The best weights are shards there."""
@@ -69,7 +72,8 @@ def test_sets_and_a_test_under_sharding(pool: Pool, sharding: str) -> None:
         assert all_of(trained) == alone
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", [NamedSets, StochasticAverage])
 def test_the_same_bits_after_a_stop(tmp_path: Path, kind: Any) -> None:
     def saved(name: str) -> dict[str, Any]:
@@ -85,6 +89,7 @@ def test_the_same_bits_after_a_stop(tmp_path: Path, kind: Any) -> None:
     assert resumed.best == whole.best
 
 
+@pytest.mark.scenario
 def test_each_set_has_a_cadence_and_a_limit() -> None:
     """After the last step all sets are evaluated. A limit takes the first samples."""
     rows = evaluations(train(document(NamedSets)))
@@ -174,6 +179,7 @@ def by_hand(kind: type[StochasticAverage], tmp_path: Path, *, statistics: bool) 
     return weights_digest(model.state_dict())
 
 
+@pytest.mark.scenario
 def test_an_average_with_recomputed_statistics_is_that_of_torch(tmp_path: Path) -> None:
     trained = train(document(StochasticAverage))
     assert trained.summary["ema_digest"] == by_hand(StochasticAverage, tmp_path, statistics=True)
@@ -227,6 +233,7 @@ def test_the_kept_best_weights_are_the_evaluated_ones(tmp_path: Path) -> None:
     assert weights_digest(load_file(folder / "final.safetensors")) == trained.weights_digest
 
 
+@pytest.mark.scenario
 def test_a_threshold_ends_the_run() -> None:
     every = train(document(NamedSets, early_stop=None))
     values = {step: float.fromhex(metrics["eval/near/loss"]) for step, metrics in evaluations(every).items()}
@@ -239,6 +246,7 @@ def test_a_threshold_ends_the_run() -> None:
     assert beyond.summary["step"] == 5
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "more", "error", "words"),
     [

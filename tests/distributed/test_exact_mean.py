@@ -66,7 +66,8 @@ def distance(trained: Trained, exact: dict[str, torch.Tensor]) -> float:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("job", JOBS)
 def test_gradient_of_a_ragged_step_is_that_of_the_whole_batch(pool: Pool, job: str) -> None:
     """On one, two and three workers, and the same bits on all of them."""

@@ -63,6 +63,7 @@ def test_a_skipped_step_is_counted(trained: Trained) -> None:
     assert trained.summary["samples"] == 48
 
 
+@pytest.mark.scenario
 def test_skipping_keeps_the_bits_on_any_number_of_workers(pool: Pool, trained: Trained) -> None:
     """G1: whichever rank met the overflow, all of them skip."""
     for workers in (1, 2, 3, 4):

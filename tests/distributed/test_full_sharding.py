@@ -72,7 +72,8 @@ def check(pool: Pool, job: str, precision: str, workers: int) -> None:
     assert found == [wanted] * workers
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 3)])
 def test_the_bits_are_those_of_the_whole_model(pool: Pool, job: str, precision: str, workers: int) -> None:
     check(pool, job, precision, workers)
@@ -185,7 +186,8 @@ def reference(name: str) -> Trained:
     return train(kinds(name))
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "workers"), [("adamw", 2), ("sgd", 4), ("recomputed", 3)])
 def test_parameters_of_every_kind(pool: Pool, name: str, workers: int) -> None:
     assert pool.run(workers, train, full(kinds(name))) == [reference(name)] * workers
@@ -211,6 +213,7 @@ def sharded_names(document: Document) -> tuple[list[str], list[str]]:
     return made[0].units, sorted(made[0].whole)
 
 
+@pytest.mark.scenario
 def test_what_is_a_unit_and_what_stays_whole(pool: Pool) -> None:
     """A module that is computed twice in a micro-batch is no unit: its gradients would be summed in another order."""
     units, whole = pool.run(2, sharded_names, full({**kinds("adamw"), "length": {"steps": 1}}))[0]
@@ -336,7 +339,8 @@ def resumed(
     return trained, read[0], peaks
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("writers", [1, 4])
 def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> None:
     """Of a checkpoint of 3 sets of the parameters a rank of 4 reads its quarter, and hashes about as many bytes of the files; it has no tensor but its own rows."""
@@ -371,6 +375,7 @@ def test_a_resume_reads_its_rows(pool: Pool, tmp_path: Path, writers: int) -> No
         assert peaks[0] >= 3 * WIDE
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("file", ["model", "optimizer", "best"])
 def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path, file: str) -> None:
@@ -396,7 +401,8 @@ def test_a_damaged_file_is_passed_over_by_every_rank(pool: Pool, tmp_path: Path,
 # --- the start --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 4)])
 def test_a_start_by_shards_has_the_bits_of_a_whole_one(
     pool: Pool, job: str, precision: str, workers: int
@@ -409,6 +415,7 @@ def test_a_start_by_shards_has_the_bits_of_a_whole_one(
     assert not [text for text in found[0].warnings if text.startswith("sharding")]
 
 
+@pytest.mark.scenario
 def test_a_model_that_cannot_be_deferred_begins_whole(pool: Pool) -> None:
     found = pool.run(2, train, full(kinds("adamw")) | {"rehearsal": "off"})
     assert found == [reference("adamw")] * 2
@@ -470,7 +477,8 @@ def train_with_a_norm_by_worker(document: Document) -> Trained:
         return train(document)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("broken", [train_in_a_ring_s_order, train_with_a_norm_by_worker])
 def test_another_order_gives_other_bits(pool: Pool, broken: Any) -> None:
     """The controls."""
@@ -549,6 +557,7 @@ class Entangled(Plain):
         return model
 
 
+@pytest.mark.scenario
 def test_a_parameter_that_only_garbage_holds_is_let_go(pool: Pool) -> None:
     """Python frees a ring of objects when it next looks for such: until then it would seem held, and its memory would be."""
     document = small(f"{HERE}:Entangled")
@@ -580,6 +589,7 @@ def test_parameters_that_are_used_outside_of_their_modules_are_refused(pool: Poo
         pool.run(2, train, full(small(f"{HERE}:{job}", rehearsal="quick")))
 
 
+@pytest.mark.scenario
 def test_a_write_to_a_parameter_is_refused_as_without_sharding(pool: Pool) -> None:
     document = small(f"{HERE}:Writer", length={"steps": 6}, rehearsal="off")
     for setting in (document, full(document)):
@@ -621,7 +631,8 @@ def held(document: Document) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
     document = small(f"{HERE}:Deep")
@@ -724,6 +735,7 @@ def train_with_rows_by_rank(document: Document) -> Trained:
         return train(document)
 
 
+@pytest.mark.scenario
 def test_rows_in_the_order_of_the_ranks_give_other_bits(pool: Pool) -> None:
     """The control: two workers, four micro-batches each of three samples, and none left out."""
     document = kinds_of_jobs.document(batch_kinds.Clip, length={"steps": 2}, rehearsal="off")
@@ -754,7 +766,8 @@ def train_without_whole_gradients(document: Document) -> list[tuple[Any, ...]]:
         return train_every([document])
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("sharding", "workers"), [("full", 3), ("optimizer", 2), ("full", 2), ("full", 1)])
 def test_a_job_that_reads_its_gradients_reads_whole_ones(pool: Pool, sharding: str, workers: int) -> None:
     """In `after_step`; the control reads the rows of its worker."""
@@ -786,7 +799,8 @@ def check_phased(
             assert [text for text in warnings if not text.startswith(BEGINS_WHOLE)] == [*told]
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 2), ("full", 2), ("full", 3)])
 def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) -> None:
     kinds = [phase_kinds.WassersteinWithPenalty, phase_kinds.RestsByChance]
@@ -795,7 +809,8 @@ def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) 
     check_phased(pool, kinds, sharding, workers)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("sharding", "workers"), [("optimizer", 3), ("full", 2)])
 def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str, workers: int) -> None:
     """One evaluates the loss again within its update: the ranks evaluate it together, at the weights that all have by then."""

@@ -52,7 +52,8 @@ def preparing_by_shards(document: Document) -> tuple[str, int]:
 # --- the default rehearsal ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 3)])
 def test_a_default_start_by_shards_has_the_bits_of_a_whole_one(
     pool: Pool, job: str, precision: str, workers: int
@@ -85,6 +86,7 @@ class Keeps(Plain):
         return Loss(loss.total * self.kept, loss.weight)
 
 
+@pytest.mark.scenario
 def test_a_start_by_shards_finds_what_a_micro_batch_leaves_behind(pool: Pool) -> None:
     """By default, as a rehearsal in other processes does; with `rehearsal: off`, the control, nobody looks."""
     document = full(small(f"{HERE}:Keeps"))
@@ -129,6 +131,7 @@ def read_by(document: Document) -> tuple[Trained, int]:
         return train(document), read[0]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("workers", [4, 3])
 def test_weights_in_files_are_read_by_rows(pool: Pool, tmp_path: Path, workers: int) -> None:

@@ -90,7 +90,8 @@ def check_complex(
     assert found == [alone[kind]] * workers
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("kind", "workers", "sharding", "latency"), WAYS)
 def test_complex_parameters_have_one_value(
     pool: Pool, alone: Alone, kind: type[Kind], workers: int, sharding: str, latency: int
@@ -119,6 +120,7 @@ def test_the_imaginary_parts_learn(alone: Alone) -> None:
         assert any(row.grad_norm > 1.0 for row in alone[kind].steps)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("before", "after", "sharding"),
     [
@@ -184,7 +186,8 @@ SETTINGS: dict[str, Document] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("kind", "workers"), [(Recommender, 4), (RecommenderBySgd, 2), (OnlyTables, 3), (RareTable, 2)]
 )
@@ -209,6 +212,7 @@ def test_a_sound_table_is_tried_and_not_warned_of(alone: Alone, kind: type[Kind]
     assert len(set(alone[kind].digests)) == 3
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("before", "after"), [(3, 2), pytest.param(1, 4, marks=pytest.mark.exact)])
 def test_a_run_with_tables_is_taken_up(
     pool: Pool, alone: Alone, before: int, after: int, tmp_path: Path
@@ -227,6 +231,7 @@ def test_rows_are_added_along_the_tree(pool: Pool, alone: Alone) -> None:
     assert len({*digests, train(spec).weights_digest}) == 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_rows_of_a_batch_that_grows_have_one_value(pool: Pool, workers: int) -> None:
     """Each size of a step is shared out anew; the first one leaves a worker of three without a micro-batch."""
@@ -283,7 +288,8 @@ def test_updates_of_tables_are_torchs_own(name: str) -> None:
 # --- tables beside what is sharded --------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("kind", "sharding", "workers"),
     [
@@ -517,6 +523,7 @@ class WithSearch(Recommender):
 # --- verified -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("kind", "by", "again"),
     [

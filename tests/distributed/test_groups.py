@@ -76,7 +76,8 @@ def run(**more: Any) -> Document:
     }
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_groups_stay_together_on_any_number_of_workers(pool: Pool, workers: int) -> None:
     """Six samples of the ragged step make micro-batches of 2, 2 and 2; nothing is told of the order."""
@@ -114,6 +115,7 @@ def batched(ids: list[int], size: int) -> Iterator[list[int]]:
     return (ids[i : i + size] for i in range(0, len(ids), size))
 
 
+@pytest.mark.scenario
 def test_a_run_goes_on_amid_its_groups_with_loader_processes(pool: Pool, tmp_path: Path) -> None:
     one = train(run())
     saved = run(checkpoint={"storage": str(tmp_path), "every": None})
@@ -145,6 +147,7 @@ class Vectors(Kind):
         return perceptron(FEATURES, 3, nn.BatchNorm1d(8))
 
 
+@pytest.mark.scenario
 def test_a_micro_batch_of_one_picture_has_a_variance_and_one_of_one_vector_has_none(pool: Pool) -> None:
     """32 samples in steps of 28: the last step has four micro-batches of one sample."""
     ragged = {"batch": {"global": 28, "micro": 4}, "data": {"drop_last": False}}

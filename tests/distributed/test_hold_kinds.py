@@ -136,6 +136,7 @@ WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
 DOZEN = 3 * len(WORKERS)
 
 
+@pytest.mark.scenario
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("before", "after", "own"),
@@ -181,7 +182,8 @@ def test_every_kind_has_one_value(
         check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -282,7 +284,8 @@ def train_and_die(run: dict[str, Any], step: int) -> None:
         train_attempts([(run, AttemptOrigin())], None)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(21)
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_breaks_the_promise_is_refused_by_name(kind: type[Kind]) -> None:
     with pytest.raises(LockstepError) as info:
@@ -301,6 +304,7 @@ UNSEEN = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("extent", ["quick", "full"])
 @pytest.mark.parametrize("kind", UNSEEN, ids=lambda kind: kind.__name__)
 def test_how_far_the_rehearsal_goes(kind: type[Kind], extent: str) -> None:
@@ -312,6 +316,7 @@ def test_how_far_the_rehearsal_goes(kind: type[Kind], extent: str) -> None:
         train(document(kind, rehearsal=extent))
 
 
+@pytest.mark.scenario
 def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
     """The negative control: the jobs that are refused do break the promise, under one identity."""
     documents = [document(kind, rehearsal="off") for kind in (kinds.Queue, kinds.HiddenInAnAttribute)]
@@ -320,7 +325,7 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
     assert all(a[1] != b[1] for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -418,7 +423,8 @@ def by_processes(kind: type[Kind], processes: int, **more: Any) -> dict[str, Any
     return document(kind, data={"drop_last": False, "loader_processes": processes}, **more)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("kind", "step", "more"),
     [
@@ -442,6 +448,7 @@ def test_samples_that_depend_on_training_are_refused_in_loader_processes(
     assert "job.after_step" in text
 
 
+@pytest.mark.scenario
 def test_without_the_look_they_get_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: loader processes go on with what they were forked with."""
     monkeypatch.setattr(Loader, "_compare", lambda *_: None)
@@ -491,7 +498,8 @@ def test_state_that_a_resume_would_lose_is_refused_by_its_results(kind: type[Kin
     assert train(document(kinds.Thermostat, rehearsal="full")).warnings == ()
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", keeping_kinds.TOLD, ids=lambda kind: kind.__name__)
 def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) -> None:
     (text,) = train(document(kind, rehearsal="full")).warnings
@@ -499,7 +507,8 @@ def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) 
     assert [word for word in keeping_kinds.TOLD[kind] if word not in text] == [], text
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(20)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("kind", keeping_kinds.HELD, ids=lambda kind: kind.__name__)
 def test_what_is_kept_and_makes_no_difference_is_not_told(kind: type[Kind]) -> None:
     assert train(document(kind, rehearsal="full")).warnings == ()

@@ -42,6 +42,7 @@ def spec(folder: Path, kind: str = "", more: Any = None, **params: Any) -> Docum
     }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("workers", "processes", "kind"),
     [

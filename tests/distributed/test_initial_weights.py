@@ -46,7 +46,8 @@ def bits_of(run: Trained) -> tuple[object, ...]:
     return run.weights_digest, run.digests, run.rows, run.summary["beside"]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_from_weights_equals_a_job_that_loads_them(pool: Pool, tmp_path: Path, workers: int) -> None:
     """G1, by a file and by the id of the run that left it. The control starts from the seed."""

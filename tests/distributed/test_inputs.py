@@ -172,7 +172,8 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("way", CHANGES)
 def test_an_input_that_nobody_named_is_refused_where_it_changed(
     project: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,8 @@ def test_an_input_that_nobody_named_is_refused_where_it_changed(
     assert other.identity != undisturbed.identity
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("way", ["", *CHANGES, "place", "secret", "setting in loss", "import"])
 def test_what_is_unchanged_goes_on_to_the_same_bits_under_the_same_identity(
     project: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +217,7 @@ def test_what_is_unchanged_goes_on_to_the_same_bits_under_the_same_identity(
     assert not [text for text in rest.warnings if "resume:" in text]
 
 
+@pytest.mark.scenario
 def test_a_place_may_change_and_is_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name, or because the job says so."""
     monkeypatch.setenv("CORPUS_ROOT", "here")
@@ -255,6 +258,7 @@ def test_what_loader_processes_read_is_found(project: Path, monkeypatch: pytest.
         resumed(project, "loader", loader_processes=1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("way", "told"),
     [
@@ -272,6 +276,7 @@ def test_a_setting_that_a_hook_changes_is_refused_by_name(project: Path, way: st
         train(document(project, way))
 
 
+@pytest.mark.scenario
 def test_a_setting_that_a_fetch_changes_reaches_no_loss(project: Path) -> None:
     """Whoever fetches: with loader processes it could not, and without them it would have."""
     alone = whole(project, "setting in fetch")
@@ -285,6 +290,7 @@ def test_a_setting_of_the_whole_run_is_part_of_its_identity(project: Path) -> No
     assert medium.identity != plain.identity
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_what_one_worker_alone_reads_is_in_the_identity_of_all(
     pool: Pool, tmp_path: Path, late: bool

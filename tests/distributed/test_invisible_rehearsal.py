@@ -96,12 +96,14 @@ def run(use: str, extent: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
+@pytest.mark.thinned(3)
 def test_every_extent_trains_the_same_bits_whatever_the_module_is_called(module: str) -> None:
     digests = {extent: train(run(f"{module}:Warming", extent)).digests for extent in EXTENTS}
     assert len({tuple(each) for each in digests.values()}) == 1
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(4)
 def test_what_is_kept_is_named_whatever_the_module_is_called(module: str) -> None:
     (warning,) = train(run(f"{module}:Forgetting", "full")).warnings
@@ -123,6 +125,7 @@ def test_every_extent_trains_the_same_bits_whatever_the_job(own: list[type[Kind]
         assert len({(identity, tuple(digests)) for identity, digests, *_ in runs}) == 1, kind
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(4)
 def test_a_rehearsal_in_the_training_process_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, module: str
@@ -135,6 +138,7 @@ def test_a_rehearsal_in_the_training_process_would_be_seen(
         train(run(f"{module}:Warming", "full"))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(4)
 def test_where_no_process_can_be_forked_the_training_process_compares(
     monkeypatch: pytest.MonkeyPatch, module: str

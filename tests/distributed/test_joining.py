@@ -51,6 +51,7 @@ PLACED: Document = SMALL | {"job": {"use": "tests.distributed.test_joining:Place
 WRITTEN: Document = SMALL | {"job": {"use": "joining_job:Job"}}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("differs", ["data", "code", "processor"])
 def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: str, tmp_path: Path) -> None:
@@ -74,11 +75,13 @@ def test_a_joining_worker_that_would_compute_other_bits_is_not_let_in(differs: s
         )
 
 
+@pytest.mark.scenario
 def test_a_joining_worker_that_computes_the_same_bits_is_let_in() -> None:
     """The control: where the data lies is no part of it."""
     check(outlive(PLACED, 1, [], [Change(2, joining=1)]), train(PLACED), [0, 1])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("versions", [{"points": "0"}, {}], ids=["that of the others", "the newest"])
 def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
     tmp_path: Path, versions: dict[str, str]
@@ -110,7 +113,8 @@ def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
             joined()
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("changes", "left"),
     [

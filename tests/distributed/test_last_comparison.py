@@ -44,6 +44,7 @@ def flipped_at_the_end(given: Document, rank: int | None, what: str) -> Trained:
         loop.summarise = summarise
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("what", ["weights", "averages of the weights"])
 def test_a_bit_that_flips_after_the_last_save_is_told(pool: Pool, tmp_path: Path, what: str) -> None:
     """The run has no result: its weights would be those of one rank, and its digest that of another."""

@@ -33,6 +33,7 @@ def chunks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_chunks(tmp_path_factory.mktemp("lit") / "chunks")
 
 
+@pytest.mark.scenario
 def test_a_hub_dataset_with_a_transform_that_draws(pool: Pool, tmp_path: Path) -> None:
     """Stopped and resumed on two workers with loader processes: same bits. The transform, and its draws, are in them."""
     whole = train(document("Hub", transformed=True))

@@ -228,6 +228,7 @@ def swapped(sizes: list[int], past_gloo: bool) -> list[list[float]]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_both_ways_bring_the_same(pool: Pool, workers: int) -> None:
     sizes = [1, 5, DIRECT_BYTES // 4 + 1, 2]  # the third is a large one

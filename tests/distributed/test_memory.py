@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import pytest
 from torch import Tensor
 
 import lockstep.training.step.reduction as reduction
@@ -67,6 +68,7 @@ def held(document: Document, keep: bool) -> list[tuple[list[int], int]]:
     return steps
 
 
+@pytest.mark.scenario
 def test_partial_sums_are_let_go_of_bucket_by_bucket(pool: Pool) -> None:
     """Seven micro-batches on two workers: both hold sums that are folded in, one of them sums that stay apart."""
     for steps in pool.run(2, held, document(), False):

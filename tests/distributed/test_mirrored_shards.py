@@ -59,8 +59,8 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.every(21)
+@pytest.mark.scenario
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -> None:
@@ -80,6 +80,7 @@ def test_wherever_a_worker_with_rows_is_lost(precision: str, worker: int, place:
     check_losses_at(document | MIRRORED, worker, place, 12, train(document))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ["adamw", "sgd", "recomputed"])
 def test_parameters_of_every_kind_are_cut_anew(name: str) -> None:
@@ -115,6 +116,7 @@ def test_an_evaluation_that_decides_later_outlives_a_worker(fall: Fall) -> None:
         assert (summary["best_step"], summary["best_digest"]) == whole.best
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", [RecommenderBySgd, Recommender])
 def test_tables_stay_whole_and_are_outlived(kind: type[Kind]) -> None:
@@ -193,7 +195,8 @@ def test_rows_of_another_step_give_other_bits() -> None:
     assert {one["weights_digest"] for one in outlived.summaries.values()} != {plain().weights_digest}
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("broken", ["mirrored rows", "exchanged rows"])
 def test_rows_that_are_not_those_of_the_lost_worker_are_found(broken: str) -> None:
     """The control: of a mirror that is one update behind, and of one element that changes on its way, the digests do not agree."""
@@ -226,6 +229,7 @@ def rows_and_mirrors(
     return rows, mirrors, state.mirrored_shards.mirrored
 
 
+@pytest.mark.scenario
 def test_a_mirror_has_the_rows_of_its_owner(pool: Pool) -> None:
     """Parameters, the optimizer's state, the average and the best weights, of parameters of every kind."""
     check_mirrors(pool.run(3, rows_and_mirrors, kinds("adamw") | MIRRORED))

@@ -39,8 +39,8 @@ def plain() -> Trained:
     return train(CENTRED | ADAMW)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.every(5)
+@pytest.mark.every(9)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_go_on_with_the_lost_workers_part(workers: int, place: str) -> None:
@@ -81,6 +81,7 @@ def test_a_run_grows_from_one_worker_and_is_handed_on() -> None:
     assert repeated(outlived) == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_worker_is_lost_while_the_state_is_shared_out(worker: int) -> None:
@@ -94,6 +95,7 @@ def test_a_worker_is_lost_while_the_state_is_shared_out(worker: int) -> None:
     check(outlive(SMALL, 4, falls), plain(), [n for n in range(3) if n != worker])
 
 
+@pytest.mark.scenario
 def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
     """The next one reads a checkpoint, and the error says why."""
     falls = [Fall(0, 3, "send whole"), Fall(1, 3, "send whole")]
@@ -101,7 +103,8 @@ def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
         outlive(SMALL, 4, falls)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, worker: int) -> None:
     document = SMALL | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
@@ -110,7 +113,8 @@ def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, work
     check_saves(document, str(tmp_path), plain())
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("broken", "fall"), [("mirror", Fall(1, 3, "forward")), ("spans before", Fall(1, 3, "take weights"))]
 )
@@ -134,7 +138,8 @@ def plain_tables(kind: type[Kind]) -> Trained:
     return train(of_tables(kind))
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("kind", "lost", "place"),
     [
@@ -155,6 +160,7 @@ def test_tables_are_outlived_without_a_mirror(kind: type[Kind], lost: int, place
 GROWING = [Change(2, joining=2), Change(4, leaving=(0,))]
 
 
+@pytest.mark.scenario
 def test_workers_that_join_receive_the_state_of_tables() -> None:
     """1 → 3 → 2, the one that had it all along leaves."""
     outlived = outlive(of_tables(Recommender) | MIRRORED, 1, [], GROWING)
@@ -169,7 +175,8 @@ def test_workers_with_tables_are_lost_and_replaced() -> None:
     check(outlived, plain_tables(Recommender), [3])
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("workers", "falls", "changes", "broken"),
     [(1, [], GROWING, "state on all"), (3, [Fall(1, 3, "take weights")], [], "spans before")],

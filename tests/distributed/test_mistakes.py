@@ -405,6 +405,7 @@ def test_sync_batch_norm_is_refused() -> None:
         train_job(document(), with_model(lambda: nn.Sequential(nn.Linear(8, 3), nn.SyncBatchNorm(3))))
 
 
+@pytest.mark.scenario
 def test_batch_norm_that_would_meet_one_sample_is_refused() -> None:
     """Before the first step, though it would happen in the epoch's last."""
     params = {"norm": "batch", "samples": 33}
@@ -460,6 +461,7 @@ def test_parameter_that_gets_no_gradient_later_on_two_workers(pool: Pool) -> Non
         pool.run(2, train, branching())
 
 
+@pytest.mark.scenario
 def test_conditional_parameters_may_be_left_out(pool: Pool) -> None:
     """G1 holds for them: one value for one worker and for two, of which only one leaves them out in some steps."""
     alone = train(branching(declared=True, first=22))
@@ -475,6 +477,7 @@ def test_conditional_parameter_that_does_not_exist() -> None:
         train_job(document(), Changed(Plain.Params()))
 
 
+@pytest.mark.scenario
 def test_gradient_that_comes_twice_in_a_backward(pool: Pool) -> None:
     """By torch's reentrant checkpoint, which DDP does not allow; as the message says, the other way trains."""
     use = "tests.distributed.small_jobs:Checkpointed"

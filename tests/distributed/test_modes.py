@@ -96,6 +96,7 @@ def resting(model: nn.Module) -> None:
 TEACHERS = [kinds.TeacherAtRest, kinds.TeacherAtRestByTrain, kinds.TeacherAtRestByLoss]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_a_teacher_at_rest_trains_its_student_as_a_loop_by_hand_does(kind: type[Kind]) -> None:
     """Whoever puts it into evaluation mode: job.model, a train() of the model's own, or the loss."""
@@ -112,6 +113,7 @@ def test_a_teacher_that_trains_is_another_run() -> None:
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_the_checks_of_a_teacher_at_rest_find_nothing(kind: type[Kind], tmp_path: Path) -> None:
@@ -123,14 +125,15 @@ def test_the_checks_of_a_teacher_at_rest_find_nothing(kind: type[Kind], tmp_path
 LOOPED = [kinds.FreezesItsNormLater, kinds.CoolsAnAttribute, kinds.SizedByItsForward, kinds.QuantisationAware]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", LOOPED)
 def test_what_changes_in_a_module_is_what_a_loop_by_hand_has(kind: type[Kind]) -> None:
     """A mode and an attribute that after_step sets; a buffer that its first forward sizes; observers and statistics that rest later."""
     assert train(whole(kind)).digests == tuple(by_hand(kind, nn.Module.train)[0])
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.every(8)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("stopped", [1, 2])
 def test_a_resume_goes_on_with_the_modes_sizes_and_settings_of_the_run(
@@ -208,6 +211,7 @@ def test_an_update_skips_what_no_micro_batch_of_its_step_used(pool: Pool, micro:
         assert {rank.digests for rank in pool.run(workers, train, run)} == {wanted}, workers
 
 
+@pytest.mark.scenario
 def test_a_sharded_optimizer_skips_it_as_well(pool: Pool) -> None:
     run = document(kinds.HeadsOfTasks)
     sharded = {**run, "sharding": "optimizer"}

@@ -38,10 +38,12 @@ def test_one_micro_batch_a_worker_is_exact_up_to_two(pool: Pool, workers: int) -
     assert native.identity != exact.identity
 
 
+@pytest.mark.scenario
 def test_native_repeats_itself_on_the_same_workers(pool: Pool) -> None:
     assert trained(pool, 3, "native", 2) == trained(pool, 3, "native", 2)
 
 
+@pytest.mark.scenario
 def test_native_gives_other_bits_on_other_workers(pool: Pool) -> None:
     """Which is why the number of workers is a part of its identity, and of no other run's."""
     runs = [trained(pool, workers, "native", 2) for workers in (1, 2, 3)]
@@ -49,6 +51,7 @@ def test_native_gives_other_bits_on_other_workers(pool: Pool) -> None:
     assert len({run.identity for run in runs}) == 3
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(4)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_native_has_the_same_mean(pool: Pool, workers: int) -> None:
@@ -75,6 +78,7 @@ def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
         pool.run(2, train, branching)
 
 
+@pytest.mark.scenario
 def test_a_conditional_parameter_that_only_an_earlier_micro_batch_of_a_worker_used(pool: Pool) -> None:
     """Its sum is that of the micro-batches that used it, and the step ends: DDP waits for each parameter in a worker's last one."""
     branching = {

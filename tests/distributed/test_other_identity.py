@@ -87,6 +87,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_file_of_the_job_is_refused_however_it_is_imported(project: Path, what: str) -> None:
     path, old, new = CHANGES[what]
@@ -96,6 +97,7 @@ def test_a_changed_file_of_the_job_is_refused_however_it_is_imported(project: Pa
         resumed(project, lambda: (project / path).write_text(text))
 
 
+@pytest.mark.scenario
 def test_what_is_unchanged_is_resumed_to_the_same_bits(project: Path) -> None:
     whole = train(document(project, limit=1))
     forget(project)
@@ -115,6 +117,7 @@ def test_defaults_of_params_are_part_of_it(project: Path, monkeypatch: pytest.Mo
         resumed(project, lambda: monkeypatch.setenv("NOISE", "2.0"))
 
 
+@pytest.mark.scenario
 def test_true_is_not_1_and_1_is_a_float_where_the_param_is(project: Path) -> None:
     begin(project, limit=1, rate=1)
     with raises(problems.OTHER_IDENTITY, name="job.params.limit", got="True", wanted="1"):

@@ -96,8 +96,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.every(4)
+@pytest.mark.every(31)
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changed_is_seen(project: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS[name]
@@ -113,7 +113,8 @@ def test_what_changed_is_seen(project: Path, name: str, monkeypatch: pytest.Monk
     assert [line for line in lines if re.search(kind.told, line)], lines
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(13)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", HONEST)
 def test_what_matters_not_is_silent(project: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = HONEST[name]
@@ -174,6 +175,7 @@ def on_a_worker(project: str, data: dict[str, Any]) -> Trained:
         forget(Path(project))
 
 
+@pytest.mark.scenario
 def test_a_file_that_differs_between_workers_is_refused_by_name(
     pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_file_that_differs_between_workers_is_refused_by_name(
         pool.run(2, on_a_worker, str(project), {})
 
 
+@pytest.mark.scenario
 def test_a_cache_that_one_worker_makes_for_all_is_no_difference(
     pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

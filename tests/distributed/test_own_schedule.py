@@ -29,6 +29,7 @@ from tests.distributed.training import train, train_attempt, train_rank_seeds
 from tests.raised import raises
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [Restarts, MovedMomentum, Milestones], ids=lambda kind: kind.__name__)
 def test_rates_are_those_of_the_scheduler(kind: type[Kind]) -> None:
     """As a loop by hand has them: `scheduler.step()` after each `optimizer.step()`."""
@@ -110,6 +111,7 @@ def test_the_rate_falls_when_nothing_improves() -> None:
     assert len(set(wanted)) > 1
 
 
+@pytest.mark.scenario
 def test_a_scheduler_whose_state_is_lost_has_other_rates(tmp_path: Path) -> None:
     """The negative control of what a resumed run takes up."""
     whole = train(document(Restarts))
@@ -124,6 +126,7 @@ def test_a_scheduler_whose_state_is_lost_has_other_rates(tmp_path: Path) -> None
         assert (resumed.weights_digest == whole.weights_digest) is not forgets
 
 
+@pytest.mark.scenario
 def test_a_fork_goes_on_with_the_scheduler_or_is_refused(tmp_path: Path) -> None:
     run = document(Restarts, checkpoint={"storage": str(tmp_path), "every": None})
     whole = train_attempt(run, RUN, AttemptOrigin())
@@ -146,7 +149,8 @@ NAMED = {
 }
 
 
-@pytest.mark.every(8)
+@pytest.mark.scenario
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "workers", [2, *(pytest.param(workers, marks=pytest.mark.exact) for workers in (1, 3))]
 )

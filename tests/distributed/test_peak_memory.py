@@ -91,6 +91,7 @@ def check(pool: Pool, workers: int, micro_batches: int) -> None:
         assert 1.0 <= sets <= 2 + math.log2(len(assigned)), (workers, assigned, sets)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("workers", "micro_batches"), [(2, 16), (3, 7)])
 def test_a_worker_holds_two_sets_of_gradients_and_a_logarithm(
     pool: Pool, workers: int, micro_batches: int

@@ -379,11 +379,13 @@ def test_phases_in_fp16_have_one_value_however_they_are_executed(pool: Pool, tmp
 # --- however a run is executed --------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_dcgan_has_one_value_on_two_workers(pool: Pool) -> None:
     run = {**whole_batches(Dcgan, 12), "batch": {"global": 12, "micro": 4}, "data": {"drop_last": False}}
     assert pool.run(2, train, {**run, "rehearsal": "off"})[0] == train(run)
 
 
+@pytest.mark.scenario
 def test_one_seed_a_rank_gives_other_bits(pool: Pool) -> None:
     """The negative control of what `test_hold_kinds` shows of these jobs."""
     one, two = train(document(Gan)), pool.run(2, train_rank_seeds, document(Gan))[0]
@@ -421,7 +423,8 @@ def fall_in(run: Document, phase: str, call: int) -> None:
         train_attempt(run, RUN, AttemptOrigin())
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("phase", ["made", pytest.param("judged", marks=pytest.mark.exact)])
 def test_a_run_killed_in_a_phase_takes_the_step_again(
@@ -443,6 +446,7 @@ def test_a_run_killed_in_a_phase_takes_the_step_again(
         assert 0 < len(resumed.digests) < 3
 
 
+@pytest.mark.scenario
 def test_a_phase_whose_optimizer_is_not_restored_gets_other_bits(tmp_path: Path) -> None:
     """The negative control of the resume; in a run with digests it is refused where it is taken up."""
     restore, whole = state.restore_optimizer, train(document(Gan))
@@ -533,6 +537,7 @@ def test_an_optimizer_beside_phases_is_refused() -> None:
         train(document(BothWays))  # type: ignore[arg-type]
 
 
+@pytest.mark.scenario
 def test_a_class_takes_back_the_optimizer_of_its_base() -> None:
     run = document(TakenBack)  # type: ignore[arg-type]
     of_base = {**run, "job": {"use": f"{Dcgan.__module__}:Dcgan"}}

@@ -111,8 +111,8 @@ def undisturbed(name: str) -> Trained:
     return train(PROGRAMS[name].spec)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.every(44)
+@pytest.mark.scenario
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(
     ("workers", "sharding"),
     [
@@ -133,8 +133,8 @@ def test_workers_loader_processes_and_sharding_change_no_bit(
     assert pool.run(workers, train, placed) == [undisturbed(name)] * workers
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.every(11)
+@pytest.mark.scenario
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("name", [*PROGRAMS][1:] + [*PROGRAMS][:1])
 def test_the_others_go_on_in_memory(name: str) -> None:
     """Nothing of the step under way is kept, and no other step is repeated."""
@@ -145,8 +145,8 @@ def test_the_others_go_on_in_memory(name: str) -> None:
     assert len(repeated(outlived)) <= 1
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.every(54)
+@pytest.mark.scenario
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("before", "after", "workers"),
     [
@@ -173,6 +173,7 @@ def test_a_sharded_run_is_taken_up_under_another_sharding(
         assert (trained.rows, trained.evaluations) == (whole.rows, whole.evaluations)
 
 
+@pytest.mark.scenario
 def test_what_a_lost_step_has_changed_would_show() -> None:
     """The control: parameters halfway through a search are kept. That of buffers is in test_survivors.py."""
     name = "the third evaluation of a search"

@@ -36,7 +36,8 @@ def drawing(job: str, micro_batches: int = 6) -> Document:
     return test_same_bits.centred() if job == "centred" else test_same_bits.document(job, micro_batches)
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("job", "workers"),
     [("digits", 1), ("gpt", 2), ("centred", 3), pytest.param("digits", 4, marks=pytest.mark.exact)],
@@ -182,7 +183,8 @@ def sharded(given: Document) -> Document:
     return {**given, "sharding": "full"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("job", "workers"),
     [
@@ -212,7 +214,8 @@ def lying_with_rows(document: Document, rank: int, seed: int, share: float) -> A
         return attempted(document, AttemptOrigin())
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", SEEDS[:2])
 def test_of_three_with_rows_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: int) -> None:
     """The control: of honest ones nobody is."""

@@ -41,7 +41,8 @@ def test_the_page_has_the_jobs(name: str) -> None:
 CASES = [("Private", {}), ("Quantised", {}), ("Quantised", {"observes": True})]
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("job", "params"), CASES)
 @pytest.mark.parametrize("workers", [3, *(pytest.param(w, marks=pytest.mark.exact) for w in (1, 2, 4))])
 def test_recipes_have_one_value(pool: Pool, job: str, params: Document, workers: int) -> None:
@@ -114,6 +115,7 @@ def test_quantised_training_is_the_plain_loop(observes: bool) -> None:
         assert list(trained.digests) != by_hand(1)
 
 
+@pytest.mark.scenario
 def test_the_noise_and_the_bound_take_part() -> None:
     """Without either the run is another one."""
     digests = {
@@ -122,6 +124,7 @@ def test_the_noise_and_the_bound_take_part() -> None:
     assert len(digests) == 3
 
 
+@pytest.mark.scenario
 def test_the_calibration_takes_part() -> None:
     digests = {train(document("Quantised", params={"calibration": n})).weights_digest for n in (1, 4)}
     assert len(digests) == 2

@@ -169,6 +169,7 @@ DAMAGED = [("model.a0001.r0000.safetensors", damage) for damage in DAMAGES] + [
 ]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("step", [None, pytest.param(2, marks=pytest.mark.exact)])
 def test_all_ranks_find_the_same_where_a_file_is_damaged(
     pool: Pool, tmp_path: Path, step: int | None

@@ -84,7 +84,8 @@ def test_epochs_after_a_kill_have_orders_of_their_own(tmp_path: Path) -> None:
     assert len({str(epoch) for epoch in epochs}) == 4
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 4)], ids=["once", "three times"])
 def test_each_sample_comes_once_however_often_an_epoch_is_stopped(
     pool: Pool, tmp_path: Path, stops: Sequence[int]
@@ -183,6 +184,7 @@ def one_step(job: type[lockstep.Job], micro: int) -> tuple[str, dict[str, list[f
     }
 
 
+@pytest.mark.scenario
 def test_an_accumulated_loss_is_scaled_once() -> None:
     """The loss was divided by the number of accumulated micro-batches twice (transformers#40052)."""
     job = WholeNumbers(None)
@@ -246,6 +248,7 @@ def test_the_kept_weights_are_those_that_the_metric_is_of(tmp_path: Path) -> Non
     )  # the control: weights of another step
 
 
+@pytest.mark.scenario
 def test_the_newest_good_checkpoint_is_taken_up_and_the_damaged_one_is_named(tmp_path: Path) -> None:
     """An automatic resume took up another checkpoint than the newest good one, without a word (composer#3902)."""
     whole = train_attempt(saved_and_evaluated(tmp_path / "whole"), RUN, AttemptOrigin())

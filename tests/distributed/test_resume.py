@@ -158,7 +158,8 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("case", EACH_VALUE, ids=name)
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, saved: SavedRuns, case: Case) -> None:
     """G1 over interruption, every value of every factor."""
@@ -176,6 +177,7 @@ def test_covering_set_shows_every_pair() -> None:
     assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PRODUCT))
 
 
+@pytest.mark.scenario
 def test_the_matrix_holds_what_it_says() -> None:
     assert undisturbed("overflowing", "fp16").summary["skipped"] == 1
     early = undisturbed("stopped early", "fp32")
@@ -200,6 +202,7 @@ def test_four_attempts_in_a_row(pool: Pool, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.scenario
 def test_a_run_of_several_segments_comes_to_the_same_ledger(tmp_path: Path) -> None:
     """G4: three attempts, whose checkpoints name the segments of the attempts before."""
     whole = undisturbed("digits", "fp32")
@@ -231,7 +234,8 @@ def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None
 # --- when, and which stay ---------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exact)])
 @pytest.mark.parametrize(
     ("cadence", "kept"),
@@ -264,7 +268,8 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("workers", "after_best"), [(1, 0), (2, 1)])
 def test_the_best_is_kept_whenever_saves_are_due(
     pool: Pool, tmp_path: Path, workers: int, after_best: int
@@ -354,7 +359,8 @@ def one_step_on(sections: dict[str, Any]) -> None:
     sections["counters"] = {**sections["counters"], "step": sections["counters"]["step"] + 1}
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(14)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("change", "job", "precision", "step"),
     [
@@ -395,6 +401,7 @@ def test_a_part_of_the_state_left_out_shows(
     assert everything(resumed) != (*everything(whole)[:-1], whole.digests[step:])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("job", "step"), [("digits", 3), ("digits", 8), ("unlisted buffer", 3)])
 def test_with_nothing_left_out_it_does_not(saved: SavedRuns, tmp_path: Path, job: str, step: int) -> None:
     """The control of the negative control."""
@@ -439,6 +446,7 @@ def flip_a_bit(storage: Path, step: int) -> str:
     return file.name
 
 
+@pytest.mark.scenario
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(pool: Pool, tmp_path: Path) -> None:
     """G5: the one before it is used, and the bits are the same."""
     whole = undisturbed("digits", "fp32")
@@ -453,6 +461,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(pool: Pool, tmp_path
     assert resumed.digests == whole.digests[4:]
 
 
+@pytest.mark.scenario
 def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path) -> None:
     """G5: a run that passes over its newest two keeps what it saves, and what it started from."""
     storage = {"storage": str(tmp_path), "keep_last": 2}
@@ -524,6 +533,7 @@ def test_a_longer_fork_extends_a_finished_run(saved: SavedRuns, tmp_path: Path) 
     assert [row.step for row in extended.steps] == [9, 10, 11, 12]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("changed", ["nothing", "metric", "data"])
 def test_a_fork_that_compares_other_evaluations_begins_to_judge_anew(
     saved: SavedRuns, tmp_path: Path, changed: str
@@ -616,6 +626,7 @@ def _then(call: Callable[..., None], also: Callable[[], None]) -> Callable[..., 
     return both
 
 
+@pytest.mark.scenario
 def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
     """`Job.state_dict`: what the job counts itself goes on."""
     spec = {
@@ -643,6 +654,7 @@ def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
     assert other.weights_digest != whole.weights_digest
 
 
+@pytest.mark.scenario
 def test_ranks_that_restore_different_states_are_told_before_the_first_step(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -680,6 +692,7 @@ def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
     assert "secret" not in resumed.summary["checkpoint"]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "each", [[(2, 1), (1, 6)], pytest.param([(3, 3)], marks=pytest.mark.exact)], ids=["two", "at its end"]
 )

@@ -131,7 +131,8 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", EACH_VALUE, ids=name)
 def test_bits_do_not_depend_on_how_a_run_is_executed(pool: Pool, case: Case) -> None:
     """G1, every value of every factor."""
@@ -187,6 +188,7 @@ def test_another_seed_gives_other_bits() -> None:
     )
 
 
+@pytest.mark.scenario
 def test_activation_checkpointing_keeps_the_bits(pool: Pool) -> None:
     """Recomputing draws the same dropout; on two workers as well."""
     on = document("gpt", 8, activation_checkpointing=True)
@@ -194,6 +196,7 @@ def test_activation_checkpointing_keeps_the_bits(pool: Pool) -> None:
     assert digests == {reference("gpt", 8, "fp32").weights_digest}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "writes", ["in place", *(pytest.param(each, marks=pytest.mark.exact) for each in ("data", "another"))]
 )
@@ -213,6 +216,7 @@ def centred(writes: str = "in place") -> Document:
     }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exact)])
 def test_bits_with_two_threads_do_not_depend_on_workers(pool: Pool, workers: int) -> None:
     """The number of threads belongs to the run; the workers do not."""
@@ -221,6 +225,7 @@ def test_bits_with_two_threads_do_not_depend_on_workers(pool: Pool, workers: int
     assert pool.run(workers, train, two) == [alone] * workers
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "each",
     [
@@ -245,6 +250,7 @@ def test_parameters_of_any_kind_keep_the_bits(pool: Pool, each: list[tuple[int, 
             assert pool.run(workers, train_sending, document, latency_bytes) == [alone] * workers
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_bucket_without_elements_keeps_the_bits(pool: Pool, workers: int) -> None:
     """Six micro-batches: some workers send two partial sums."""
@@ -305,6 +311,7 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
 # --- what breaks when a mechanism is taken away ------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_a_left_fold_gives_other_bits_on_other_workers(pool: Pool) -> None:
     """The tree is what makes the sum one value: gradients added from left to right make it several."""
     digests = {
@@ -314,6 +321,7 @@ def test_a_left_fold_gives_other_bits_on_other_workers(pool: Pool) -> None:
     assert reference("digits", 8, "fp32").weights_digest not in digests
 
 
+@pytest.mark.scenario
 def test_a_seed_for_each_rank_gives_other_bits_on_other_workers(pool: Pool) -> None:
     digests = {
         pool.run(workers, train_rank_seeds, document("digits", 8))[0].weights_digest for workers in (1, 2)
@@ -321,6 +329,7 @@ def test_a_seed_for_each_rank_gives_other_bits_on_other_workers(pool: Pool) -> N
     assert len(digests) == 2
 
 
+@pytest.mark.scenario
 def test_buffers_that_are_not_restored_give_other_bits_on_other_workers(pool: Pool) -> None:
     digests = {
         pool.run(workers, train_buffers_left, {**centred(), "rehearsal": "off"})[0].weights_digest

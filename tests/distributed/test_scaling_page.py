@@ -109,7 +109,8 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("micro_batches", "workers", "latency_bytes"),
     [

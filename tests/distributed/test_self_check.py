@@ -55,6 +55,7 @@ def test_without_the_look_it_trains_to_its_end() -> None:
     assert len(trained.steps) > 8
 
 
+@pytest.mark.scenario
 def test_the_look_changes_no_bit() -> None:
     looked, plain = (
         train(late(Counts, **more)) for more in ({}, {"determinism": {"mode": "strict", "recheck": 0}})

@@ -47,6 +47,8 @@ def check(pool: Pool, job: str, precision: str, workers: int) -> None:
     assert found == [wanted] * workers
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("job", "precision", "workers"), [("digits", "fp32", 2), ("gpt", "bf16", 3)])
 def test_the_bits_are_those_of_the_whole_optimizer(
     pool: Pool, job: str, precision: str, workers: int
@@ -82,7 +84,8 @@ class Grouped(Strided):
         )
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("job", "settings"),
     [
@@ -115,6 +118,7 @@ class Lazy(Plain):
         return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 3))
 
 
+@pytest.mark.scenario
 def test_parameters_without_shapes(pool: Pool) -> None:
     document = {"job": {"use": "tests.distributed.test_sharded:Lazy"}, "batch": {"global": 16, "micro": 2}}
     assert pool.run(2, train_in_small_pieces, sharded(document)) == [train(document)] * 2
@@ -184,7 +188,8 @@ def test_a_run_is_taken_up_by_any_workers_sharded_or_not(pool: Pool, tmp_path: P
     assert content(shards) == content(plain)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("precision", "before", "after"), [("fp32", 2, 3), ("bf16", 3, 2)])
 def test_an_interrupted_run_goes_on_on_other_workers(
     pool: Pool, tmp_path: Path, precision: str, before: int, after: int
@@ -233,6 +238,7 @@ def held(document: Document) -> tuple[int, int]:
     return sum(value.nbytes for value in every), sum(p.nbytes for p in made[0].parameters)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_state_is_shared_out_evenly(pool: Pool, workers: int) -> None:
     document = sharded(
@@ -312,6 +318,7 @@ def train_with_any_threads(document: Document) -> Trained:
         return train(document)
 
 
+@pytest.mark.scenario
 def test_short_parameters_are_updated_by_one_thread_alone(pool: Pool) -> None:
     """On any number of workers, for sharding is placement. The control: without the refusal, three threads give other bits."""
     assert pool.run(2, train, sharded(short(1))) == [train(short(1))] * 2
@@ -353,6 +360,7 @@ def test_an_optimizer_that_adds_up_gradients_is_refused_on_any_number_of_workers
             pool.run(workers, train, sharded(own()))
 
 
+@pytest.mark.scenario
 def test_without_the_refusal_it_would_give_other_bits(pool: Pool) -> None:
     """The control: what is refused is refused for a reason."""
     assert pool.run(2, train_unchecked, sharded(own()))[0].weights_digest != train(own()).weights_digest

@@ -77,6 +77,7 @@ def check(pool: Pool, document: SpecDocument, workers: int) -> None:
     assert wanted["total_bytes"] < whole["total_bytes"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("document", [of_model("perceptron"), STRIDED], ids=["perceptron", "strided"])
 def test_the_state_of_the_worker_that_holds_most_is_estimated(pool: Pool, document: SpecDocument) -> None:
     """Of parameters that are cut, and of one with gaps in its memory, which is not."""

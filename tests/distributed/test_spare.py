@@ -79,7 +79,8 @@ def check_found(kind: type[late_kinds.Late], folder: Path, seed: int) -> None:
     assert not ended.checked
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
 def test_state_that_begins_late_and_is_in_no_checkpoint_ends_the_run(
     kind: type[late_kinds.Late], tmp_path: Path
@@ -148,7 +149,8 @@ def check_silent(spec: dict[str, Any]) -> None:
     assert not [text for text in ended.warnings if "resume" in text and "rehearsal" not in text]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", HONEST, ids=lambda kind: kind.__name__)
 def test_an_honest_job_is_proven_and_told_nothing(kind: type[kinds.Kind], tmp_path: Path) -> None:
     check_silent(document(kinds.document(kind), tmp_path))
@@ -177,6 +179,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("settings", SETTINGS[1:2], ids=str)
 def test_an_honest_job_is_proven_with_some_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     check_silent(document({**kinds.document(kinds.BatchNorm), **settings}, tmp_path))
@@ -259,10 +262,12 @@ def test_a_spare_that_never_answers_is_ended(tmp_path: Path) -> None:
     assert not any(map(alive, Stopped.pids))
 
 
+@pytest.mark.scenario
 def test_a_checkpoint_that_is_deleted_meanwhile_does_no_harm(tmp_path: Path) -> None:
     check_harmless(document(kinds.document(kinds.Dropouts), tmp_path), TooLate, "could not read it")
 
 
+@pytest.mark.scenario
 def test_retention_that_is_faster_than_the_spare_does_no_harm(tmp_path: Path) -> None:
     """Every step is saved, and only the newest checkpoint is kept."""
     keep = {"every": {"steps": 1}, "keep_last": 1}
@@ -272,6 +277,7 @@ def test_retention_that_is_faster_than_the_spare_does_no_harm(tmp_path: Path) ->
     assert ended.step <= 200
 
 
+@pytest.mark.scenario
 def test_no_spare_outlives_the_run(tmp_path: Path) -> None:
     with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", Stopped):
         assert run(document(kinds.document(kinds.Dropouts), tmp_path), most=STEP + 60).error is None
@@ -295,12 +301,14 @@ class FlippedOnce(ForkedSpare):
         return replace(answer, evidence=replace(answer.evidence, tensors=tensors))
 
 
+@pytest.mark.scenario
 def test_a_difference_that_another_process_does_not_confirm_ends_nothing(tmp_path: Path) -> None:
     check_harmless(
         document(kinds.document(kinds.Dropouts), tmp_path), FlippedOnce, "first '0.weight' after the update"
     )
 
 
+@pytest.mark.scenario
 def test_where_memory_is_short_the_check_is_left_out_and_told(tmp_path: Path) -> None:
     def lacking(device: object) -> str:
         return "it wants 10 MB of memory, of which 5 MB can be had"
@@ -324,6 +332,7 @@ class Edited(ForkedSpare):
         super().__init__(replace(request, context=replace(request.context, environment=environment)))
 
 
+@pytest.mark.scenario
 def test_a_job_that_cannot_be_made_a_second_time_ends_nothing(tmp_path: Path) -> None:
     """Its source was edited, or the run has the port that it wants: neither says that a resume would fail."""
     check_harmless(document(kinds.document(EditedSince), tmp_path), Edited, "could not try it")
@@ -332,6 +341,7 @@ def test_a_job_that_cannot_be_made_a_second_time_ends_nothing(tmp_path: Path) ->
 # --- the real process -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_check_changes_no_bit(tmp_path: Path) -> None:
     on = document(kinds.document(kinds.Dropouts), tmp_path / "on")
     off = document(kinds.document(kinds.Dropouts), tmp_path / "off", checkpoint=OFF)
@@ -372,6 +382,7 @@ def test_a_spare_ends_with_its_parent_and_has_the_least_priority() -> None:
     assert not alive(pid)
 
 
+@pytest.mark.scenario
 def test_a_real_process_answers_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run that is not there it can only say so, from the surroundings that the run began in."""
     spec = load_spec(document(kinds.document(kinds.Dropouts), tmp_path / "runs"))
@@ -422,6 +433,7 @@ def test_where_checkpoints_are_tried(settings: dict[str, Any], checked: bool) ->
     assert is_checked(load_spec({"job": {"use": "a:B"}, **settings})) is checked
 
 
+@pytest.mark.scenario
 def test_a_run_shorter_than_a_minute_starts_no_process(tmp_path: Path) -> None:
     def never(request: Request) -> Any:
         raise AssertionError("a process was started")

@@ -32,14 +32,15 @@ def check(stopped: Trained, whole: Trained, step: int) -> None:
     assert stopped.summary["samples"] == 12 * step
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_ends_after_any_step(whole: Trained, step: int) -> None:
     """The last one included, after which there is nothing left to stop."""
     check(train_stopped(SPEC, 0, step), whole, step)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("workers", "rank", "step"),
     [

@@ -114,6 +114,7 @@ def test_three_of_four_are_lost_one_after_another() -> None:
     assert repeated(outlived) == [2]
 
 
+@pytest.mark.scenario
 def test_a_rank_that_is_one_step_ahead_takes_the_state_of_one_that_is_not() -> None:
     """The one that sends the buffers, the last message of a step, is lost when the first of the others has them and the second has not."""
     outlived = outlive(DIGITS, 3, [LAST_MESSAGE])
@@ -121,6 +122,7 @@ def test_a_rank_that_is_one_step_ahead_takes_the_state_of_one_that_is_not() -> N
     assert repeated(outlived) == [4]
 
 
+@pytest.mark.scenario
 def test_an_evaluation_that_is_left_is_judged_once() -> None:
     """Its last message is the comparison of the ranks' bits; early stopping counts evaluations after it."""
     stop = {"early_stop": {"metric": "eval/loss", "mode": "max", "patience": 2}}
@@ -134,6 +136,7 @@ def test_an_evaluation_that_is_left_is_judged_once() -> None:
         )
 
 
+@pytest.mark.scenario
 def test_loader_processes_do_not_keep_the_connections_of_a_worker_that_is_lost() -> None:
     """They live on for some seconds; the others are not told of the rendezvous, and find out by their connections alone."""
     document = CENTRED | {"data": {"loader_processes": 1}}
@@ -141,6 +144,7 @@ def test_loader_processes_do_not_keep_the_connections_of_a_worker_that_is_lost()
     check(outlived, train(CENTRED), [0, 2])
 
 
+@pytest.mark.scenario
 def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
     """No connection ends: those that wait for it are told of a rendezvous, and break their group off by themselves."""
     outlived = outlive(CENTRED, 3, [Fall(1, 3, "send whole", silent=True)])
@@ -148,6 +152,7 @@ def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
     assert repeated(outlived) == [3]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_worker_that_is_lost_while_much_is_on_its_way_to_it(silent: bool) -> None:
@@ -167,7 +172,8 @@ IN_SECOND_PHASE = Fall(1, 3, "forward", 3)
 """All others have updated the first phase's parameters, and their optimizer's state."""
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("fall", "precision"),
     [
@@ -210,12 +216,14 @@ def test_a_worker_joins_and_leaves_a_run_with_phases() -> None:
     check(outlive(PHASED, 2, [Fall(1, 1, "update", 2)], changes), train(PHASED), [2])
 
 
+@pytest.mark.scenario
 def test_without_the_start_of_the_step_phases_are_updated_twice() -> None:
     outlived = outlive(PHASED, 3, [IN_SECOND_PHASE], broken="start of the step")
     assert repeated(outlived) == [3]
     assert outlived.summaries[0]["weights_digest"] != train(PHASED).weights_digest
 
 
+@pytest.mark.scenario
 def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
     """3 → 2 → 3. The joining worker reads no checkpoint: there is none. Of what is planned no step is taken again."""
     outlived = outlive(CENTRED, 3, [Fall(0, 2, "send whole")], [Change(3, joining=1)])
@@ -225,6 +233,7 @@ def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
     assert outlived.begun[3] == [4]
 
 
+@pytest.mark.scenario
 def test_a_run_grows_from_one_worker_and_shrinks_without_a_step_taken_again() -> None:
     """1 → 3 → 2 → 2. The first worker leaves, so that joining workers alone go on: rank 0 then tells of rows that it was handed."""
     changes = [Change(2, joining=2), Change(4, leaving=(0,)), Change(5, joining=1, leaving=(1,))]
@@ -235,6 +244,7 @@ def test_a_run_grows_from_one_worker_and_shrinks_without_a_step_taken_again() ->
     assert (outlived.begun[0], outlived.begun[1]) == ([1, 2, 3, 4], [3, 4, 5])
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("broken", ["byte", pytest.param("section", marks=pytest.mark.exact)])
 def test_what_is_handed_over_is_compared_and_all_of_it_is_needed(broken: str) -> None:
     """A byte that changes on the way is found by all. Without the optimizer's state, and the comparison, the joining worker's weights part."""
@@ -303,6 +313,7 @@ def test_a_group_that_is_broken_off_lets_go_of_all_who_wait(pool: Pool) -> None:
     assert pool.run(3, wait_for_each_other) == ["peer", "peer", "1"]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("broken", "document", "fall"),
     [
@@ -335,6 +346,7 @@ def test_an_error_of_the_jobs_own_is_not_outlived() -> None:
     assert isinstance(told.value, JobError)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("worker", "place"),
     [
@@ -355,6 +367,7 @@ def test_a_save_under_way_is_whole_or_made_again(tmp_path: Path, worker: int, pl
     check_saves(document, str(tmp_path), whole)
 
 
+@pytest.mark.scenario
 def test_a_rank_that_waits_to_save_again_hears_that_another_is_lost(tmp_path: Path) -> None:
     """The others wait for rank 0, and it for the lost rank's part of the save before: up to the limit of five minutes."""
     document = CENTRED | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}

@@ -59,7 +59,8 @@ def test_bits_do_not_depend_on_workers_or_loader_processes(pool: Pool, tmp_path:
         assert pool.run(workers, train, document(kind, root, processes)) == [whole] * workers
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", lake.FORMATS)
 def test_a_run_goes_on_with_the_version_that_it_began_with(pool: Pool, tmp_path: Path, kind: str) -> None:
     """G1: stopped amid an epoch and resumed on two workers with loader processes, when the table has got a newer version. A new run takes that one."""
@@ -95,6 +96,7 @@ def test_a_resume_whose_version_was_vacuumed_is_refused(tmp_path: Path) -> None:
         train_attempt(spec, RUN, taken_up(tmp_path / "runs"))
 
 
+@pytest.mark.scenario
 def test_a_run_without_a_checkpoint_starts_over_with_the_version_of_its_record(tmp_path: Path) -> None:
     root = write("delta", tmp_path / "table")
     spec = {**document("delta", root), "checkpoint": {"storage": str(tmp_path / "runs"), "every": None}}
@@ -105,6 +107,7 @@ def test_a_run_without_a_checkpoint_starts_over_with_the_version_of_its_record(t
     assert train_attempt(spec, f"{RUN}-2", AttemptOrigin()).identity != whole.identity
 
 
+@pytest.mark.scenario
 def test_ranks_that_find_different_versions_read_that_of_rank_0(pool: Pool, tmp_path: Path) -> None:
     root = write("delta", tmp_path / "table")
     whole = train(document("delta", root))

@@ -89,6 +89,7 @@ def reference(tables: Path, shuffle: str) -> Trained:
     return train(document(tables, shuffle))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "shuffle",
     [order if order == "blocks" else pytest.param(order, marks=pytest.mark.exact) for order in ORDERS],
@@ -105,6 +106,7 @@ def test_bits_do_not_depend_on_workers_or_loader_processes(
     assert every == [reference(tables, shuffle)] * workers
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("shuffle", ["blocks", pytest.param("none", marks=pytest.mark.exact)])
 @pytest.mark.parametrize(
     ("workers", "processes"),
@@ -118,6 +120,7 @@ def test_bits_do_not_depend_on_where_the_rows_are_kept(
         assert trained == reference(tables, shuffle)
 
 
+@pytest.mark.scenario
 def test_each_order_is_another_run(tables: Path) -> None:
     """Negative control: what the tests here compare tells one order from another."""
     every = [reference(tables, shuffle) for shuffle in ORDERS]
@@ -128,7 +131,8 @@ def test_each_order_is_another_run(tables: Path) -> None:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shuffle", ORDERS)
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, tables: Path, tmp_path: Path, shuffle: str) -> None:
     """From a step amid an epoch, on other workers."""
@@ -149,6 +153,7 @@ def taken_up(storage: Path) -> AttemptOrigin:
     return AttemptOrigin(RUN, folder.claim().number, None)
 
 
+@pytest.mark.scenario
 def test_a_run_goes_on_with_a_table_that_was_moved(tables: Path, tmp_path: Path) -> None:
     """The fingerprint says what the data are; where they lie is placement."""
     whole = reference(tables, "blocks")
@@ -165,6 +170,7 @@ def test_a_run_goes_on_with_a_table_that_was_moved(tables: Path, tmp_path: Path)
     )
 
 
+@pytest.mark.scenario
 def test_rows_in_both_tables_are_warned_of_and_recorded(pool: Pool, tmp_path: Path) -> None:
     write(tmp_path / "train", TRAIN_ROWS, 1)
     write(tmp_path / "eval", EVAL_ROWS, 2)
@@ -263,6 +269,7 @@ def test_training_from_an_object_store(pool: Pool, tables: Path, s3: str) -> Non
             assert trained == reference(tables, "blocks")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("shuffle", "learns"), [("full", True), ("hashed", True), ("blocks", True), ("none", False)]

@@ -219,6 +219,7 @@ def by_arithmetic(folder: Path, epochs: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "workers", [2, *(pytest.param(workers, marks=pytest.mark.exact) for workers in (1, 3))]
 )

@@ -44,7 +44,8 @@ def placed(document: Document, name: str) -> Document:
     return {**document, "sharding": {"mode": "full", **SETTINGS[name]}}
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "workers"), [("named", 3), ("by class", 2), ("far ahead", 2), ("kept", 2)])
 def test_no_setting_of_the_units_changes_a_bit(pool: Pool, name: str, workers: int) -> None:
     assert pool.run(workers, train, placed(kinds("adamw"), name)) == [reference("adamw")] * workers
@@ -77,6 +78,7 @@ def test_a_run_is_taken_up_with_other_units(pool: Pool, tmp_path: Path) -> None:
 # --- the modules that are units -----------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_units_are_the_modules_that_are_named(pool: Pool) -> None:
     """Of nested modules the outermost; what is computed twice in a micro-batch is none, and the run says so."""
     short = {**kinds("adamw"), "length": {"steps": 1}}
@@ -141,7 +143,8 @@ def gathers(document: Document) -> tuple[int, int]:
     return last.count(1), max(sum(last[: i + 1]) for i in range(len(last)))
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -196,7 +199,8 @@ def gathered_before_the_update(document: Document) -> Trained:
         return train(document)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_what_was_gathered_for_another_order_is_not_used(pool: Pool, prefetch: int) -> None:
     """A step that computes its modules in another order than the one before has gathered some for nothing; no later step computes with them."""
@@ -207,7 +211,8 @@ def test_what_was_gathered_for_another_order_is_not_used(pool: Pool, prefetch: i
     assert pool.run(2, gathered_before_the_update, full)[0].rows != wanted.rows  # the control
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("settings", [{}, {"prefetch": 3}, {"reshard_after_forward": False}])
 def test_an_estimate_counts_what_is_gathered_at_once(pool: Pool, settings: Document) -> None:
     document = small("tests.distributed.test_full_sharding:Deep", sharding={"mode": "full", **settings})

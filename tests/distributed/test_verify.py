@@ -113,7 +113,8 @@ FACTORS = {
 SPANS = [Span(0, 6), Span(2, 5), Span(4, 6)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -181,7 +182,8 @@ def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: 
     assert found.first_difference[:3] == (2, 1, "gradient_digest")
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("use", "by"), [("Small", 1), ("Reordered", 2)])
 def test_what_parts_two_runs_is_found_whoever_recorded_them(pool: Pool, use: str, by: int) -> None:
     """One run by three workers of unequal shares, each side taken again by this process."""

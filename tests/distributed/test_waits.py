@@ -92,6 +92,7 @@ def lost_in_mid_message(case: str) -> tuple[str, float, float]:
     return told, seconds, computed
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_whoever_waits_for_a_message_of_a_rank_that_is_lost_is_told(what: str) -> None:
     told, seconds, computed = lost_in_mid_message(f"{what} by our own")

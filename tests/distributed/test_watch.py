@@ -32,6 +32,7 @@ def layers(run: Trained) -> list[tuple[int, Any]]:
     ]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "workers", [2, pytest.param(3, marks=pytest.mark.exact), pytest.param(4, marks=pytest.mark.exact)]
 )
@@ -50,6 +51,7 @@ def test_gradient_flow_is_the_same_bits_for_every_number_of_workers(pool: Pool, 
     assert layers(native) != layers(alone)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "precision",
     ["bf16", pytest.param("fp32", marks=pytest.mark.exact), pytest.param("fp16", marks=pytest.mark.exact)],
@@ -102,6 +104,7 @@ def hoarding(keeps: str) -> Document:
     )
 
 
+@pytest.mark.scenario
 def test_a_job_that_appends_what_has_a_graph_to_a_list_is_named_and_one_that_detaches_is_not(
     pool: Pool,
 ) -> None:

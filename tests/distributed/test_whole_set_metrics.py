@@ -47,6 +47,7 @@ def auroc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return float(roc_auc_score((labels == 0).numpy(), scores.numpy()))
 
 
+@pytest.mark.scenario
 def test_auroc_is_that_of_scikit_learn_on_any_number_of_workers(pool: Pool, tmp_path: Path) -> None:
     run = document(ByScikitLearn, checkpoint={"storage": str(tmp_path), "every": None})
     whole = train_attempt(run, RUN, AttemptOrigin())
@@ -95,6 +96,7 @@ class ByTorchmetrics(ByScikitLearn):
         return {"by_hand.txt": " ".join(value.hex() for one in values for value in one.reshape(-1).tolist())}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("workers", [1, *(pytest.param(n, marks=pytest.mark.exact) for n in (2, 3))])
 def test_objects_of_torchmetrics_are_taken(pool: Pool, workers: int) -> None:
     told: list[str] = []
@@ -152,6 +154,7 @@ class LateMetric(WholeSet):
         return {"auroc": 1 / max(0, len(outputs["labels"]) - 6)}
 
 
+@pytest.mark.scenario
 def test_a_rule_by_a_metric_that_comes_late() -> None:
     trained = train(document(LateMetric, rehearsal="full"))
     assert trained.best[0] == 3

@@ -121,6 +121,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(spec(tmp_path_factory.mktemp("original")), local=True)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("ids", "first"),
     [
@@ -147,6 +148,7 @@ def test_the_rest_of_the_run_has_the_bits_of_one_that_never_had_the_samples(
     assert fields["fork"].endswith(f"@{step} exact")
 
 
+@pytest.mark.scenario
 def test_a_checkpoint_from_after_the_first_use_has_learnt_from_the_sample(
     original: Result, tmp_path: Path
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_checkpoint_from_after_the_first_use_has_learnt_from_the_sample(
     assert digests(train(late, local=True)) != digests(never)
 
 
+@pytest.mark.scenario
 def test_any_workers_and_loader_processes_give_the_same_bits(
     pool: Pool, original: Result, tmp_path: Path
 ) -> None:

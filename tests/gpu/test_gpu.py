@@ -42,7 +42,8 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.every(6)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "check",
     [
@@ -58,6 +59,7 @@ def test_all_but_the_device_holds_on_a_cpu(pool: Pool, check: str) -> None:
     assert [row for row in found if row.holds is False] == []
 
 
+@pytest.mark.scenario
 def test_runs_in_slices_exchange_them_with_single_ranks(pool: Pool) -> None:
     """On two workers as well, where each has an uneven part of the tree; all other runs send whole buckets."""
     document = {**mixed("fp32", False), "batch": UNEVEN}
@@ -109,6 +111,7 @@ def test_a_killed_rank_is_told_by_the_other_one() -> None:
     assert " s: " in row.value
 
 
+@pytest.mark.scenario
 def test_what_a_rank_answers_outlives_its_process() -> None:
     """Tensors too, which torch would share out of the memory of a process that has ended."""
     (found,) = Processes("gloo").run(1, rows_of, 300)
@@ -119,6 +122,7 @@ def rows_of(count: int) -> list[Tensor]:
     return [torch.full((100,), i) for i in range(count)]
 
 
+@pytest.mark.scenario
 def test_ranks_that_hang_cost_the_time_of_one() -> None:
     """One deadline for all of them, after which none is waited for any more. One after the other they would cost three."""
     began = time.monotonic()
@@ -135,6 +139,7 @@ def test_an_error_that_a_rank_tells_comes_before_one_that_was_lost(monkeypatch: 
         processes.run(2, time.sleep, 0)
 
 
+@pytest.mark.scenario
 def test_the_report_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'mlflow', 'sklearn', 'pandas', 'boto3')); "

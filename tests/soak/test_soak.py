@@ -57,6 +57,7 @@ def test_a_case_that_loses_workers_comes_to_the_bits_of_the_run_left_alone(pool:
     assert outcome.refused == ()
 
 
+@pytest.mark.scenario
 def test_what_a_checkpoint_lacks_shows(pool: Pool) -> None:
     job = {"use": "tests.soak.test_soak:Forgetful", "params": {"layers": ["dropout"]}}
     case = {

@@ -60,6 +60,7 @@ def schedules(draw: st.DrawFn) -> list[BatchSize]:
     return [*sizes, BatchSize(2 * draw(st.integers(1, 6)))]
 
 
+@pytest.mark.scenario
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 50), schedules(), st.booleans())
 def test_every_position_is_where_a_loop_that_counts_arrives(
@@ -96,6 +97,7 @@ def test_every_position_is_where_a_loop_that_counts_arrives(
     assert list(plan.changes()) == [(sizes_met[i], i, steps[i].epoch) for i in changed]
 
 
+@pytest.mark.scenario
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 50), schedules(), st.booleans(), st.integers(1, 6))
 def test_epochs_end_where_a_loop_that_counts_ends_them(

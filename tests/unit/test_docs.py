@@ -68,6 +68,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.every(2)
 @each_page()
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(FENCE.sub("", page.read_text())):
@@ -108,6 +109,8 @@ def test_specs_that_are_shown_are_valid(page: Path) -> None:
             load_spec(document)
 
 
+@pytest.mark.every(16)
+@pytest.mark.thinned(7)
 @each_page()
 def test_commands_that_are_shown_can_be_read(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `lockstep …` of a shell block has a command, options and overrides that exist."""
@@ -255,6 +258,7 @@ def test_what_is_made_of_the_code_is_as_the_code_says() -> None:
 # --- the example ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_job_that_is_shown_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "writing-a-job.md"
     package = tmp_path / "job_of_the_docs"
@@ -281,6 +285,8 @@ SHOWN = {
 """The job that each section of writing-a-job.md, or text in it, goes on, which lacks what it shows."""
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("section", SHOWN)
 def test_what_a_section_shows_trains(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / "writing-a-job.md").read_text()

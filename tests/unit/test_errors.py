@@ -69,6 +69,8 @@ def facts_of(problem: Problem[Any]) -> dict[str, str]:
     return {name: f"<{name}>" for name in names}
 
 
+@pytest.mark.every(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_an_error_of_a_table_keeps_what_it_is_and_says_on_its_way(name: str) -> None:
     """Its code and its facts survive pickling and another message; its line is one line."""
@@ -133,6 +135,7 @@ def lines_in_place() -> dict[str, int]:
     return counts
 
 
+@pytest.mark.scenario
 def test_an_error_is_of_a_problem() -> None:
     """A line that is written where it is raised has no code, and the page can say something else than it."""
     assert lines_in_place() == PASSED_ON
@@ -178,6 +181,7 @@ def named_in_tests() -> set[str]:
     return named
 
 
+@pytest.mark.scenario
 def test_every_problem_is_raised_in_a_test() -> None:
     """A line that no test has seen may have a fact too few, or a remedy for something else."""
     unnamed: dict[str, set[str]] = {}
@@ -211,6 +215,7 @@ def made(file: Path) -> Iterator[tuple[int, str, set[str]]]:
             yield call.lineno, name, {keyword.arg or "" for keyword in call.keywords}
 
 
+@pytest.mark.scenario
 def test_an_error_is_made_with_the_facts_that_its_line_has() -> None:
     """One too few is a KeyError in the place of the error, and one too many is told to programs alone."""
     files = [*PACKAGE.rglob("*.py")]

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from lockstep.errors import ClusterError, SpecError
 from lockstep.exit_codes import DECIDED, SIGNALLED, ExitCode, code_of_signal
@@ -42,6 +44,7 @@ def numbers(text: str) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
+@pytest.mark.scenario
 def test_no_command_ends_with_a_number_of_its_own() -> None:
     assert list(numbers("raise SystemExit(128 + number)\nsys.exit(1)\nraise typer.Exit(code)")) == [
         "SystemExit(128 + number)",

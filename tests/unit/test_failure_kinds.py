@@ -131,6 +131,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.scenario
 def test_a_peer_that_dies_in_a_collective_of_gloo(tmp_path: Path) -> None:
     """The exception of the rank that lives on, from a real process group."""
     words = [sys.executable, "-c", GLOO]

@@ -122,6 +122,8 @@ def no_flock(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", fails)
 
 
+@pytest.mark.every(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_another_lock_is_taken_where_flock_is_missing(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +250,7 @@ def test_a_private_run_is_its_users_alone(private: bool, modes: tuple[int, int],
     assert len(made) > 8
 
 
+@pytest.mark.scenario
 def test_what_a_file_that_failed_had_left_is_written_to_no_other(tmp_path: Path) -> None:
     """The next file that is opened has the descriptor of the one that failed."""
     held = []

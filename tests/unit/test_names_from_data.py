@@ -157,6 +157,7 @@ def parsed(source: str) -> set[str]:
     }
 
 
+@pytest.mark.scenario
 def test_documents_are_parsed_within_bounds() -> None:
     modules = [path for path in PLATFORM.rglob("*.py") if "starters" not in path.parts]
     names = {path.relative_to(PLATFORM).as_posix(): path for path in modules}

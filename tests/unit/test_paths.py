@@ -54,6 +54,8 @@ NO_NAMES = [
 ]
 
 
+@pytest.mark.every(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [*LEAD_OUT, *NO_NAMES])
 def test_a_name_that_leads_out_is_refused(root: Path, name: object) -> None:
     with pytest.raises(OutsideError):
@@ -104,6 +106,7 @@ def test_a_folder_that_its_owner_moved_is_known(tmp_path: Path) -> None:
         moved(root, "deep/run")
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
 @pytest.mark.parametrize("given", ["link", "target", "root"])
 def test_a_folder_that_another_user_has_a_part_in_is_not_taken_for_moved(tmp_path: Path, given: str) -> None:
@@ -122,6 +125,7 @@ def test_a_component_is_one_name() -> None:
         component("a/b")
 
 
+@pytest.mark.scenario
 @given(st.text())
 def test_any_text_is_refused_or_below_the_root(name: str) -> None:
     try:

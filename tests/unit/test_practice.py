@@ -97,6 +97,8 @@ def trained(name: str, **params: Any) -> tuple[list[StepRow], dict[str, float]]:
     return rows, dict([event for event in told if isinstance(event, EvaluationRow)][-1].metrics)
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "name", [JOBS[0], *(pytest.param(name, marks=pytest.mark.scenario) for name in JOBS[1:])]
 )
@@ -116,6 +118,7 @@ def test_without_the_estimator_only_the_last_layer_learns() -> None:
     assert moved == {"3.weight", "3.bias"}
 
 
+@pytest.mark.scenario
 def test_the_figure_of_gradient_norms_shows_that_ones_explode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

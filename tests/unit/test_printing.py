@@ -92,6 +92,8 @@ def test_a_log_and_a_workers_output_have_no_control_characters(tmp_path: Path) -
         assert all(is_seen(one) or one == "\n" for one in path.read_text())
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("command", ["runs", "show"])
 def test_a_strangers_record_sends_the_terminal_nothing(command: str, tmp_path: Path) -> None:
     run_id = "b" * 32
@@ -128,6 +130,7 @@ def printed_past(tree: ast.AST) -> list[str]:
     ]
 
 
+@pytest.mark.scenario
 def test_nothing_prints_past_the_printer() -> None:
     package = ROOT / "platform" / "lockstep"
     modules = [path for path in package.rglob("*.py") if "starters" not in path.parts]
@@ -145,6 +148,8 @@ def test_the_contract_sees_what_prints_past() -> None:
     assert len(printed_past(tree)) == 4
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["--version", "--json"]])
 def test_a_full_disk_is_one_line_and_a_failure(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:

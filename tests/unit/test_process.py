@@ -33,6 +33,8 @@ FORKS = {
 }
 
 
+@pytest.mark.every(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", FORKS)
 def test_a_child_ends_with_the_process_that_waits_for_it(how: str) -> None:
     """The control is a child that nothing binds to its parent."""

@@ -109,12 +109,14 @@ def stopped(program: str, seconds: float) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.scenario
 def test_a_process_that_is_stopped_and_continued_has_waited_for_nobody() -> None:
     """A wait of two seconds outlives a stop of three; by the wall's clock it would have ended."""
     counted_s, passed_s = stopped(PROGRAM, 3.0)
     assert counted_s < 2.0 < 3.0 < passed_s
 
 
+@pytest.mark.scenario
 def test_limits_on_other_processes_outlive_a_stop() -> None:
     """Each of one second; by the wall's clock all of them would end as the process continues, after a fraction of one."""
     counted_s = stopped(LIMITS, 1.5)

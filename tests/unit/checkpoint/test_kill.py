@@ -52,6 +52,7 @@ def whole(told: dict[str, Any]) -> bool:
     return told["wrong"] == {}
 
 
+@pytest.mark.scenario
 def test_a_kill_at_any_call_leaves_a_whole_store(later_save: dict[str, Any]) -> None:
     assert whole(later_save["next-sound"])
 

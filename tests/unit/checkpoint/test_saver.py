@@ -396,6 +396,7 @@ def test_waiting_for_a_rank_that_is_gone_can_be_given_up(attempt: Attempt) -> No
     assert saver.failure is not None and saver.failure.error.code == problems.NOT_SAVED.code
 
 
+@pytest.mark.scenario
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     script = (
         "from tests.unit.checkpoint.states import state\n"

@@ -73,6 +73,7 @@ def test_segments_that_no_checkpoint_names_are_cleared_by_the_next_attempt_that_
     assert shared(run) == {BOTH, NEW}
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_nothing_is_cleared_beside_a_manifest_that_cannot_be_read(run: RunFolder) -> None:
     first = run.claim()
@@ -85,6 +86,7 @@ def test_nothing_is_cleared_beside_a_manifest_that_cannot_be_read(run: RunFolder
     assert shared(run) == {BOTH, OLD, NEW}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("uri", ["s3"], indirect=True)
 def test_nothing_is_cleared_that_a_late_manifest_may_name(run: RunFolder) -> None:
     """In an object store a manifest may arrive after its attempt has ended; the files of its step are there before it."""

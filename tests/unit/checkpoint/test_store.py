@@ -129,6 +129,7 @@ def test_a_part_that_got_lost_is_not_published(attempt: Attempt) -> None:
     assert steps(attempt.run) == []
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_ranks_share_the_bytes_out(attempt: Attempt) -> None:
     """Every rank writes its own span; together they are the state, with no tensor twice."""

@@ -69,6 +69,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.scenario
 @settings(max_examples=300)
 @given(TREES)
 def test_a_tree_comes_back_to_the_bit(tree: Any) -> None:

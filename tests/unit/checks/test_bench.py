@@ -129,6 +129,7 @@ def test_a_cluster_that_a_run_would_join_is_not_passed_over_in_silence(
 # --- the command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_command_answers_with_an_object_and_a_figure_and_leaves_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,8 @@ def each_fault() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", params)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(23)
+@pytest.mark.thinned(22)
 @each_fault()
 def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: Path) -> None:
     report = checked(tmp_path, fault.job, **fault.spec)
@@ -162,6 +163,7 @@ def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: P
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("job", ["Unsaved", "OwnCritic"])
 def test_state_that_no_checkpoint_keeps_fails_the_rehearsal(job: str, tmp_path: Path) -> None:
     """Its second step has other bits after a resume."""
@@ -170,7 +172,8 @@ def test_state_that_no_checkpoint_keeps_fails_the_rehearsal(job: str, tmp_path: 
     assert "no checkpoint keeps it" in evidence
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("job", SOUND)
 def test_a_sound_job_passes_every_check(job: str, tmp_path: Path) -> None:
     report = checked(tmp_path, job)
@@ -191,7 +194,8 @@ COMPARES_OR_FOLLOWS = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("job", COMPARES_OR_FOLLOWS)
 def test_a_micro_batch_of_one_sample_passes_where_a_step_has_more(job: str, tmp_path: Path) -> None:
     """A loss over the whole batch is tried among the rows of a step; a loss that follows what `after_step` moves is judged without it."""
@@ -200,11 +204,13 @@ def test_a_micro_batch_of_one_sample_passes_where_a_step_has_more(job: str, tmp_
     assert found_in(report) == {}, as_text(report)
 
 
+@pytest.mark.scenario
 def test_a_wrong_step_fails_beside_a_queue_that_the_loss_follows(tmp_path: Path) -> None:
     report = checked(tmp_path, "AscendingBesideAQueue")
     assert found_in(report)["overfit"][0] == "failure", as_text(report)
 
 
+@pytest.mark.scenario
 def test_the_digits_pass_every_check(tmp_path: Path) -> None:
     spec = load_spec(
         "jobs/digits/train.yaml", ["record.uri=off", f"checkpoint.storage={tmp_path}", "job.params.width=4"]
@@ -232,6 +238,7 @@ def test_a_metric_that_the_job_does_not_give_is_a_wrong_spec(tmp_path: Path) -> 
         checked(tmp_path, "Sound", early_stop={"metric": "eval/accuracy"})
 
 
+@pytest.mark.scenario
 def test_a_database_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "notes.db").write_text("no database, a text of some length\n" * 10)
     found = found_in(checked(tmp_path, "Sound", record={"uri": f"sqlite:///{tmp_path}/notes.db"}))
@@ -253,6 +260,7 @@ def test_a_run_that_does_not_fit_is_told_with_the_micro_batch_that_does(
 # --- the command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_command_answers_with_a_table_an_object_and_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

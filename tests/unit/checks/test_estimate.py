@@ -109,7 +109,8 @@ def runs() -> Iterator[Callable[[str], tuple[Estimate, Run]]]:
     yield of
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
+@pytest.mark.thinned(4)
 @each_model()
 def test_what_is_counted_is_what_training_holds(
     name: str, runs: Callable[[str], tuple[Estimate, Run]]
@@ -135,7 +136,8 @@ def test_what_is_counted_is_what_training_holds(
     state.counters.step = 0
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
+@pytest.mark.thinned(2)
 @each_model()
 def test_the_peak_of_a_step_is_near_what_torch_allocates(
     name: str, runs: Callable[[str], tuple[Estimate, Run]]
@@ -243,6 +245,7 @@ def test_the_command_prints_the_parts(
     assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
 
 
+@pytest.mark.scenario
 def test_an_estimate_tells_what_other_settings_would_need() -> None:
     found = estimate(spec_of("transformer"))
     by_setting = {(v["precision"], v["activation_checkpointing"]): v for v in found.variants}

@@ -30,6 +30,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.scenario
 def test_the_rate_rises_to_where_the_loss_explodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = lr_find(PLAIN, lowest=1e-4, highest=1e5, steps=60)

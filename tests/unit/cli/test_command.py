@@ -71,6 +71,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProce
     return call(tmp_path_factory.mktemp("short"), *TRAIN_SHORT)
 
 
+@pytest.mark.scenario
 def test_json_is_one_object_on_one_line_of_standard_output(short: subprocess.CompletedProcess[str]) -> None:
     assert short.returncode == 0, short.stderr
     (line,) = short.stdout.splitlines()
@@ -124,6 +125,7 @@ def test_no_password_of_a_store_is_printed(monkeypatch: pytest.MonkeyPatch, in_e
     ) != in_environment
 
 
+@pytest.mark.scenario
 def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(
     short: subprocess.CompletedProcess[str], tmp_path: Path
 ) -> None:
@@ -215,6 +217,8 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("sent", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.scenario), (signal.SIGINT, 130)]
 )

@@ -172,6 +172,7 @@ def test_a_spec_is_loaded_and_its_job_made(doctor: Doctor, tmp_path: Path) -> No
     }  # fmt: skip
 
 
+@pytest.mark.scenario
 def test_a_job_that_ends_its_process_is_told(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os\nprint('said before the end')\nos._exit(7)\n")
     (tmp_path / "train.yaml").write_text('job: {use: "ends:Job"}\n')

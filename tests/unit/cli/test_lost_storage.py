@@ -66,7 +66,8 @@ def resumed(folder: Path, run_id: str, *more: str, uri: str = "off") -> lockstep
     return lockstep.resume(run_id, [f"record.folder={folder}/record", *more], local=True, uri=uri)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("told", [True, False], ids=["told", "in the journal alone"])
 def test_a_run_whose_storage_is_not_there_is_not_begun_anew(tmp_path: Path, told: bool) -> None:
     run_id = stopped(tmp_path)
@@ -87,6 +88,7 @@ def test_a_run_whose_storage_is_not_there_is_not_begun_anew(tmp_path: Path, told
     assert {row.attempt for row in read_parquet(record / "ledger.parquet")} == {1, 2}
 
 
+@pytest.mark.scenario
 def test_a_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
     """With the number of an attempt that its record has not had."""
     run_id = stopped(tmp_path)
@@ -172,6 +174,7 @@ def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp
             pass
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.scenario
 @pytest.mark.parametrize("store", ["default", "off"])
 def test_a_folder_with_an_apostrophe_in_its_name_has_a_record(tmp_path: Path, store: str) -> None:

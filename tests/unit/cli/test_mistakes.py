@@ -163,7 +163,8 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mistake", JOBS)
 def test_a_mistake_in_the_jobs_class(mistake: str, call: Call, tmp_path: Path) -> None:
     source, words = JOBS[mistake]
@@ -334,7 +335,8 @@ class Endless:
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", ["--dry-run", "--local"])
 @pytest.mark.parametrize("mistake", DATA)
 def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Path) -> None:
@@ -449,7 +451,8 @@ TRAINING: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("mistake", TRAINING)
 def test_a_mistake_that_is_found_before_the_first_step(mistake: str, call: Call, tmp_path: Path) -> None:
     body, words = TRAINING[mistake]
@@ -532,6 +535,7 @@ class Wrong(Right):
 """
 
 
+@pytest.mark.scenario
 def test_one_split_in_train_data_and_eval_data_leaks_nothing(call: Call) -> None:
     """Both are opened under one seed. One draw more before one of the two, and the split is another: that is told."""
     for source, leaks in ((SPLIT, False), (LEAKING, True)):
@@ -599,6 +603,7 @@ class Wrong(Right):
 """
 
 
+@pytest.mark.scenario
 def test_a_run_whose_samples_are_objects_goes_on_with_its_own_data_alone(call: Call, tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("0.1")
@@ -623,6 +628,7 @@ GONE = "0" * 32
 LONG = "a" * 300
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("words", "wanted", "told"),
     [
@@ -681,6 +687,7 @@ def test_a_param_that_a_resumed_run_cannot_have(call: Call) -> None:
         assert (code, only_line(err).startswith(f"lockstep: {told}")) == (2, True), err
 
 
+@pytest.mark.scenario
 def test_a_step_that_is_not_there(call: Call, tmp_path: Path) -> None:
     """Of a finished run as well; and a resume or a fork says where it starts."""
     _, out, _ = call("train", "spec.yaml", "--local", "--json", checkpoint={"every": {"steps": 1}})
@@ -703,6 +710,7 @@ def test_a_step_that_is_not_there(call: Call, tmp_path: Path) -> None:
     assert code == 0 and f"run {run} goes on from its newest good checkpoint (the newest is of step 2)" in err
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -165,6 +165,7 @@ def test_a_reader_that_has_left_is_told_nothing(capfd: pytest.CaptureFixture[str
     assert (ended.value.exit_code, capfd.readouterr().err) == (1, "")
 
 
+@pytest.mark.scenario
 def test_a_run_whose_answer_cannot_be_written_has_not_succeeded(tmp_path: Path) -> None:
     words = [
         "lockstep", "train", "jobs/digits/train.yaml", "--local", "--json", "length.steps=2", "record.uri=off",

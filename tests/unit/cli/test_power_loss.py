@@ -123,6 +123,7 @@ def found(running: Running, cases: Sequence[Case]) -> dict[Case, list[str]]:
     return {case: wrong for case in cases if (wrong := running.wrong(case))}
 
 
+@pytest.mark.scenario
 def test_a_run_goes_on_after_some_losses_of_power(tmp_path: Path) -> None:
     """Some, as a seed has chosen them; and that the comparison sees a folder that is not flushed."""
     running = Running(tmp_path / "runs")

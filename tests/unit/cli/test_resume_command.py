@@ -189,6 +189,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     return (folder, *stop(folder, "checkpoint.every.steps=5"))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
@@ -213,6 +214,7 @@ def test_a_refused_resume_is_one_line(
     assert only.startswith(line)
 
 
+@pytest.mark.scenario
 def test_an_unknown_run_is_one_line(
     stopped: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_holder_that_is_stopped_keeps_its_run(commands: Commands, digest: str,
     assert (held.code, held.told["weights_digest"]) == (0, digest), held.err
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=EXACT)], indirect=True)
 def test_who_is_refused_has_imported_nothing_that_takes_long(
     place: Callable[[Path], Place], tmp_path: Path

@@ -141,6 +141,7 @@ def test_the_next_job_of_a_cluster_has_a_server_of_its_own(start: Start) -> None
     assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "02000000"})["parent"] != first["parent"]
 
 
+@pytest.mark.scenario
 def test_forked_workers_draw_ids_of_their_own(start: Start) -> None:
     """Ray's generator is copied by a fork once it was used, as it is by each class of actors that is imported."""
     first, second = (start(**preloading(AHEAD)) for _ in range(2))
@@ -258,6 +259,7 @@ def test_a_worker_that_fails_tells_why_in_its_own_file(start: Start, tmp_path: P
         time.sleep(0.01)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("then", ["print(first.told()['parent'])", "importing(first)"])
 def test_the_server_ends_with_its_raylet(tmp_path: Path, then: str) -> None:
     """One that is lost while the server imports, too."""
@@ -288,6 +290,7 @@ def importing(started: Started) -> None:
     os._exit(0)
 
 
+@pytest.mark.scenario
 def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: Path) -> None:
     """As long as a worker of it lives it is needed."""
     (tmp_path / "short.py").write_text(
@@ -346,6 +349,7 @@ def test_a_worker_is_set_up_as_ray_would(tmp_path: Path, prefix: list[str]) -> N
     assert told["words"] == ["one", "--worker-id=1"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "context",
     [
@@ -389,6 +393,7 @@ def from_ahead(told: dict[str, Any], ahead: int) -> bool:
     return psutil.Process(told["parent"]).ppid() == ahead
 
 
+@pytest.mark.scenario
 def test_what_is_imported_ahead_forks_the_server_of_each_job(start: Start, tmp_path: Path) -> None:
     """What a module prints is in no worker's file."""
     before = children()
@@ -477,6 +482,7 @@ def test_a_process_ahead_that_is_lost_is_done_without(start: Start) -> None:
         assert (first["parent"] != ahead, first["there"]) == (True, True)
 
 
+@pytest.mark.scenario
 def test_the_process_ahead_ends_with_its_driver(tmp_path: Path) -> None:
     """Which was killed."""
     text = (

@@ -65,6 +65,7 @@ def assert_gone(cluster: LocalCluster, folder: Path) -> None:
     assert list(folder.glob("lockstep-*")) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_nodes_start_leaves_nothing(
     starting: subprocess.Popen[bytes], number: signal.Signals, tmp_path: Path

@@ -66,12 +66,14 @@ def test_a_run_that_broke_is_resumed_under_its_name_with_the_bits_of_one_that_di
     assert other.weights_digest != whole.weights_digest
 
 
+@pytest.mark.scenario
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     first, second = named(tmp_path), named(tmp_path)
     assert (first.run_id, first.weights_digest) == (second.run_id, second.weights_digest)
     assert second.attempts == 1
 
 
+@pytest.mark.scenario
 def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path) -> None:
     first, other = named(tmp_path), named(tmp_path, "day")
     assert first.run_id != other.run_id

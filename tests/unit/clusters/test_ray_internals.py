@@ -94,6 +94,7 @@ def private_strings(source: str) -> list[str]:
     ]
 
 
+@pytest.mark.scenario
 def test_nothing_outside_the_door_uses_rays_private_parts() -> None:
     validators = (
         ROOT / "tests" / "unit" / "clusters" / "schemas.py"
@@ -110,6 +111,7 @@ def test_nothing_outside_the_door_uses_rays_private_parts() -> None:
     assert list(found) == []
 
 
+@pytest.mark.scenario
 def test_nothing_outside_the_door_knows_the_words_between_rays_processes() -> None:
     modules = [path for path in (ROOT / "platform").rglob("*.py") if DOOR not in path.parents]
     found = {
@@ -211,6 +213,7 @@ def unlisted(path: Path) -> list[str]:
     return sorted(name for name in needed if not any(one.startswith(f"{name}.") for one in listed))
 
 
+@pytest.mark.scenario
 def test_what_is_used_through_the_door_is_checked_by_a_part_that_is_asked_about() -> None:
     found = {path.name: names for path in (ROOT / "platform").rglob("*.py") if (names := unlisted(path))}
     assert found == {}

@@ -103,6 +103,7 @@ with StopSignal():
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_second_signal_ends_a_command_whose_main_thread_is_stuck_outside_python(watched: bool) -> None:
     """Without the thread that counts signals the process would stay for ever: the negative control."""

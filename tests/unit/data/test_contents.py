@@ -216,6 +216,7 @@ def test_an_object_shows_what_it_holds(kind: str) -> None:
     assert one != other
 
 
+@pytest.mark.scenario
 def test_the_same_object_has_the_same_leaves_in_another_process() -> None:
     """No address and no order of a set gets in, whatever string hashing is seeded with."""
     text = (

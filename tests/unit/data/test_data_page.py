@@ -30,6 +30,7 @@ def example(word: str, replaced: dict[str, str]) -> Any:
     return type("Example", (Library,), {"train_data": names["train_data"]})(Library.Params())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "replaced"),
     [

@@ -645,7 +645,8 @@ class Garbage:
         (self.folder / str(os.getpid())).touch()
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_loader_process_destroys_nothing_of_its_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
@@ -778,7 +779,8 @@ OPENINGS = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("opening", OPENINGS, ids=str)
 def test_loader_processes_read_a_file_that_was_open_before_them(numbers: Path, opening: Any) -> None:
     """Each by a position of its own, whether the dataset opened it as it was made or at its first fetch."""
@@ -961,6 +963,7 @@ def test_samples_that_a_fetch_of_many_leaves_out_are_missed(processes: int) -> N
             loader.close()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_pool_of_threads_starts_new_ones_in_loader_processes(eager: bool) -> None:
     samples = InThreads(eager=eager)

@@ -25,7 +25,8 @@ def labels(table: Table, name: str = "label") -> list[float]:
     return table.__getitems__(np.arange(len(table)))[name].tolist()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", lake.FORMATS)
 def test_the_newest_version_is_looked_up_once(tmp_path: Path, kind: str) -> None:
     """What is opened later in the run, and what goes on with it, reads the same version; a run of its own the newer one."""
@@ -211,6 +212,7 @@ def test_rows_deleted_from_a_lance_table_are_left_out(tmp_path: Path) -> None:
     assert labels(Table(lake.source("lance", tmp_path, 1))) == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.scenario
 def test_a_lance_table_made_anew_is_not_the_old_one(tmp_path: Path) -> None:
     """Same place, same version: what was written for the old one is not taken for the new one."""
     for value in (1.0, 2.0):

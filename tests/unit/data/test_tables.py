@@ -299,7 +299,8 @@ def uploaded(folder: Path, query: str, name: str, faults: Faults) -> str:
     return f"s3://key:secret@tables/{name}?{query}"
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("memory_mb", [None, 0.03])
 def test_tables_are_read_from_an_object_store(
     tmp_path: Path, s3_query: str, faults: Faults, memory_mb: float | None
@@ -598,6 +599,7 @@ class Unthreaded(Table):
     draws_nothing = False
 
 
+@pytest.mark.scenario
 def test_a_thread_or_processes_change_no_bit(tmp_path: Path) -> None:
     """G1: with a collation that draws, too: it stays in the training thread, under the micro-batch's seed."""
 

@@ -59,6 +59,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("hangs", ["time.sleep(600)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
 def test_a_process_that_makes_no_progress_is_killed_and_recorded(tmp_path: Path, hangs: str) -> None:
     """Also where C code holds Python's lock. The stacks of its threads are in the record."""
@@ -84,6 +85,7 @@ def test_signs_of_life_keep_it(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/error.txt"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("held", ["breakpoint()", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_what_a_person_holds_is_not_taken_for_hung(tmp_path: Path, held: str) -> None:
     """At a debugger's prompt, and stopped as by Ctrl-Z; the control is the sleep above."""

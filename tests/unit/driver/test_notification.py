@@ -187,6 +187,7 @@ def spec_of(tmp_path: Path, job: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.scenario
 def test_a_run_that_succeeds_is_told_and_has_the_bits_of_one_that_nobody_hears_of(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "tests.faulty_jobs.jobs:Sound")
     quiet = train(spec, local=True)

@@ -73,6 +73,7 @@ sys.exit(130)
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("begin", "meanwhile"),
     [

@@ -135,6 +135,7 @@ def test_arrays_of_any_name_and_shape_come_back(tmp_path: Path, suffix: str) -> 
 # --- equal ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_a_prediction_gives_the_loss_that_the_run_recorded(run: Path, tmp_path: Path) -> None:
     """Bit for bit, though nothing of the job is there: weights, mode, and what was drawn with the model are the run's."""
     found = exported(run).artifact
@@ -223,6 +224,7 @@ def test_several_inputs_and_outputs(two: Path, tmp_path: Path, form: str) -> Non
                 assert torch.equal(other, expected)
 
 
+@pytest.mark.scenario
 def test_onnx_is_within_its_tolerance_and_says_how_far_off(run: Path, tmp_path: Path) -> None:
     found = exported(run, form="onnx").artifact
     assert (found.parity.rtol, found.parity.atol) == (1e-4, 1e-5)

@@ -106,6 +106,7 @@ def one_micro_batch(document: Document) -> Document:
     }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("config", "across"),
     [
@@ -133,6 +134,7 @@ def test_the_loss_of_a_classifier_is_that_of_transformers(folder: Path) -> None:
     assert list(train(document).digests) == by_hand(document)
 
 
+@pytest.mark.scenario
 def test_texts_of_like_lengths_fall_into_one_micro_batch(folder: Path) -> None:
     """It is another run than one in the usual order; the tokens of a micro-batch may be bounded too."""
     document = {**classifier(folder), "length": {"epochs": 1}, "batch": {"global": 8, "micro": 4}}
@@ -508,6 +510,7 @@ def test_weights_that_are_read_otherwise_are_no_artifact(
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("params", "problem", "facts"),
     [
@@ -632,6 +635,7 @@ def test_a_folder_with_adapters_is_refused(folder: Path, tmp_path: Path, whole: 
         load_job("lockstep.hf:CausalLM", params).model()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("config", "kind", "new"),
     [

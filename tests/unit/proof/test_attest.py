@@ -104,6 +104,7 @@ def test_a_statement_has_in_totos_form_and_names_what_the_run_left(
     assert list(predicate["source"]) == sorted(predicate["source"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("signed", [True, False])
 def test_an_honest_run_is_as_stated(recorded: Path, tmp_path: Path, keys: Keys, signed: bool) -> None:
     out = tmp_path / "run.intoto.json"

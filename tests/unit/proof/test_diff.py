@@ -142,6 +142,7 @@ def test_equal_runs_are_the_same_and_so_is_a_change_that_changes_no_bit(place: P
     assert "+    # only told otherwise\n" in found.source
 
 
+@pytest.mark.scenario
 def test_a_refactoring_that_adds_in_another_order_is_named_by_module_and_operator(place: Path) -> None:
     found = compared(place, trained(place), trained(place, FORWARD))
     first = parted(found)
@@ -164,6 +165,7 @@ def test_a_backward_that_rounds_otherwise_is_named_by_parameter_and_operator(pla
     assert (first.operator or "").startswith("aten.mul.Tensor")
 
 
+@pytest.mark.scenario
 def test_a_run_and_a_spec_that_is_not_run_yet_are_compared(place: Path) -> None:
     run = trained(place)
     assert compared(place, run, str(place / "spec.yaml")).same
@@ -172,7 +174,8 @@ def test_a_run_and_a_spec_that_is_not_run_yet_are_compared(place: Path) -> None:
     assert (first.step, first.module) == (1, "2")
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("changes", "field", "where"),
     [
@@ -199,6 +202,7 @@ def test_what_differs_by_intention_is_told_with_the_first_step(
 EVERY = {"evaluate": {"every": {"steps": 4}}}
 
 
+@pytest.mark.scenario
 def test_runs_that_differ_in_their_held_out_data_alone_part_at_the_first_evaluation(place: Path) -> None:
     """Every row and digest of theirs is the same."""
     a, b = trained(place, EVALUATED, **EVERY), trained(place, HELD_OUT, **EVERY)
@@ -211,7 +215,8 @@ def test_runs_that_differ_in_their_held_out_data_alone_part_at_the_first_evaluat
     assert parted(compared(place, a, str(place / "spec.yaml"))).quantity == "evaluation"
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "lost", "told"),
     [
@@ -236,6 +241,7 @@ def test_a_row_that_one_record_lacks_is_a_difference(
     assert "both give the same bits" in (found.note or "")
 
 
+@pytest.mark.scenario
 def test_an_evaluation_that_comes_with_a_runs_end_is_no_difference(place: Path) -> None:
     """Where the other one goes on, or was ended before it."""
     (place / "long.yaml").write_text(yaml.safe_dump(document(place, **EVERY, length={"steps": 20})))
@@ -256,6 +262,7 @@ def test_an_evaluation_that_comes_with_a_runs_end_is_no_difference(place: Path) 
     assert parted(compared(place, cut, str(place / "same.yaml"))).step == 4
 
 
+@pytest.mark.scenario
 def test_an_average_that_only_one_keeps_and_weights_that_no_row_tells_are_differences(place: Path) -> None:
     off = {"record": {"uri": "off", "digest_every": None}}
     first = parted(compared(place, trained(place), trained(place, ema=0.9)))
@@ -268,6 +275,7 @@ def test_an_average_that_only_one_keeps_and_weights_that_no_row_tells_are_differ
     assert compared(place, a, a).same
 
 
+@pytest.mark.scenario
 def test_a_fault_that_does_not_come_again_is_told_as_such(tmp_path: Path) -> None:
     job = {"use": "tests.unit.proof.verified_jobs:Small"}
     spec = document(
@@ -285,6 +293,7 @@ def test_a_fault_that_does_not_come_again_is_told_as_such(tmp_path: Path) -> Non
     assert "both give the same bits" in (found.note or "")
 
 
+@pytest.mark.scenario
 def test_the_command_answers_with_an_object_and_an_exit_code(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,7 +215,8 @@ DEFAULT = {
 HARMLESS = {"the environment is changed"}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.every(16)
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize(
     "attack",
     [
@@ -238,6 +239,7 @@ def test_no_code_of_the_job_has_a_forged_loss_accepted(forger: Forger, attack: s
     assert (forger.run / "ledger.parquet").exists()
 
 
+@pytest.mark.scenario
 def test_the_same_record_is_accepted_with_nothing_forged_and_told_where_it_is(forger: Forger) -> None:
     """The control: neither the sandbox nor a source that was never trained so is what refuses the others."""
     forger.attack("pass")
@@ -287,6 +289,8 @@ SHADOWS = {
 }  # fmt: skip
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     "shadow",
     [
@@ -406,6 +410,7 @@ RECORDS: dict[str, Callable[[Forger], None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(11)
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", list(RECORDS))
 def test_no_forged_record_is_accepted(forger: Forger, kind: str) -> None:
@@ -481,6 +486,7 @@ def test_at_least_forty_forgeries_are_tried() -> None:
 # --- the judge --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_judging_process_never_imports_the_job(forger: Forger) -> None:
     """Whatever is in the working directory: neither its files nor the recorded ones."""
     for name in ("securesystemslib", "cryptography", "pyarrow", "sitecustomize", "usercustomize", "rich"):

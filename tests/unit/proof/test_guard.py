@@ -102,6 +102,7 @@ def left(folder: Path) -> tuple[str, list[str]]:
     return git(folder, "worktree", "list"), git(folder, "status", "--porcelain", "--ignored").splitlines()
 
 
+@pytest.mark.scenario
 def test_a_refactoring_has_the_same_bits_and_leaves_nothing(repository: Path) -> None:
     (repository / "small" / "parts.py").write_text(
         "def total(values):\n    return values.sum(dim=1, keepdim=True)\n"
@@ -114,6 +115,7 @@ def test_a_refactoring_has_the_same_bits_and_leaves_nothing(repository: Path) ->
     assert left(repository) == before
 
 
+@pytest.mark.scenario
 def test_another_order_of_a_sum_is_named_by_its_operator(repository: Path) -> None:
     base = git(repository, "rev-parse", "HEAD")
     (repository / "small" / "parts.py").write_text(OTHER)
@@ -183,6 +185,7 @@ def test_commits_that_have_not_the_good_one_are_not_asked(repository: Path) -> N
     assert found.since(merged) == [last]
 
 
+@pytest.mark.scenario
 def test_a_change_that_no_commit_has_is_told_as_such(repository: Path) -> None:
     good = git(repository, "rev-parse", "HEAD")
     (repository / "small" / "parts.py").write_text(OTHER)

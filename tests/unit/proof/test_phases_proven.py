@@ -45,6 +45,7 @@ def recorded(tmp_path: Path) -> Iterator[Path]:
     PLANTED.clear()
 
 
+@pytest.mark.scenario
 def test_a_step_of_phases_is_verified_and_shown(recorded: Path, tmp_path: Path) -> None:
     where: Any = {"uri": "off", "storage": recorded.parent}
     assert verify(recorded.name, all_steps=True, local=True, **where).same

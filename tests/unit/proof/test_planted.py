@@ -42,6 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(train({**spec, "schedule": {"name": "cosine"}}, local=True).folder)
 
 
+@pytest.mark.scenario
 def test_nothing_is_found_where_nothing_is_planted(recorded: Path) -> None:
     assert verified(recorded, all_steps=True).same_bits
     assert verified(recorded, from_step=6, steps=4).same_bits
@@ -202,6 +203,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None
     yield lie
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("part", "step"), [(part, step) for step, part in enumerate(PARTS, start=3)], ids=str
 )

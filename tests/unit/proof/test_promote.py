@@ -75,6 +75,7 @@ def models(client: Any, run: Path) -> dict[str, tuple[str, str, bool]]:
     return {model.name: (model.model_id, model.status, of_run.has_files(model)) for model in of_run.all()}
 
 
+@pytest.mark.scenario
 def test_a_promoted_checkpoint_is_registered_whole_with_its_proofs(
     run: Path, uri: str, client: Any, tmp_path: Path
 ) -> None:
@@ -138,6 +139,8 @@ def test_a_run_that_does_not_verify_is_refused(
     assert (registered(client), models(client, run)) == before
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("forged", [False, True])
 def test_a_copy_in_the_store_that_is_not_what_was_verified_is_not_registered(
     run: Path, uri: str, client: Any, forged: bool
@@ -174,7 +177,7 @@ def replace_files(folder: Path, files: dict[str, bytes]) -> None:
 CALLS = ("create_registered_model", "create_model_version", "set_registered_model_alias")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("acts", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("there", [False, True])
@@ -248,6 +251,7 @@ def register_until_killed(uri: str, run: Path, call: str, dying: Path) -> None:
     register(uri, run, 4, f"killed-{call}@champion")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("call", ["create_model_version", "set_registered_model_alias"])
 def test_the_same_command_mends_what_a_kill_left(
     run: Path, uri: str, client: Any, tmp_path: Path, call: str
@@ -267,6 +271,8 @@ def test_the_same_command_mends_what_a_kill_left(
     assert models(client, run)["checkpoint-4"][1:] == ("READY", True)
 
 
+@pytest.mark.every(7)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("target", "options", "problem", "facts"),
     [

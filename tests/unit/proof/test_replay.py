@@ -59,6 +59,7 @@ def test_a_micro_batch_is_written_out_with_its_samples(recorded: Path, tmp_path:
     assert found.difference == ""
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("job", ["Nested", "Transposed"])
 def test_a_micro_batch_is_written_out_however_its_tensors_lie_in_memory(tmp_path: Path, job: str) -> None:

@@ -104,7 +104,8 @@ def first(found: Verified) -> tuple[int, int | None, str]:
 # --- nothing planted --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("options", "spans"),
     [
@@ -127,6 +128,7 @@ def test_an_honest_run_is_the_same_in_every_span_and_nothing_of_it_is_touched(
     assert contents(recorded.parent) == before
 
 
+@pytest.mark.scenario
 def test_a_run_without_digests_is_compared_by_its_columns(tmp_path: Path) -> None:
     run = Path(train(document(tmp_path, record={"uri": "off", "digest_every": None}), local=True).folder)
     assert verified(run).same
@@ -161,7 +163,8 @@ def vars_of(entry: FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("section", "quantity"), [("model", "weights_digest"), ("optimizer", "optimizer_digest")]
 )
@@ -176,6 +179,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(run: Path, section: str, quantit
     assert verified(run, from_step=5, steps=3).same
 
 
+@pytest.mark.scenario
 def test_of_several_differences_the_first_step_is_named(run: Path) -> None:
     """Whichever of the record's parts it is in: the checkpoints of a span are looked at after its rows."""
     change_ledger(run, 11, "loss", lambda value: value * 2)
@@ -198,7 +202,8 @@ def change_ledger(run: Path, step: int, column: str, change: Callable[[Any], Any
     pq.write_table(changed, run / "ledger.parquet")
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("column", "change", "micro_batch", "quantity"),
     [
@@ -221,6 +226,7 @@ def test_a_changed_value_of_the_ledger_is_found(
     assert found.cause == "this one value was changed after it was recorded: all else is equal"
 
 
+@pytest.mark.scenario
 def test_a_changed_evaluation_and_a_lost_row_are_found(run: Path) -> None:
     table = pq.read_table(run / "evaluations.parquet")
     at = table.column_names.index("eval/loss")
@@ -239,6 +245,7 @@ def drop(run: Path, name: str, *steps: int) -> None:
     pq.write_table(table.filter(pa.compute.invert(lost)), run / name)
 
 
+@pytest.mark.scenario
 def test_a_lost_last_evaluation_of_a_finished_run_is_found(run: Path) -> None:
     assert verified(run).same
     drop(run, "evaluations.parquet", 12)
@@ -250,6 +257,7 @@ def test_a_lost_last_evaluation_of_a_finished_run_is_found(run: Path) -> None:
     assert verified(run).same, "a run that has not finished may have been ended before it"
 
 
+@pytest.mark.scenario
 def test_rows_that_the_run_cannot_have_and_rows_that_are_there_twice_are_found(run: Path) -> None:
     for name, kind in {"evaluations.parquet": "evaluation", "ledger.parquet": "row"}.items():
         table = pq.read_table(run / name)
@@ -271,7 +279,8 @@ def without_digests(run: Path, step: int, *columns: str) -> None:
         change_ledger(run, step, column, lambda value: None)
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("columns", "quantity"),
     [
@@ -302,7 +311,8 @@ def forge_result(run: Path, **changes: Any) -> None:
     (run / "summary.json").write_text(json.dumps({**summary, **changes}))
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("changes", "quantity"),
     [
@@ -327,6 +337,7 @@ def test_a_result_to_which_the_steps_do_not_lead_is_found(
     assert before.same and not before.weights
 
 
+@pytest.mark.scenario
 def test_another_file_of_weights_than_the_summary_says_is_found(run: Path) -> None:
     path = run / "weights" / "final.safetensors"
     save_file({name: value + 1 for name, value in load_file(path).items()}, path)
@@ -335,7 +346,7 @@ def test_another_file_of_weights_than_the_summary_says_is_found(run: Path) -> No
     assert first(verified(run)) == (12, None, "weights/final.safetensors")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("field", "value", "where", "cause"),
     [
@@ -363,6 +374,7 @@ def test_a_changed_spec_is_found_with_its_field(
 # --- in what is taken again -------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_one_changed_sample_is_found_in_its_step_and_micro_batch(recorded: Path) -> None:
     plan = Plan.of(SAMPLES, GLOBAL, MICRO, drop_last=False, steps=STEPS)
     order = list(
@@ -377,7 +389,8 @@ def test_one_changed_sample_is_found_in_its_step_and_micro_batch(recorded: Path)
         assert first(found) == (use.step + 1, use.micro_batch, "gradient_digest")
 
 
-@pytest.mark.every(4)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("step", "micro_batch"), [(0, 0), (4, 1), (6, 3), (11, 2)])
 def test_a_flipped_bit_of_a_gradient_is_found(recorded: Path, step: int, micro_batch: int) -> None:
     PLANTED["gradient"] = (step, micro_batch)
@@ -394,6 +407,7 @@ def test_an_operator_that_adds_in_another_order_is_found(recorded: Path) -> None
     assert micro_batch is not None
 
 
+@pytest.mark.scenario
 def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +422,7 @@ def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
     assert not verified(recorded, all_steps=True).same
 
 
+@pytest.mark.scenario
 def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +436,7 @@ def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     assert (first(found), found.steps) == ((9, None, "loss"), 9)
 
 
+@pytest.mark.scenario
 def test_a_span_ends_early_only_where_enough_steps_differ_by_more_than_may_be(recorded: Path) -> None:
     PLANTED["shift"] = 0.5
     found = verified(recorded, all_steps=True)
@@ -453,7 +469,8 @@ BY_NAME = "import importlib\nscale = importlib.import_module('own.' + 'scale')\n
 BESIDE = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nfrom scale import SCALE"
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("imported", "field"),
     [
@@ -489,6 +506,7 @@ def test_the_recorded_source_is_used_and_not_what_lies_here(
 # --- the command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_the_command_answers_with_an_object_and_an_exit_code(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -553,6 +571,7 @@ def edited_fields(run: Path, **fields: Any) -> None:
     (run / "fields.json").write_text(json.dumps({**recorded, **fields}))
 
 
+@pytest.mark.scenario
 def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,12 +597,14 @@ def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
     assert "not known         whether versions, device, source and data are those of the run" in out
 
 
+@pytest.mark.scenario
 def test_rows_that_a_finished_run_has_lost_at_its_end_are_found(run: Path) -> None:
     ledger = pq.read_table(run / "ledger.parquet")
     pq.write_table(ledger.filter(pa.compute.less(ledger["step"], 11)), run / "ledger.parquet")
     assert first(verified(run)) == (11, None, "row")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -624,6 +645,7 @@ def test_a_run_that_mlflow_recorded_is_told_apart_from_one_that_is_not_there(run
         verified(run)
 
 
+@pytest.mark.scenario
 def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     """Its ledger has no step before: none is counted, and none can be asked for."""
     fork = {"run": recorded.name, "step": 4}

@@ -51,7 +51,8 @@ def with_other_gradient(run: Path, step: int) -> None:
     pq.write_table(changed, run / "ledger.parquet")
 
 
-@pytest.mark.every(3)
+@pytest.mark.scenario
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_step_is_the_same_again_and_what_is_changed_is_found(name: str, tmp_path: Path) -> None:
     run = recorded(name, tmp_path)

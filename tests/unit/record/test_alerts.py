@@ -55,6 +55,7 @@ def losses(first: int, last: int, high: Callable[[int], bool]) -> list[Event]:
 RULE = {"loss": {"above": 8, "for": 4}}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("stopped_after", range(1, 15))
 def test_a_rule_fires_once_after_the_same_step_however_a_run_is_interrupted(
     spec: Specs, stopped_after: int
@@ -139,6 +140,7 @@ def test_a_run_that_stands_still_and_a_disk_that_fills_are_told_once(
     assert len(fired(recorder.run_folder())) == 2 and again.state.alerted == ()
 
 
+@pytest.mark.scenario
 def test_a_run_that_moves_is_not_told_to_stand_still(spec: Specs) -> None:
     recorder = record(spec(alert={"no_progress_s": 3.0}), [Started({})])
     for step in range(1, 13):

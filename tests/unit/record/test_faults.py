@@ -26,6 +26,7 @@ def found(storage: Path, spec: Spec, chosen: list[Case]) -> dict[Case, list[str]
     return {case: wrong for case in chosen if (wrong := lies(storage, spec, case))}
 
 
+@pytest.mark.scenario
 def test_some_faults_leave_no_lie(spec: Callable[..., Spec], tmp_path: Path) -> None:
     """Twenty, as a seed has chosen them."""
     whole = cases(tmp_path / "runs", spec())

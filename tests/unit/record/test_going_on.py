@@ -124,6 +124,7 @@ def keys(kept: Kept) -> list[tuple[str, int]]:
     return sorted((point.key, point.step) for point in kept.points if point.key not in OF_TIME)
 
 
+@pytest.mark.scenario
 def test_a_run_that_goes_on_is_sent_from_the_last_step_on_that_its_store_has(
     spec: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def locked(database: Path) -> Iterator[None]:
             process.stdin.close()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("command", ["train", "runs", "show", "record sync"])
 def test_a_locked_database_is_told_in_one_line(
     tmp_path: Path, spec: Callable[..., Spec], command: str

@@ -68,6 +68,7 @@ def check(uri: str, folder: Path, steps: int) -> None:
         assert found[key] == points, key
 
 
+@pytest.mark.scenario
 def test_one_file_that_is_too_large_costs_nothing_else(server: Server, proxy: Proxy, spec: Specs) -> None:
     """413 for good on one artifact: told at once, while metrics, heartbeat and other files go on; `record sync` sends it later."""
     proxy.judge = lambda method, path, number: "413" if BIG in path else ""
@@ -163,6 +164,7 @@ def test_the_heartbeat_waits_for_no_upload(server: Server, proxy: Proxy, spec: S
     assert BIG in artifacts(server.uri, run_id)
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("drawn_figures")
 @pytest.mark.parametrize(
     "fault",
@@ -196,7 +198,8 @@ def test_a_call_whose_answer_is_lost_leaves_no_double(
     assert json.loads((folder / "summary.json").read_text()) == {"step": 20}
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("counted", [True, False], ids=["", "a backlog is one silent call"])
 def test_a_backlog_is_sent_though_every_fifth_answer_is_lost(
     server: Server, proxy: Proxy, spec: Specs, monkeypatch: pytest.MonkeyPatch, counted: bool

@@ -349,6 +349,7 @@ class Silent(Shaky):
         super().log_metrics(points)
 
 
+@pytest.mark.scenario
 def test_telling_waits_for_no_store(tmp_path: Path, spec: Specs) -> None:
     """A store that does not return keeps none of the calls: were one to wait for it, the thread would not end."""
     silent = Silent(tmp_path / "runs")
@@ -586,6 +587,7 @@ def recorded_by(spec: Spec, *, apart: bool) -> tuple[Recorder, Path]:
     return recorder, recorder.run_folder()
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("drawn_figures")
 def test_a_process_of_its_own_writes_the_record_that_a_thread_does(spec: Specs) -> None:
     """The same files with the same bits, and the same words about it."""
@@ -600,6 +602,7 @@ def test_a_process_of_its_own_writes_the_record_that_a_thread_does(spec: Specs) 
     assert tags[0]["lockstep.process"] != tags[1]["lockstep.process"]
 
 
+@pytest.mark.scenario
 def test_a_writer_takes_up_the_process_that_was_started_ahead_of_it(
     spec: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -673,6 +676,7 @@ def test_a_process_that_writes_and_is_stopped_does_not_keep_the_run_waiting(
     assert [row.step for row in read_parquet(recorder.run_folder() / "ledger.parquet")] == [1]
 
 
+@pytest.mark.scenario
 def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -> None:
     """SIGKILL, with a forked child that holds every pipe open and lives on."""
     script = (

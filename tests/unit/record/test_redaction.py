@@ -94,6 +94,7 @@ def test_a_word_as_long_as_a_file_is_read_once() -> None:
     assert redacted(f"{word}://me:pa55@host/db") == f"{word}://me:***@host/db"
 
 
+@pytest.mark.scenario
 def test_the_sources_of_this_project_have_none() -> None:
     """The control: a diff of some twenty thousand lines loses nothing but what names a password on purpose."""
     changed = []
@@ -205,6 +206,8 @@ def growth(pattern: re.Pattern[str], begun: str, repeated: str, size: int = 100)
     return work(pattern, many) / work(pattern, few)
 
 
+@pytest.mark.every(6)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("repeated", [*REPEATED, " "])
 def test_four_times_the_text_is_four_times_the_work(repeated: str) -> None:
     """Counted, not timed: what an expression begins with, again and again, and blanks after a name."""
@@ -213,6 +216,7 @@ def test_four_times_the_text_is_four_times_the_work(repeated: str) -> None:
             assert growth(pattern, begun, repeated) < 6, pattern.pattern
 
 
+@pytest.mark.scenario
 def test_the_count_finds_what_is_quadratic() -> None:
     """The expressions as the package has them."""
     from detect_secrets.plugins.ibm_cloud_iam import IbmCloudIamDetector
@@ -227,6 +231,7 @@ def test_the_count_finds_what_is_quadratic() -> None:
         assert growth(detector.denylist[0], begun, repeated, size=15) > 10
 
 
+@pytest.mark.scenario
 def test_no_group_is_repeated_possessively() -> None:
     """Python before 3.11.5 finds nothing by such an expression where the group looks ahead: each secret would be recorded. An atomic group says the same."""
     package = Path(redaction.__file__).parents[1]

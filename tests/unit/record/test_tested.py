@@ -15,6 +15,7 @@ from tests.in_process import here
 from tests.unit.record.server import Server
 
 
+@pytest.mark.scenario
 def test_a_test_is_recorded_once_at_the_step_of_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

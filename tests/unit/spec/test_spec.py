@@ -158,6 +158,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.scenario
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_params_of_plain_data_survive_the_way_through_json(params: dict[str, Any]) -> None:
     spec = validate({"job": {"use": "a:B", "params": params}})
@@ -218,6 +219,8 @@ def test_merge_keys_still_work() -> None:
 # --- what a mistake is told -------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

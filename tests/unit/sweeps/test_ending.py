@@ -75,6 +75,7 @@ def statuses(sweep: SweepSpec) -> dict[str, str]:
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("named", [True, False])
 def test_an_abandoned_sweep_and_its_trials_get_their_end(
     left: tuple[SweepSpec, str, str, str], named: bool
@@ -107,6 +108,7 @@ def test_a_sweep_that_another_command_holds_is_left_to_it(left: tuple[SweepSpec,
     assert statuses(sweep) == {sweep_id: "FAILED", trial_id: "FAILED"}
 
 
+@pytest.mark.scenario
 def test_a_sweep_with_nobody_behind_it_is_marked_where_runs_are_listed(
     left: tuple[SweepSpec, str, str, str],
 ) -> None:

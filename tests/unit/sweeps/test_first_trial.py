@@ -90,6 +90,7 @@ def test_a_signal_ends_the_tries(tmp_path: Path) -> None:
     assert str(raised.value).endswith("prematurely."), "nothing is told of tries"
 
 
+@pytest.mark.scenario
 def test_without_a_gpu_for_the_trials_the_first_is_prepared_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     assert json.loads((record.folder / "trials.json").read_text())["data"][0][0] == 0
 
 
+@pytest.mark.scenario
 def test_a_sweep_that_was_cut_off_takes_back_what_a_reader_has_marked(
     sweep: SweepSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def garbage() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("garbage")
 def test_a_child_does_not_collect_the_garbage_of_its_parent() -> None:
     def collect() -> str:
@@ -95,6 +96,7 @@ def test_nothing_is_forked_beside_threads_of_autograd() -> None:
         thread.join()
 
 
+@pytest.mark.scenario
 def test_a_process_of_a_run_can_be_forked_after_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd starts its threads before a job can make one: those of the devices that are there."""
     started: list[bool] = []

@@ -93,7 +93,8 @@ def deferred(make: Callable[[], nn.Module]) -> nn.Module:
     return result.model
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("make", SOUND)
 def test_the_bits_and_the_generator_are_those_of_a_model_made_as_usual(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
@@ -159,6 +160,7 @@ def draws_by_values() -> nn.Module:
     return model
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("make", "why"),
     [

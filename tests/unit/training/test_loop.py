@@ -158,6 +158,8 @@ def test_a_run_that_cannot_go_on_in_memory_is_asked_nothing_and_says_nothing() -
     assert alone.asked == 0
 
 
+@pytest.mark.every(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("wanted", "steps"), [(0, 0), (1, 2), (2, 4), (3, 4)])
 def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, steps: int) -> None:
     """Asked before the first step and after each evaluation, but for that of the last step, which leaves nothing to decide."""
@@ -177,6 +179,8 @@ class WithTest(Evaluated):
         return TensorDataset(*points(5))
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
     """One that is stopped goes on later: it would be tested several times, and a person might choose among the results."""
@@ -194,6 +198,8 @@ def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
     assert finished.summary == summary
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("origin", [None, AttemptOrigin("a" * 32, 2)])
 def test_a_worker_that_nobody_lets_in_ends_and_has_read_no_checkpoint(
     tmp_path: Path, origin: AttemptOrigin | None
@@ -206,6 +212,7 @@ def test_a_worker_that_nobody_lets_in_ends_and_has_read_no_checkpoint(
     assert (seat.group, seat.origin, progress) == (ALONE, origin, None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("part", ["evaluation", "none"])
 def test_an_evaluation_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """It takes a thousand seconds here; the step after it as long as any other."""

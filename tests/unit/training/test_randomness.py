@@ -81,6 +81,7 @@ DIGEST = 511929565744010100
 """BLAKE2b, 8 bytes, of `17 step 3 1` with unit separators between the words, read as a little-endian number."""
 
 
+@pytest.mark.scenario
 def test_digests_are_what_they_were() -> None:
     """They are part of every recorded run: another formula would be another run."""
     assert digest64((17, "step", 3, 1)) == DIGEST
@@ -132,6 +133,7 @@ def test_the_record_says_the_keys_that_are_used() -> None:
     assert randomness.seeds(17)["micro-batch m of step t, computed"] == "digest64((17, 'step', t, m))"
 
 
+@pytest.mark.scenario
 def test_a_key_is_made_in_one_module_alone() -> None:
     """A draw that is made again elsewhere (a check, a rehearsal) has the key of the first one: by the same function."""
     package = Path(lockstep.__file__).parent

@@ -108,7 +108,8 @@ def cases(micro_batches: int) -> Iterator[tuple[int, int]]:
             yield workers, leaves
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(15)
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("micro_batches", range(2, 17))
 def test_every_rank_has_the_bits_of_one_process(micro_batches: int) -> None:
     plan = Plan.of(micro_batches, micro_batches, 1, drop_last=False)

@@ -56,6 +56,7 @@ def test_a_cluster_gets_what_the_command_was_given_for_products_and_memory(
     assert sent_environment() == {**WORKER_ENVIRONMENT, "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+@pytest.mark.scenario
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_a_thread_keeps_the_memory_of_its_steps() -> None:
     """A step takes no new page. The control, glibc's own way, takes thousands."""

@@ -197,6 +197,7 @@ def test_the_spec_is_there_as_text_and_as_hyperparameters(tmp_path: Path) -> Non
     assert "workers.max" not in found, "placement changes no bit"
 
 
+@pytest.mark.scenario
 def test_a_run_that_was_stopped_and_resumed_is_there_once(tmp_path: Path) -> None:
     """A real run: its curves before and after it is taken up, from a folder and from a store's copy of the ledger."""
     spec: Mapping[str, Any] = {

@@ -71,6 +71,7 @@ def in_ledger(steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) ->
     return [{key: repr(value) for key, value in row.items()} for row in found.values()]
 
 
+@pytest.mark.scenario
 def test_an_offline_run_has_the_points_of_the_ledger(tmp_path: Path) -> None:
     odd = [step_row(41, loss=math.nan), step_row(42, loss=-math.inf, grad_norm=1e300), step_row(43, lr=-0.0)]
     record(tmp_path, [*rows(40), *odd, Finished({})], seed=3, record={"experiment": "a/b: c"})

@@ -44,6 +44,7 @@ def files(storage: Storage) -> list[str]:
     return [item.name for item in storage.list(f"{RUN}/holds")]
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_a_run_is_held_once_and_let_go(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "WATCH_S", 60.0)
@@ -93,6 +94,7 @@ def test_a_counter_that_moves_elsewhere_is_a_holder_that_lives(
     assert files(storage) == ["0004.json"], "it was harmed in nothing"
 
 
+@pytest.mark.scenario
 def test_a_counter_that_does_not_move_is_a_holder_that_is_dead(storage: Storage) -> None:
     """So is a file that a loss of power has left empty. All at once: each is watched for seconds."""
     texts = [canonical_json(asdict(elsewhere(4))), b"", b'{"number": 1}', b"[]"]
@@ -110,6 +112,7 @@ def test_a_counter_that_does_not_move_is_a_holder_that_is_dead(storage: Storage)
             assert number == 5
 
 
+@pytest.mark.scenario
 def test_a_process_that_ended_here_is_known_to_be_dead_at_once(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def many(storage: Storage, count: int) -> tuple[list[int], list[str]]:
     return took, told
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_of_many_that_find_it_dead_one_takes_it(storage: Storage) -> None:
     put(storage, elsewhere(1, released=True))
@@ -182,6 +186,7 @@ def test_a_check_and_a_put_would_let_several_in(storage: Storage, monkeypatch: p
     assert len(took) == 4
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_a_takeover_asks_the_holder_and_waits_for_its_end(storage: Storage) -> None:
     asked, said = threading.Event(), []

@@ -133,6 +133,7 @@ class FailsOnce:
         return self._left <= 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("uri", ["local", pytest.param("s3", marks=pytest.mark.scenario)], indirect=True)
 @pytest.mark.parametrize("acts", [False, True])
 def test_a_claim_that_fails_at_any_call_can_be_made_again(storage: Storage, acts: bool) -> None:
@@ -280,6 +281,7 @@ def test_a_deleted_folder_is_told_as_such_and_not_as_another_attempt(run: RunFol
     assert not isinstance(told.value, StaleAttemptError)
 
 
+@pytest.mark.every(2)
 @everywhere
 def test_a_stale_attempt_neither_publishes_nor_deletes(run: RunFolder) -> None:
     stale = run.claim()

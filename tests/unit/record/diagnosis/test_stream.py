@@ -55,6 +55,7 @@ def test_a_sound_run_has_none(spec: Specs) -> None:
     assert not (recorder.run_folder() / "diagnosis.json").exists()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("at", [120, *(pytest.param(each, marks=pytest.mark.exact) for each in (320, 599))])
 def test_a_run_that_is_taken_up_tells_it_once(spec: Specs, at: int) -> None:
     """Steps that are taken again among them, and a worker that names its own fault in each attempt."""
@@ -84,6 +85,7 @@ def test_rows_that_cannot_be_judged_are_recorded_and_taken_up(spec: Specs) -> No
     assert json.loads((again.run_folder() / "run.json").read_text())["status"] == "FINISHED"
 
 
+@pytest.mark.scenario
 def test_a_disk_that_refuses_for_a_while_costs_no_diagnosis(
     spec: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,6 +254,7 @@ def test_a_run_that_ends_rests_for_no_rate(tmp_path: Path) -> None:
 # --- links ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_a_copy_on_the_same_file_system_takes_no_room_and_cannot_be_written(
     database: str, tmp_path: Path, elsewhere: Path
 ) -> None:

@@ -104,6 +104,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.every(2)
 def test_each_kept_checkpoint_is_a_model_with_its_evaluations(
     database: str, spec: Specs, tmp_path: Path, kind: str
 ) -> None:
@@ -217,6 +218,8 @@ def killed(uri: str, folder: Path, kind: str, call: str, at: int) -> str:
     return (folder / "run_id").read_text()
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("kind", "call", "at"),
     [
@@ -298,6 +301,7 @@ class Away(FolderStore):
         self.took.append(f"evaluation of step {step}")
 
 
+@pytest.mark.scenario
 def test_an_evaluation_is_linked_only_after_all_points_before_it(
     spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def place(model: Any) -> Path:
     return Path(unquote(model.artifact_location.removeprefix("file://")))
 
 
+@pytest.mark.scenario
 def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     database: str, spec: Specs, tmp_path: Path
 ) -> None:

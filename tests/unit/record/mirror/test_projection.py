@@ -109,6 +109,7 @@ def test_a_line_that_two_threads_log_at_once_is_in_the_log_once(
     assert [line.split()[-1] for line in lines] == ["one", "two"]
 
 
+@pytest.mark.scenario
 def test_runs_that_end_together_in_one_process_draw_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_and_costs_nothing_else(
     assert "loss.png" not in run["tags"]["lockstep.note"] and "time.png" in run["tags"]["lockstep.note"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("drawn_figures")
 @pytest.mark.parametrize("more", [False, True])
 def test_figures_are_drawn_before_the_end_is_known_and_once(

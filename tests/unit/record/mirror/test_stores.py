@@ -93,6 +93,7 @@ def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     eight_at_once(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
 
 
+@pytest.mark.scenario
 def test_a_server(tmp_path: Path, spec: Specs) -> None:
     with Server(tmp_path) as server:
         run_id = run_once(spec(server.uri))
@@ -177,6 +178,7 @@ def test_thousands_of_parameters_are_all_there(tmp_path: Path, database: str, co
         assert text == str(value)
 
 
+@pytest.mark.scenario
 def test_what_a_store_needs_is_imported_ahead() -> None:
     """It takes a second, for which the workers would wait at the start of a run."""
     text = (

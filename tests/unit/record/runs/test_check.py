@@ -139,6 +139,7 @@ def test_damage_is_told_mended_from_the_checkpoint_and_gone(database: str, spec:
     assert "lines (step 7" in (folder / "log.txt").read_text() or read_steps(folder) == ROWS
 
 
+@pytest.mark.scenario
 def test_a_damaged_first_line_is_told_and_mended(database: str, spec: Specs) -> None:
     """It says when the run began, and nothing else does."""
     folder = finished(spec(database))
@@ -149,6 +150,7 @@ def test_a_damaged_first_line_is_told_and_mended(database: str, spec: Specs) -> 
     assert check_record(folder, database, repair=False) == []
 
 
+@pytest.mark.scenario
 def test_what_the_store_lacks_is_sent_and_what_it_has_twice_is_told(database: str, spec: Specs) -> None:
     from mlflow import MlflowClient
     from sqlalchemy import create_engine, text
@@ -172,6 +174,8 @@ def test_what_the_store_lacks_is_sent_and_what_it_has_twice_is_told(database: st
     assert left.what == "has step 3 of train/loss twice"
 
 
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
 def test_a_run_that_was_continued_elsewhere_is_not_told_from_its_old_folder(
     database: str, spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
@@ -234,7 +238,8 @@ def end_of(folder: Path, uri: str) -> tuple[str, float | None]:
     return run.status, run.ended
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("left", [-2, -6, 0])
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
 @pytest.mark.parametrize("steps", ["the checkpoint", "the tables"])
@@ -273,6 +278,8 @@ def test_an_end_after_steps_that_are_lost_everywhere_is_not_written_again(spec: 
     assert read_parquet(folder / "ledger.parquet") == ROWS[:19], "the table has more than the journal"
 
 
+@pytest.mark.every(8)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "fields.json"])
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b"\xff"])
 def test_a_file_of_the_folder_is_told_and_written_again(
@@ -311,6 +318,7 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
     assert told_now.what == "weights/final.safetensors is missing"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
 @pytest.mark.parametrize("timeless", [False, True])
 def test_a_run_that_is_told_again_ended_when_it_ended(

@@ -126,6 +126,7 @@ def test_every_flipped_bit_and_every_swap_is_seen(dtype: torch.dtype) -> None:
     assert len(found) == len(contents)
 
 
+@pytest.mark.scenario
 def test_pairs_of_signs_are_seen() -> None:
     """Where only the highest bits change, the sums of products alone tell: each pair of 300 gives another digest."""
     digester, values = Digester(CPU), some((300,))

@@ -75,6 +75,7 @@ def snapshots(events: list[Event]) -> list[dict[str, Any]]:
 # --- one step after another -------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 def test_a_snapshot_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is taken while the run trains, at a limit that is always near, and none: the same weights."""
     plain = trained(document())
@@ -89,6 +90,7 @@ def test_a_snapshot_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert digest(trained({**document(), "seed": 1})) != digest(plain)
 
 
+@pytest.mark.scenario
 def test_an_allocation_that_fails_names_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address space ends at step 4: parameters, optimizer and sums are told to the byte, and activations with their module."""
     events = list[Event]()
@@ -116,6 +118,7 @@ def test_an_allocation_that_fails_names_the_owners(monkeypatch: pytest.MonkeyPat
     assert "activations" in text and "above its estimate" in text
 
 
+@pytest.mark.scenario
 def test_what_a_worker_was_doing_is_told() -> None:
     """As for its forward above: here the evaluation after step 4 has no memory."""
     events = list[Event]()
@@ -148,6 +151,7 @@ def test_activations_are_what_the_graph_keeps() -> None:
     assert list(saved_by(total.grad_fn)) == []
 
 
+@pytest.mark.scenario
 def test_a_tensor_that_the_job_keeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         memory_snapshot, "killing_limits", lambda: [Limit("a limit", 95 if _KEPT else 0, 100)]
@@ -165,6 +169,7 @@ def test_a_tensor_that_the_job_keeps_is_named(monkeypatch: pytest.MonkeyPatch) -
 _KEPT: list[torch.Tensor] = []
 
 
+@pytest.mark.scenario
 def test_tensors_without_memory_are_left_out() -> None:
     """What torch.compile has traced lives on as fake tensors. To ask one of symbolic sizes for its bytes fails, or adds a guard to the program."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -201,6 +206,7 @@ def test_what_was_asked_for(text: str, size: int) -> None:
     assert asked_bytes(RuntimeError(text)) == size
 
 
+@pytest.mark.scenario
 def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
     """A library that raises a stored exception from a later one closes the circle. Its frames were followed until all memory was gone."""
 

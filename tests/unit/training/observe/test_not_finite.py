@@ -132,6 +132,7 @@ def told(folder: Path, job: type[Plain], error: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("job", "brought_by", "module", "phase"),
     [

@@ -114,6 +114,7 @@ def test_on_a_gpu_its_kind_and_the_compilers_of_kernels_count_too(
     assert found("H100", "3.5.0")[1] != identity
 
 
+@pytest.mark.scenario
 def test_a_model_that_the_job_has_compiled_is_refused() -> None:
     """Its settings would be in no identity, and its weights under other names."""
     for model in (torch.compile(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))):

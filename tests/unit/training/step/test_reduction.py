@@ -54,6 +54,7 @@ def closed(leaves: int, own: range) -> list[Tensor]:
     return [*(total for (total,) in apart), last]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("leaves", range(1, 13))
 def test_partial_sums_of_any_ranges_add_up_to_the_same_bits(leaves: int) -> None:
     """Every way to cut the leaves into contiguous ranges, not only those that a plan chooses."""
