@@ -97,7 +97,6 @@ def test_every_position_is_where_a_loop_that_counts_arrives(
     assert list(plan.changes()) == [(sizes_met[i], i, steps[i].epoch) for i in changed]
 
 
-@pytest.mark.scenario
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 50), schedules(), st.booleans(), st.integers(1, 6))
 def test_epochs_end_where_a_loop_that_counts_ends_them(

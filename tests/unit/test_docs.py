@@ -68,7 +68,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.every(2)
 @each_page()
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(FENCE.sub("", page.read_text())):
@@ -109,8 +108,6 @@ def test_specs_that_are_shown_are_valid(page: Path) -> None:
             load_spec(document)
 
 
-@pytest.mark.every(16)
-@pytest.mark.thinned(7)
 @each_page()
 def test_commands_that_are_shown_can_be_read(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `lockstep …` of a shell block has a command, options and overrides that exist."""

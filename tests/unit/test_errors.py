@@ -69,8 +69,6 @@ def facts_of(problem: Problem[Any]) -> dict[str, str]:
     return {name: f"<{name}>" for name in names}
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_an_error_of_a_table_keeps_what_it_is_and_says_on_its_way(name: str) -> None:
     """Its code and its facts survive pickling and another message; its line is one line."""

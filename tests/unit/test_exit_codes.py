@@ -44,7 +44,6 @@ def numbers(text: str) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-@pytest.mark.scenario
 def test_no_command_ends_with_a_number_of_its_own() -> None:
     assert list(numbers("raise SystemExit(128 + number)\nsys.exit(1)\nraise typer.Exit(code)")) == [
         "SystemExit(128 + number)",

@@ -30,7 +30,6 @@ def test_train_stays_a_function_whatever_is_imported() -> None:
     assert callable(lockstep.train)
 
 
-@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "module", ["lockstep", "lockstep.spec", "lockstep.record.recorder", "lockstep.cli.main"]
 )

@@ -250,7 +250,6 @@ def test_a_private_run_is_its_users_alone(private: bool, modes: tuple[int, int],
     assert len(made) > 8
 
 
-@pytest.mark.scenario
 def test_what_a_file_that_failed_had_left_is_written_to_no_other(tmp_path: Path) -> None:
     """The next file that is opened has the descriptor of the one that failed."""
     held = []

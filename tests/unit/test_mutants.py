@@ -33,7 +33,6 @@ def changed(kind: str) -> list[str]:
     return [new.strip() for lines in found for old, new in zip(sound, lines, strict=True) if old != new]
 
 
-@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [
@@ -64,8 +63,6 @@ def test_a_sample_follows_from_its_seed_and_grows() -> None:
     assert sampled("a.py", every, 9, 0) != sampled("a.py", every, 9, 1)
 
 
-@pytest.mark.every(25)
-@pytest.mark.thinned(12)
 @pytest.mark.parametrize("module", COVERED)
 def test_the_map_names_what_is_there(module: str) -> None:
     """An equivalent whose line has changed is looked at again."""

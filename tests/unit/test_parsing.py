@@ -25,7 +25,6 @@ for read in (json_value, strict_json):
 """
 
 
-@pytest.mark.scenario
 def test_a_deep_document_is_refused_whatever_the_recursion_limit_is() -> None:
     """Python's own parser, with a limit that a job has raised, runs out of the stack: the process ends."""
     done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)

@@ -54,8 +54,6 @@ NO_NAMES = [
 ]
 
 
-@pytest.mark.every(5)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", [*LEAD_OUT, *NO_NAMES])
 def test_a_name_that_leads_out_is_refused(root: Path, name: object) -> None:
     with pytest.raises(OutsideError):
@@ -125,7 +123,6 @@ def test_a_component_is_one_name() -> None:
         component("a/b")
 
 
-@pytest.mark.scenario
 @given(st.text())
 def test_any_text_is_refused_or_below_the_root(name: str) -> None:
     try:

@@ -43,8 +43,6 @@ def taken(plan: Plan, position: Position, m: int) -> range:
 # --- which samples make which step ------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_every_sample_is_seen_once_an_epoch_on_any_number_of_workers(samples: int) -> None:
     """G2: each position of the permutation once, less the tail that `drop_last` drops, for every W of 1 … M."""
@@ -73,7 +71,6 @@ def test_the_samples_of_a_step_are_the_same_on_any_number_of_workers(samples: in
             assert steps == {tuple(range(position.micro_batches))}
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_micro_batch_m_is_what_distributed_sampler_gives_replica_m(samples: int, shuffle: bool) -> None:
@@ -98,7 +95,6 @@ def test_micro_batch_m_is_what_distributed_sampler_gives_replica_m(samples: int,
             assert [order[plan.sample_slice(position, m)] for position in positions] == expected, (plan, m)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_positions_of_a_micro_batch_are_those_of_the_definition(samples: int) -> None:
     """Micro-batch m of step t takes positions `m + M*(t*micro + j)` of the epoch, as far as there are any."""
@@ -124,8 +120,6 @@ def test_a_ragged_step_is_shared_evenly_and_its_empty_micro_batches_come_last(sa
             assert position.samples == plan.global_batch or (position.ends_epoch and not plan.drop_last)
 
 
-@pytest.mark.every(7)
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_steps_count_on_through_the_epochs(samples: int) -> None:
     for plan in plans(samples, epochs=3):
@@ -139,8 +133,6 @@ def test_steps_count_on_through_the_epochs(samples: int) -> None:
             assert list(plan.positions(start)) == positions[start:]
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_smallest_micro_batch_is_the_smallest_that_the_run_meets(samples: int) -> None:
     for size, micro in BATCHES:
@@ -170,7 +162,6 @@ def test_an_epoch_without_a_step_is_refused() -> None:
 # --- evaluation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("samples", [0, *SAMPLES])
 def test_evaluation_counts_every_sample_once_on_any_number_of_workers(samples: int) -> None:
     """G2: never a padded duplicate, and in the order of the micro-batches."""
@@ -235,7 +226,6 @@ def executed(leaves: int, ranges: Iterable[range]) -> list[tuple[range, Tree]]:
     return merged(sent, leaves)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("micro_batches", range(1, 21))
 def test_gradients_are_added_along_one_tree_whatever_the_workers(micro_batches: int) -> None:
     """G1: for every W of 1 … M and every ragged step of K of M micro-batches the sum has the same brackets."""
@@ -245,7 +235,6 @@ def test_gradients_are_added_along_one_tree_whatever_the_workers(micro_batches: 
             assert executed(leaves, ranges) == [(range(leaves), fixed_tree(leaves))], (workers, leaves)
 
 
-@pytest.mark.scenario
 @settings(max_examples=100)
 @given(st.data())
 def test_gradients_are_added_along_one_tree_for_any_contiguous_ranges(data: st.DataObject) -> None:
@@ -352,7 +341,6 @@ def test_a_slightly_longer_range_saves_partial_sums(
     assert (max(map(len, ranges)), partial_sums(ranges, micro_batches)[0]) == (longest, sums)
 
 
-@pytest.mark.scenario
 def test_a_range_is_no_longer_where_that_saves_nothing() -> None:
     """The control: only fewer partial sums are worth more computation."""
     for micro_batches in range(1, 65):
@@ -365,7 +353,6 @@ def test_a_range_is_no_longer_where_that_saves_nothing() -> None:
                 assert partial_sums(ranges, micro_batches)[0] < partial_sums(even, micro_batches)[0]
 
 
-@pytest.mark.scenario
 @settings(max_examples=100)
 @given(st.integers(1, 200).flatmap(lambda m: st.tuples(st.just(m), st.integers(1, m))))
 def test_worker_ranges_are_contiguous_and_none_has_much_more_than_its_share(numbers: tuple[int, int]) -> None:

@@ -118,7 +118,6 @@ def test_without_the_estimator_only_the_last_layer_learns() -> None:
     assert moved == {"3.weight", "3.bias"}
 
 
-@pytest.mark.scenario
 def test_the_figure_of_gradient_norms_shows_that_ones_explode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

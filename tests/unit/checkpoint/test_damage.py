@@ -92,7 +92,6 @@ def test_the_files_are_all_of_them(saved: Path) -> None:
     assert {path.name for path in saved.iterdir()} == set(FILES)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_detected_and_passed_over(

@@ -181,7 +181,6 @@ def test_a_manifest_that_is_late_takes_the_place_of_no_other(s3: str) -> None:
     assert late_manifest(s3) == ([2], [2])
 
 
-@pytest.mark.scenario
 def test_a_late_manifest_of_the_same_name_leaves_no_good_checkpoint(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,6 @@ def test_reading_all_of_them_at_each_save_is_seen(uri: str, monkeypatch: pytest.
     assert sum(cost(uri, 10)[0].values()) >= sum(few[0].values()) + 5
 
 
-@pytest.mark.scenario
 @pytest.mark.parametrize("uri", ["s3"], indirect=True)
 def test_the_newest_of_many_is_found_without_looking_at_all(uri: str) -> None:
     found = []

@@ -33,7 +33,6 @@ def started(seed: str | None) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", [None, "random", "1", "42"])
 def test_a_seed_that_the_user_has_set_is_replaced(seed: str | None) -> None:
     assert started(seed).stdout == "0 AVX2 -P -m lockstep train none.yaml --local\n"

@@ -163,8 +163,7 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(5)
-@pytest.mark.thinned(2)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mistake", JOBS)
 def test_a_mistake_in_the_jobs_class(mistake: str, call: Call, tmp_path: Path) -> None:
     source, words = JOBS[mistake]
@@ -335,8 +334,7 @@ class Endless:
 """
 
 
-@pytest.mark.every(3)
-@pytest.mark.thinned(2)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["--dry-run", "--local"])
 @pytest.mark.parametrize("mistake", DATA)
 def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Path) -> None:
@@ -710,7 +708,6 @@ def test_a_step_that_is_not_there(call: Call, tmp_path: Path) -> None:
     assert code == 0 and f"run {run} goes on from its newest good checkpoint (the newest is of step 2)" in err
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

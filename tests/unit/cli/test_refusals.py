@@ -38,7 +38,6 @@ CALLS: list[tuple[list[str], Problem[Any]]] = [
 ]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("words", "problem"), CALLS, ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else ""
 )

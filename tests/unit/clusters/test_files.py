@@ -76,7 +76,6 @@ BROKEN_MANIFESTS: dict[str, Breaks] = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("breaks", BROKEN_MANIFESTS.values(), ids=BROKEN_MANIFESTS)
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_broken_kuberay_manifest_does_not(name: str, breaks: Breaks) -> None:

@@ -190,7 +190,6 @@ def fails(epoch: int) -> Any:
     raise KeyError("weights")
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("order", "problem", "facts"),
     [

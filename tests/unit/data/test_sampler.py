@@ -74,8 +74,6 @@ def distributed(plan: Plan, m: int, epoch: int, *, shuffle: bool = True) -> list
     return batches[: plan.steps_per_epoch]
 
 
-@pytest.mark.every(6)
-@pytest.mark.thinned(4)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_sample_is_fetched_once_an_epoch_by_any_number_of_workers(size: int) -> None:
     """G2, every (global, micro, W, drop_last), from the sampler through the loader."""

@@ -510,7 +510,6 @@ def test_weights_that_are_read_otherwise_are_no_artifact(
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("params", "problem", "facts"),
     [

@@ -177,7 +177,7 @@ def replace_files(folder: Path, files: dict[str, bytes]) -> None:
 CALLS = ("create_registered_model", "create_model_version", "set_registered_model_alias")
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("acts", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("there", [False, True])
@@ -271,8 +271,6 @@ def test_the_same_command_mends_what_a_kill_left(
     assert models(client, run)["checkpoint-4"][1:] == ("READY", True)
 
 
-@pytest.mark.every(7)
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("target", "options", "problem", "facts"),
     [

@@ -436,7 +436,6 @@ def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
     assert (first(found), found.steps) == ((9, None, "loss"), 9)
 
 
-@pytest.mark.scenario
 def test_a_span_ends_early_only_where_enough_steps_differ_by_more_than_may_be(recorded: Path) -> None:
     PLANTED["shift"] = 0.5
     found = verified(recorded, all_steps=True)
@@ -597,7 +596,6 @@ def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
     assert "not known         whether versions, device, source and data are those of the run" in out
 
 
-@pytest.mark.scenario
 def test_rows_that_a_finished_run_has_lost_at_its_end_are_found(run: Path) -> None:
     ledger = pq.read_table(run / "ledger.parquet")
     pq.write_table(ledger.filter(pa.compute.less(ledger["step"], 11)), run / "ledger.parquet")

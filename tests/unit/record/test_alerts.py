@@ -55,7 +55,6 @@ def losses(first: int, last: int, high: Callable[[int], bool]) -> list[Event]:
 RULE = {"loss": {"above": 8, "for": 4}}
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("stopped_after", range(1, 15))
 def test_a_rule_fires_once_after_the_same_step_however_a_run_is_interrupted(
     spec: Specs, stopped_after: int

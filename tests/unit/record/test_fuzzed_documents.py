@@ -512,8 +512,6 @@ def read_changed(tmp_path: Path, name: str, count: int) -> None:
     ]
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_changed_document_is_read_or_refused_in_a_line(tmp_path: Path, name: str) -> None:
     read_changed(tmp_path, name, 2 if name == "journal, sent" else 25)
@@ -539,7 +537,6 @@ def test_a_sound_document_is_read(tmp_path: Path, name: str) -> None:
         )  # each is refused for what it holds, not for its form
 
 
-@pytest.mark.scenario
 def test_a_reader_that_trusts_names_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the canary: a reader that joins a name from the document to its folder."""
 

@@ -139,7 +139,6 @@ def found(recording: Recording, cases: Sequence[Case]) -> dict[Case, list[str]]:
     return {case: wrong for case in cases if (wrong := recording.lies(case))}
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_some_losses_of_power_leave_no_lie(spec: Specs, scenario: str) -> None:
     """A few dozen, as a seed has chosen them."""

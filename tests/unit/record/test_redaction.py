@@ -206,8 +206,6 @@ def growth(pattern: re.Pattern[str], begun: str, repeated: str, size: int = 100)
     return work(pattern, many) / work(pattern, few)
 
 
-@pytest.mark.every(6)
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("repeated", [*REPEATED, " "])
 def test_four_times_the_text_is_four_times_the_work(repeated: str) -> None:
     """Counted, not timed: what an expression begins with, again and again, and blanks after a name."""

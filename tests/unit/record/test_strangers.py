@@ -54,7 +54,6 @@ def everything(folder: Path) -> dict[str, bytes]:
 FINISHED = {"finished": {"summary": SUMMARY, "files": [], "at": 3.0}}
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "events",
     [

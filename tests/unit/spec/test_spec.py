@@ -219,8 +219,6 @@ def test_merge_keys_still_work() -> None:
 # --- what a mistake is told -------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

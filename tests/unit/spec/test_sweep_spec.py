@@ -51,7 +51,6 @@ def test_draws_lie_within_their_bounds() -> None:
     assert 110 < below < 190, "half of the draws lie in the lower half of a logarithmic range"
 
 
-@pytest.mark.scenario
 def test_grids_are_gone_through() -> None:
     space = {"precision": {"grid": ["fp32", "bf16"]}, "batch.micro": {"grid": [8, 16, 32]}}
     every = load_sweep({"spec": BASE, "space": space})

@@ -91,7 +91,6 @@ class Session:
                 del again[number]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_resumed_sweep_decides_as_the_uninterrupted_one(

@@ -160,7 +160,6 @@ def draws_by_values() -> nn.Module:
     return model
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("make", "why"),
     [

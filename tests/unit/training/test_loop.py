@@ -179,8 +179,6 @@ class WithTest(Evaluated):
         return TensorDataset(*points(5))
 
 
-@pytest.mark.scenario
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
     """One that is stopped goes on later: it would be tested several times, and a person might choose among the results."""
@@ -198,8 +196,6 @@ def test_a_run_is_tested_once_it_is_finished(stops: bool) -> None:
     assert finished.summary == summary
 
 
-@pytest.mark.scenario
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("origin", [None, AttemptOrigin("a" * 32, 2)])
 def test_a_worker_that_nobody_lets_in_ends_and_has_read_no_checkpoint(
     tmp_path: Path, origin: AttemptOrigin | None

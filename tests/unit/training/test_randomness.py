@@ -133,7 +133,6 @@ def test_the_record_says_the_keys_that_are_used() -> None:
     assert randomness.seeds(17)["micro-batch m of step t, computed"] == "digest64((17, 'step', t, m))"
 
 
-@pytest.mark.scenario
 def test_a_key_is_made_in_one_module_alone() -> None:
     """A draw that is made again elsewhere (a check, a rehearsal) has the key of the first one: by the same function."""
     package = Path(lockstep.__file__).parent

@@ -189,7 +189,6 @@ def test_a_run_whose_rule_needs_another_metric_is_refused_before_its_first_step(
 # --- the run ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.scenario
 def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its evaluation and the job's weights are of that group from then on, and no checkpoint is read again."""
     run = prepared(spec_of(evaluate={"every": {"steps": 2}}), Weighing(Weighing.Params(samples=20)))
@@ -225,7 +224,6 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
     assert (again.facts["workers"], again.start) == (1, None)
 
 
-@pytest.mark.scenario
 def test_a_run_without_weights_of_its_own_or_an_evaluation_changes_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,7 +232,6 @@ def test_a_run_without_weights_of_its_own_or_an_evaluation_changes_groups(
     assert run.in_group(ALONE, tell_nobody, None).group is ALONE
 
 
-@pytest.mark.scenario
 def test_a_jobs_weights_know_the_newest_step_and_leave_no_room_for_others() -> None:
     run = prepared(spec_of(), Weighing(Weighing.Params(samples=20)))
     weights = run.state.job_weights
@@ -247,13 +244,11 @@ def test_a_jobs_weights_know_the_newest_step_and_leave_no_room_for_others() -> N
         prepared(spec_of(sharding="full"), Weighing(Weighing.Params(samples=20)))
 
 
-@pytest.mark.scenario
 def test_a_run_has_no_evaluation_where_there_is_nothing_to_evaluate() -> None:
     assert prepared(spec_of(), Plain(Plain.Params(samples=20))).evaluate is None
     assert prepared(spec_of(), Evaluated(Evaluated.Params(samples=20))).evaluate is not None
 
 
-@pytest.mark.scenario
 def test_one_worker_alone_shares_out_nothing() -> None:
     """`sharding: full` leaves it the model as it is."""
     run = prepared(spec_of(sharding="full"), Plain(Plain.Params(samples=20)))
@@ -281,7 +276,6 @@ class Unknowing(Plain):
         return super().model()
 
 
-@pytest.mark.scenario
 def test_what_nothing_can_tell_of_a_job_is_warned_of() -> None:
     told: list[Event] = []
     job = Unknowing(Unknowing.Params(samples=20))

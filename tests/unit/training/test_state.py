@@ -116,8 +116,6 @@ def test_counters_move_together() -> None:
     assert state.epoch(plan) == 1
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("weight", "exponent"),
     [(1.0, 0), (1.5, 0), (2.0, 1), (3.99, 1), (4.0, 2), (0.75, -1), (0.5, -1), (1e-300, -997)],
@@ -162,8 +160,6 @@ def test_an_optimizer_with_its_parameters_in_another_order_takes_no_state() -> N
     assert tree_digest(other.sections()) == before
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("section", "change", "told"),
     [

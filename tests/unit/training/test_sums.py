@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from tests.raised import raises
 positive = st.lists(st.floats(0.01, 100), min_size=2, max_size=64)
 
 
-@pytest.mark.scenario
 @given(positive)
 def test_no_sum_is_taken_for_a_mean(values: list[float]) -> None:
     half = len(values) // 2
@@ -28,7 +26,6 @@ def test_no_sum_is_taken_for_a_mean(values: list[float]) -> None:
     assert distance_from_mean(math.fsum(values), len(values), halves) > 0.25
 
 
-@pytest.mark.scenario
 @given(positive)
 def test_every_mean_is_one(values: list[float]) -> None:
     half = len(values) // 2
@@ -55,7 +52,6 @@ def checked(loss: Callable[[torch.Tensor], torch.Tensor], samples: int = 8) -> l
     return warnings
 
 
-@pytest.mark.scenario
 def test_means_are_refused_and_sums_are_not() -> None:
     """Noise like that of dropout does not hide a mean; a sum with much of it is no mean in every draw."""
     with raises(problems.MEAN_FOR_SUM, got=re.compile(r"^job\.loss: total is 1 for ")):

@@ -27,7 +27,6 @@ def model(width: int = 3) -> nn.Module:
     return net.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.scenario
 def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     """Buffers, tied and oddly strided ones included."""
     saved, loaded = model(), model()

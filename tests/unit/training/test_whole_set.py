@@ -81,7 +81,6 @@ def test_metrics_are_numbers_by_name(given: Any, wanted: dict[str, float]) -> No
     assert metrics_of(given) == wanted
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -220,7 +219,6 @@ def evaluation(job: Given) -> Evaluation:
     )
 
 
-@pytest.mark.scenario
 def test_the_function_sees_every_sample_once_and_in_order() -> None:
     seen: list[list[int]] = []
     job = Given(

@@ -113,7 +113,6 @@ def test_a_spec_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None
         curves(tmp_path)
 
 
-@pytest.mark.scenario
 def test_the_command_draws_what_is_recorded_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

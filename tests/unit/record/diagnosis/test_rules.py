@@ -178,7 +178,6 @@ SOUND: dict[str, list[Recorded]] = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", SOUND)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_sound_rows_say_nothing(kind: str, seed: int) -> None:

@@ -55,7 +55,6 @@ def test_a_sound_run_has_none(spec: Specs) -> None:
     assert not (recorder.run_folder() / "diagnosis.json").exists()
 
 
-@pytest.mark.scenario
 @pytest.mark.parametrize("at", [120, *(pytest.param(each, marks=pytest.mark.exact) for each in (320, 599))])
 def test_a_run_that_is_taken_up_tells_it_once(spec: Specs, at: int) -> None:
     """Steps that are taken again among them, and a worker that names its own fault in each attempt."""

@@ -278,8 +278,6 @@ def test_an_end_after_steps_that_are_lost_everywhere_is_not_written_again(spec: 
     assert read_parquet(folder / "ledger.parquet") == ROWS[:19], "the table has more than the journal"
 
 
-@pytest.mark.every(8)
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "fields.json"])
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b"\xff"])
 def test_a_file_of_the_folder_is_told_and_written_again(

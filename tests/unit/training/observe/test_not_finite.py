@@ -132,7 +132,6 @@ def told(folder: Path, job: type[Plain], error: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("job", "brought_by", "module", "phase"),
     [
