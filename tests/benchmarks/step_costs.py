@@ -82,7 +82,7 @@ OWNERS: dict[str, Sequence[tuple[Any, str]]] = {
         *((StepDigests, name) for name in ("begin", "next_micro_batch", "note", "gather", "taken", "compare")),
         (Agreement, "check"),
     ],
-    "row and events": [(Clock, "row"), (training_loop, "note_step")],
+    "row and events": [(Clock, "timed"), (training_loop, "note_step")],
     "watches": [
         *((ParameterWatch, name) for name in ("note", "check")),
         *((StepBuffers, name) for name in ("keep", "resized", "keep_late", "restore", "end_step", "check_unseen")),
