@@ -8,8 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import lockstep
 from lockstep.errors import ClusterError, SpecError
 from lockstep.exit_codes import DECIDED, SIGNALLED, ExitCode, code_of_signal

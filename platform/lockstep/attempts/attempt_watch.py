@@ -209,6 +209,7 @@ class AttemptWatch:
         if self._saves_at_once:
             self._saves_at_once = False
             self._recording.ask_save()
+        self._account.started(ends)
         if len(self._account.attempts) == 1:
             return
         if self._account.current.in_memory:

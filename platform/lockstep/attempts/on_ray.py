@@ -44,6 +44,7 @@ def train_on_ray(
             core=CoreWatch(guardian, spec.folder),
         ) as own_cluster,
     ):
+        options.start.note("cluster")
         from lockstep.attempts.chaos import Chaos, parse
         from lockstep.attempts.recording import Recording
         from lockstep.attempts.supervisor import Supervisor
@@ -59,6 +60,7 @@ def train_on_ray(
         with Recording(spec, environment, origin.run_id, say, guardian) as recording:
             if not own_cluster:
                 check_job(spec, elsewhere=True)
+                options.start.note("job")
             for text in (cluster_warnings := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
                 say(f"warning: {text}")
             chaos = None if options.chaos is None else Chaos(parse(options.chaos), spec.seed, say)

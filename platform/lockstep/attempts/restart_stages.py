@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 STAGES = (
@@ -14,21 +13,13 @@ STAGES = (
     "group",
     "arrival",
     "checkpoint",
+    "data",
+    "model",
+    "rehearsal",
     "preparation",
     "first_step",
 )
 """In order; docs/attempts.md explains each."""
-
-
-class StageEnds:
-    """When each stage of an attempt ended, in Unix seconds; the first report counts."""
-
-    def __init__(self) -> None:
-        self.at: dict[str, float] = {}
-
-    def note(self, stage: str, at: float | None = None) -> None:
-        """Note that the stage ends now, or ended at `at`."""
-        self.at.setdefault(stage, time.time() if at is None else at)
 
 
 def underway(ends: Mapping[str, float]) -> str:

@@ -44,6 +44,7 @@ class RunAccount:
         self.run_registry = around.run_registry(spec.name, spec.record.uri or "", options.began_at)
         self._gauges = around.gauges(spec.name)
         self._progress, self._recording, self._on_run_id = options.progress, recording, on_run_id
+        self._start = options.start
         self._warned = 0
         """How many of the workers' warnings are told."""
         self._last_step_at = 0.0
@@ -84,6 +85,11 @@ class RunAccount:
         more = f", and {began.joined} join them" if began.joined else ""
         self.say(f"attempt {previous.attempt} ended: {why}; the others go on from step {began.step}{more}")
         self.publish()
+
+    def started(self, stage_ends: Mapping[str, float]) -> None:
+        """The call has done its first step."""
+        for stage, at in stage_ends.items():
+            self._start.note(stage, at)
 
     def continued(self, stage_ends: Mapping[str, float]) -> None:
         """The newest attempt, which follows another, has done its first step: tell what the loss of that one cost."""

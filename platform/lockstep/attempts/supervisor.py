@@ -95,6 +95,7 @@ class Supervisor:
             tracking_uri=self._spec.record.uri or "",
             folder=state.folder,
             began_at=self._options.began_at,
+            start=self._options.start.at,
             warnings=self._account.warnings,
             attempts=self._account.current.attempt,
             signal_number=self._stop.number,

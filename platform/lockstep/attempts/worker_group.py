@@ -19,12 +19,12 @@ from lockstep.attempts.joining_workers import JoiningWorkerPlace, JoiningWorkers
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.preloaded_modules import AHEAD
-from lockstep.attempts.restart_stages import StageEnds
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.background import in_background
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.communication.credentials import Secret
+from lockstep.driver.start_stages import StageEnds
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events.union import Joined
 from lockstep.running_time import wait_for

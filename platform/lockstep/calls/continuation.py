@@ -96,6 +96,7 @@ def finished(stored_run: StoredRun, spec: Spec, step: int | None, options: RunOp
         tracking_uri=spec.record.uri or "",
         folder=str(spec.folder / run_id),
         began_at=options.began_at,
+        start={},
         warnings=[],
         attempts=int(stored_run.summary.get("attempts", 1)),
         signal_number=None,

@@ -101,6 +101,7 @@ def _run_attempt(
     on_run_id: Callable[[str], None] | None,
     lease: Lease | None,
 ) -> Result:
+    options.start.note("command")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     warnings = advise(spec)
@@ -110,6 +111,7 @@ def _run_attempt(
     check_job_source(spec.job.use)
     if options.local or cluster_address(options.address) == LOCAL:
         check_job(spec, elsewhere=False)
+        options.start.note("job")
     check_storage(spec)
     check_uri(spec.record.uri or RECORD_OFF)
     if options.local and options.chaos is not None:

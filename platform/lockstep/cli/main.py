@@ -65,6 +65,10 @@ Takeover = Annotated[
         help="take the run over from the command that holds it; that command ends after its next step, or is cut off if it does not answer",
     ),
 ]
+ProfileStart = Annotated[
+    bool,
+    typer.Option("--profile-start", help="show where the time until the first step went, by stage"),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
 ]
@@ -142,6 +146,7 @@ def train(
     option_values: OptionValues,
     run_name: RunName = None,
     takeover: Takeover = False,
+    profile_start: ProfileStart = False,
     uri: Uri = None,
     dry_run: DryRun = False,
     json_: Json = False,
@@ -167,7 +172,7 @@ def train(
             raise problems.RETRIES_NAME()
         with running(json_, began_at=began_at, verbose=verbose, **option_values) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
-        answer(result.as_dict(), lambda: _result_text(result), exit_code(result))
+        answer(result.as_dict(), lambda: _result_text(result, starts=profile_start), exit_code(result))
     raise typer.Exit(exit_code(result))
 
 
@@ -198,6 +203,7 @@ def resume(
     *,
     option_values: OptionValues,
     takeover: Takeover = False,
+    profile_start: ProfileStart = False,
     uri: Uri = None,
     json_: Json = False,
     verbose: Verbose = False,
@@ -226,7 +232,7 @@ def resume(
                     uri=uri,
                     takeover=takeover or kept_job(),
                 )
-        answer(result.as_dict(), lambda: _as_text(result), exit_code(result))
+        answer(result.as_dict(), lambda: _as_text(result, starts=profile_start), exit_code(result))
     raise typer.Exit(exit_code(result))
 
 
@@ -290,14 +296,16 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
 
 
-def _as_text(run: Result | SweepResult) -> str:
+def _as_text(run: Result | SweepResult, *, starts: bool) -> str:
     from lockstep.driver.result import Result
 
-    return _result_text(run) if isinstance(run, Result) else sweeps.as_text(run)
+    return _result_text(run, starts=starts) if isinstance(run, Result) else sweeps.as_text(run)
 
 
-def _result_text(run: Result) -> str:
+def _result_text(run: Result, *, starts: bool = False) -> str:
+    """What a command says of a run. With `starts`, also where the time until its first step went."""
     from lockstep.driver.resume_hint import look_at, resume_command
+    from lockstep.driver.start_stages import picture
 
     result = run.as_dict()
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
@@ -315,6 +323,8 @@ def _result_text(run: Result) -> str:
         lines.append(f"resume it with    {command}")
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {look_at(run.url, run.tracking_uri)}")
+    if starts:
+        lines.append(picture(run.start))
     return "\n".join(lines)
 
 

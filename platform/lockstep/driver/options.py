@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.start_stages import StageEnds
 from lockstep.record.events.union import Alerted
 
 
@@ -88,6 +89,8 @@ class RunOptions:
     """The job's files by their paths below a source root, if they are in no folder: those of a class of `__main__`."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""
+    start: StageEnds = field(default_factory=StageEnds, compare=False)
+    """When the stages of the start ended, until the first step of the call."""
 
 
 class HeardAlerts:

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.driver import problems
 from lockstep.driver.notebook import as_table
 from lockstep.driver.resume_hint import look_at, resume_call
+from lockstep.driver.start_stages import seconds_by_stage
 from lockstep.record.events.union import Finished, TimeSpent
 from lockstep.record.mirror.documents import without_password
 from lockstep.spec.locations import RECORD_OFF
@@ -55,6 +56,8 @@ class Result:
     """The share of the run's time that went into steps that count, as `TimeSpent` defines it. None where the command recorded no end."""
     lost_worker_h: float | None = None
     """Hours of workers that interruptions of the run took."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage, in order: where `first_step_s` went. Times from other nodes are by their own clocks."""
 
     def _repr_html_(self) -> str:
         """The result as a notebook shows it."""
@@ -95,12 +98,15 @@ def result_of(
     tracking_uri: str,
     folder: str,
     began_at: float,
+    start: Mapping[str, float],
     warnings: list[str],
     attempts: int,
     signal_number: int | None,
     time_spent: TimeSpent | None = None,
 ) -> Result:
-    """The result of a run that came to its end, from the summary that its workers agreed on, and what became of its time."""
+    """The result of a run that came to its end, from the summary that its workers agreed on, and what became of its time. `start` says when the stages
+    of its start ended.
+    """
     remaining = {key: value for key, value in summary.items() if key not in _OF_THE_END}
     first = summary["first_step_at"]
     return Result(
@@ -115,5 +121,6 @@ def result_of(
         warnings=warnings,
         effective=None if time_spent is None else time_spent.effective,
         lost_worker_h=None if time_spent is None else time_spent.lost_worker_h,
+        start=seconds_by_stage(began_at, start, first),
         **remaining,
     )

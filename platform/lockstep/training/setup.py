@@ -209,6 +209,7 @@ def prepare(
     set_apart()
     given = versions_of(start, origin) if versions is None else versions
     data, pins = open_agreed(job, spec.seed, group, given)
+    tell(StageEnded("data", time.time()))
     train_data = data.train
     check_rules(spec, data)
     for text in warnings_of(train_data):
@@ -231,6 +232,7 @@ def prepare(
     if state.average is not None:
         for text in state.average.told_at_the_start(plan.total_steps):
             warn(text)
+    tell(StageEnded("model", time.time()))
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     if has_eval_weights(job):
         state.job_weights = job_weights_of(spec, job, plan, state, batches, group)
@@ -249,6 +251,7 @@ def prepare(
             if deferred is not None
             else group.together(partial(rehearse, steps, evaluation))
         )
+    tell(StageEnded("rehearsal", time.time()))
     check_kept(spec.determinism, spec.threads)
     tables = sorted({name for result in rehearsal.values() for name in result.tables})
     keep_tables_whole(state, tables)

@@ -18,13 +18,13 @@ from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.restart_stages import StageEnds
 from lockstep.attempts.supervisor import Supervisor
 from lockstep.checkpoint.runs.run_checkpoints import opened
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
+from lockstep.driver.start_stages import StageEnds
 from lockstep.errors import ClusterError, LockstepError, RecordError
 from lockstep.record.events.union import AttemptsSummarised, Broke, CheckpointRow, Event, Finished, Joined
 from lockstep.record.recorder_state import RecorderState

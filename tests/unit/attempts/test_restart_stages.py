@@ -16,12 +16,12 @@ def test_each_stage_has_its_own_seconds() -> None:
     before = {"detection": 11.0, "teardown": 11.5, "placement": 3.0}
     now = {
         "decision": 12.0, "placement": 12.5, "processes": 15.0, "group": 15.5, "arrival": 15.6,
-        "checkpoint": 16.0, "preparation": 17.0, "first_step": 17.25, "detection": 99.0,
+        "checkpoint": 16.0, "data": 16.25, "model": 16.375, "rehearsal": 16.875, "preparation": 17.0, "first_step": 17.25, "detection": 99.0,
     }  # fmt: skip
     found = breakdown(10.0, before, now)
     assert tuple(found) == STAGES
     assert [round(seconds, 6) for seconds in found.values()] == [
-        1.0, 0.5, 0.5, 0.5, 2.5, 0.5, 0.1, 0.4, 1.0, 0.25,
+        1.0, 0.5, 0.5, 0.5, 2.5, 0.5, 0.1, 0.4, 0.25, 0.125, 0.5, 0.125, 0.25,
     ]  # fmt: skip
 
 

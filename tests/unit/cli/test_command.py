@@ -83,6 +83,9 @@ def test_json_is_one_object_on_one_line_of_standard_output(short: subprocess.Com
         assert name in result
     assert (result["status"], result["step"], result["samples"]) == ("FINISHED", 3, 3 * 128)
     assert 0 < result["first_step_s"] < 120
+    stages = ["command", "job", "checkpoint", "data", "model", "rehearsal", "preparation", "first_step"]
+    assert list(result["start"]) == stages
+    assert sum(result["start"].values()) == pytest.approx(result["first_step_s"])
 
 
 @pytest.mark.parametrize("name", ["rec", "a #folder: of mine"])

@@ -37,8 +37,10 @@ def test_the_time_to_the_first_step_is_the_commands_own(
         tracking_uri="off",
         folder="",
         began_at=1000.0,
+        start={"command": 1000.5, "detection": 9999.0},
         warnings=[],
         attempts=1,
         signal_number=None,
     )
     assert result.first_step_s == wanted
+    assert result.start == ({} if wanted is None else {"command": 0.5, "first_step": 2.0})

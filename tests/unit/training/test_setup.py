@@ -283,7 +283,13 @@ def test_what_nothing_can_tell_of_a_job_is_warned_of() -> None:
         prepared(spec_of(), job, told)
     warnings = [event.text for event in told if isinstance(event, Warned)]
     assert any(text.startswith("the job copies") for text in warnings), warnings
-    assert [event.stage for event in told if isinstance(event, StageEnded)] == ["checkpoint", "preparation"]
+    assert [event.stage for event in told if isinstance(event, StageEnded)] == [
+        "checkpoint",
+        "data",
+        "model",
+        "rehearsal",
+        "preparation",
+    ]
 
 
 def test_an_attempt_that_says_so_saves_nothing() -> None:
