@@ -223,8 +223,9 @@ def test_a_run_killed_after_any_step_goes_on_with_the_same_bits(
 @pytest.mark.scenario
 def test_a_run_that_forgets_the_order_of_its_lengths_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the micro-batches of another epoch, or the ramp's sizes a step later, the bits are others."""
+    expected = undisturbed("tokens")
     monkeypatch.setattr(TokenBatches, "ids", lambda self, epoch, places: IDS(self, 0, places))
-    assert train(by_tokens()).weights_digest != undisturbed("tokens").weights_digest
+    assert train(by_tokens()).weights_digest != expected.weights_digest
     later = {
         "global": [{"size": 4, "until_samples": 34}, {"size": 8, "until_steps": 16}, {"size": 16}],
         "micro": 4,
