@@ -29,8 +29,8 @@ from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
-from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_uri
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import problems, sweep_end
@@ -96,7 +96,7 @@ class SweepResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON, which is printed: passwords in the store's URI are hidden."""
-        return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
+        return {**asdict(self), "tracking_uri": without_uri_secrets(self.tracking_uri)}
 
 
 def sweep(
