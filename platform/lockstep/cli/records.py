@@ -13,6 +13,7 @@ import typer
 from lockstep.cli import problems
 from lockstep.cli.commands import Groups, command
 from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
+from lockstep.durations import duration_text
 from lockstep.errors import NoSuchRunError, SpecError
 from lockstep.exit_codes import ExitCode
 from lockstep.printing import on_one_line, table
@@ -476,5 +477,4 @@ def _when(unix_s: float) -> str:
 
 
 def _took(run: RunInfo) -> str:
-    seconds = round((run.ended or time.time()) - run.started)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return duration_text((run.ended or time.time()) - run.started)

@@ -25,6 +25,7 @@ from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions, SweepCallOptions, options_of_call
 from lockstep.driver.resume_hint import look_at, resume_command
 from lockstep.driver.signals import StopSignal, was_signalled
+from lockstep.durations import duration_text
 from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
@@ -78,7 +79,7 @@ class SweepResult:
     def _repr_html_(self) -> str:
         """The result as a notebook shows it."""
         shown = {
-            "status": f"{self.status}, {len(self.trials)} trials in {self.seconds:.0f} s",
+            "status": f"{self.status}, {len(self.trials)} trials in {duration_text(self.seconds)}",
             "trials": ", ".join(f"{count} {status}" for status, count in self.counts.items()),
         }
         if self.best is not None:
