@@ -21,7 +21,7 @@ from lockstep.checks.tracking_store import store_answers
 from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.errors import LockstepError, first_line
-from lockstep.record.environment import git_state
+from lockstep.record.git_state import git_state
 from lockstep.record.redaction import redacted_document, without_uri_secrets
 from lockstep.record.versions import versions
 from lockstep.spec.fields import Spec

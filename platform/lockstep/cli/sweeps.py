@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.commands import OptionValues, command
-from lockstep.cli.output import (
+from lockstep.cli.answers import (
     Json,
     Overrides,
     SpecFile,
@@ -20,6 +19,7 @@ from lockstep.cli.output import (
     exit_code,
     running,
 )
+from lockstep.cli.commands import OptionValues, command
 from lockstep.durations import duration_text
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.sweeps.trial_standings import sort_key

@@ -40,7 +40,7 @@ from lockstep.sweeps.trial_standings import best_of, tally
 
 if TYPE_CHECKING:
     from lockstep.sweeps.decisions import Decisions
-    from lockstep.sweeps.table import SweepTable
+    from lockstep.sweeps.trial_table import SweepTable
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -302,8 +302,8 @@ class _Driver:
         from lockstep.sweeps.decisions import Decisions
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
-        from lockstep.sweeps.table import SweepTable
         from lockstep.sweeps.trial import was_begun
+        from lockstep.sweeps.trial_table import SweepTable
 
         decisions = Decisions(opened.folder, self.stop.wait, self.progress.say)
         table = SweepTable(

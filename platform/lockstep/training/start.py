@@ -36,7 +36,7 @@ from lockstep.record.events.union import Segment
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
-from lockstep.training.inputs import differing
+from lockstep.training.identity_inputs import differing
 from lockstep.training.integrity.digests import Digester, state_digests
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.read_relay import read_once

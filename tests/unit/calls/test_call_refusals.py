@@ -16,9 +16,9 @@ from lockstep.calls.executions import execution_of
 from lockstep.calls.guarding import _spec_path
 from lockstep.calls.lost_storage import Known, refuse_lost
 from lockstep.calls.pinning import _check_saved
-from lockstep.calls.runs import train
 from lockstep.calls.sample_removal import read_ids
 from lockstep.calls.starter import init
+from lockstep.calls.train import train
 from lockstep.calls.ui import Ui, guarded
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
