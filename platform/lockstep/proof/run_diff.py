@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
 from lockstep.proof.summary_checks import plan_of
 from lockstep.record.events.union import EvaluationRow, StepRow
-from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
+from lockstep.record.ledger.comparison import Differing, Digest, differing_rows
 from lockstep.spec.fields import Spec
 
 
@@ -180,12 +180,12 @@ def first_parting(
         if not first <= step <= last:
             continue
         row_a, row_b = a.steps.get(step), b.steps.get(step)
-        mismatch = next(_parting("row", row_a, row_b), None)
+        mismatch = next(differing_rows(row_a, row_b), None)
         if mismatch is not None:
             return (step, mismatch), agreed
         evaluated = a.evaluations.get(step), b.evaluations.get(step)
         if step < last or ends_alike or None not in evaluated:
-            mismatch = next(_parting("evaluation", *evaluated), None)
+            mismatch = next(differing_rows(*evaluated), None)
             if mismatch is not None:
                 return (step, mismatch), agreed
         if (
@@ -196,17 +196,6 @@ def first_parting(
         ):
             agreed = step
     return None, agreed
-
-
-def _parting(
-    kind: str, row_a: StepRow | EvaluationRow | None, row_b: StepRow | EvaluationRow | None
-) -> Iterator[Differing]:
-    if isinstance(row_a, StepRow) and isinstance(row_b, StepRow):
-        yield from differing(row_a, row_b)
-    elif isinstance(row_a, EvaluationRow) and isinstance(row_b, EvaluationRow):
-        yield from differing_evaluation(row_a, row_b)
-    elif row_a is not None or row_b is not None:
-        yield Differing(kind, None if row_a is None else "there", None if row_b is None else "there")
 
 
 def _end_alike(a: Side, b: Side, last: int) -> bool:
