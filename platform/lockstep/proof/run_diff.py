@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,14 +100,12 @@ class Parted:
         return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
-@dataclass(slots=True)
-class Difference:
-    """How two runs differ. `steps` of them were compared."""
+@dataclass(slots=True, kw_only=True)
+class Compared:
+    """Two trainings that were compared over `steps` steps."""
 
-    fields: list[Cause]
-    source: str
-    """The difference of their jobs' files, as a unified diff."""
     steps: int
+    fields: list[Cause] = field(default_factory=list)
     first_difference: Parted | None = None
     note: str | None = None
 
@@ -115,14 +114,21 @@ class Difference:
         return self.first_difference is None
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: whether they are the `same`, and every field."""
         return {
             "same": self.same,
-            "steps": self.steps,
+            **{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)},
             "fields": [cause._asdict() for cause in self.fields],
-            "source": self.source,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
-            "note": self.note,
         }
+
+
+@dataclass(slots=True, kw_only=True)
+class Difference(Compared):
+    """How two runs differ."""
+
+    source: str
+    """The difference of their jobs' files, as a unified diff."""
 
 
 def difference(a: Side, b: Side, aside: Path) -> Difference:
@@ -132,7 +138,9 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
     if not shared:
         have = " and ".join(f"{min(each.steps)} to {max(each.steps)}" for each in (a, b))
         raise problems.NO_COMMON_STEP(got=have)
-    answer = Difference([*causes(a.fields, b.fields), *_facts(a, b)], source_diff(a, b), shared)
+    answer = Difference(
+        steps=shared, fields=[*causes(a.fields, b.fields), *_facts(a, b)], source=source_diff(a, b)
+    )
     alike = _end_alike(a, b, last)
     first, agreed = first_parting(a, b, last, ends_alike=alike)
     if first is None:
