@@ -15,7 +15,7 @@ from lockstep.job.inputs.variables import watch
 
 if TYPE_CHECKING:
     from lockstep.calls.resume import resume
-    from lockstep.calls.runs import train
+    from lockstep.calls.train import train
     from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
     from lockstep.job.interface import (
@@ -76,7 +76,7 @@ _HOME = {
     "resume": "lockstep.calls.resume",
     "rng": "lockstep.randomness",
     "sweep": "lockstep.sweeps.driver",
-    "train": "lockstep.calls.runs",
+    "train": "lockstep.calls.train",
 }
 
 

@@ -35,7 +35,7 @@ from lockstep.training import loop as training_loop
 from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism
 from lockstep.training.driver_requests import NoRequests
-from lockstep.training.inputs import Inputs
+from lockstep.training.identity_inputs import Inputs
 from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.integrity.resume_check.check import SpareCheck
 from lockstep.training.integrity.step_digests import StepDigests

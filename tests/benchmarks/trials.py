@@ -27,7 +27,7 @@ from lockstep.record.events.union import EvaluationRow, Finished, Started
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.recorders import recorders_here
-from lockstep.sweeps.table import SweepTable
+from lockstep.sweeps.trial_table import SweepTable
 from tests.benchmarks.million import row
 
 STEPS = 5

@@ -63,7 +63,7 @@ def test_a_micro_batch_that_fails_alike_on_two_workers_is_the_jobs(tmp_path: Pat
     assert "DeviceError: a GPU failed in a kernel (step " in again.stderr
 
 
-@pytest.mark.exact  # tests/unit/attempts/test_policy.py has the pause, tests/unit/test_failure_kinds.py the kind
+@pytest.mark.exact  # tests/unit/attempts/test_retry_policy.py has the pause, tests/unit/test_failure_kinds.py the kind
 @pytest.mark.usefixtures("cluster")
 def test_a_full_disk_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     """A real ENOSPC in the job's own code, which used to be the job's mistake and final."""

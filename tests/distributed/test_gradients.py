@@ -25,7 +25,7 @@ from lockstep.training.observe.worker_memory import optimizer_bytes
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import LATENCY_BYTES
 from lockstep.training.step.sharding import ShardedOptimizer
-from lockstep.training.step.tables import TableSums
+from lockstep.training.step.sparse_gradients import TableSums
 from tests.distributed.gradient_kinds import (
     ROWS,
     WIDTH,

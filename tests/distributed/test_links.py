@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.communication import group as group_module
 from lockstep.communication import links
-from lockstep.communication.connections import connected, shut, still_open
+from lockstep.communication.gloo_sockets import connected, shut, still_open
 from lockstep.communication.group import Group
 from lockstep.communication.links import DIRECT_BYTES, Links, linked
 from tests.distributed.pool import Pool

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.communication.connections import still_open
+from lockstep.communication.gloo_sockets import still_open
 from lockstep.communication.group import Group
 from lockstep.communication.waits import Waits
 from tests.forked import forking

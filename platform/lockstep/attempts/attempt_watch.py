@@ -10,11 +10,11 @@ from contextlib import suppress
 
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
+from lockstep.attempts.fault_attribution import Blame
+from lockstep.attempts.hung_workers import hung
 from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, PlannedChange
-from lockstep.attempts.progress_watchdog import hung
-from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.run_account import RunAccount
 from lockstep.attempts.worker_group import WorkerGroup

@@ -15,11 +15,11 @@ from lockstep.attempts import problems
 from lockstep.attempts.attempt_watch import AttemptWatch
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ON_RAY, ClusterView
+from lockstep.attempts.fault_attribution import Blame
 from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.policy import RetryBudget, outcome_of
-from lockstep.attempts.quarantine import Blame
 from lockstep.attempts.recording import Recording
+from lockstep.attempts.retry_policy import RetryBudget, outcome_of
 from lockstep.attempts.run_account import RunAccount
 from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.storage_retries import patiently

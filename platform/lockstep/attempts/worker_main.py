@@ -14,8 +14,8 @@ import ray.train
 import ray.train.torch
 import torch
 
+from lockstep.attempts.hung_workers import listening
 from lockstep.attempts.mailbox import MailboxRendezvousClient, wait_for_run_id, wait_until_named
-from lockstep.attempts.progress_watchdog import listening
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin

@@ -12,7 +12,7 @@ from dataclasses import replace
 from lockstep.calls import problems
 from lockstep.calls.leased_run import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
-from lockstep.calls.runs import run_attempt
+from lockstep.calls.train import run_attempt
 from lockstep.checkpoint.runs.lease import Lease
 from lockstep.checkpoint.runs.run_checkpoints import (
     adopt,

@@ -21,9 +21,8 @@ from lockstep.checks.tracking_store import store_answers
 from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.errors import LockstepError, first_line
-from lockstep.record.environment import git_state
-from lockstep.record.mirror.documents import without_password
-from lockstep.record.redaction import redacted_document
+from lockstep.record.git_state import git_state
+from lockstep.record.redaction import redacted_document, without_uri_secrets
 from lockstep.record.versions import versions
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -128,7 +127,7 @@ def _cluster(address: str | None) -> _Facts:
 
 
 def _store(uri: str) -> _Facts:
-    shown = without_password(uri)
+    shown = without_uri_secrets(uri)
     try:
         return {"uri": shown, "answers": True, "evidence": store_answers(uri)}
     except LockstepError as error:

@@ -231,7 +231,7 @@ class Executed:
 
     def _on_ray(self, spec: Spec, replay: Replay, cluster: Mapping[str, Any], aside: Path) -> Replayed:
         """Take steps again as a run of its own, whose folder is gone afterwards."""
-        from lockstep.calls.runs import run_attempt
+        from lockstep.calls.train import run_attempt
 
         options = RunOptions(address=cluster["address"], verbose=cluster["verbose"])
         with _folder(spec, options, aside) as folder:

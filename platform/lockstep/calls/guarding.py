@@ -64,7 +64,7 @@ def guard(
         options.progress.say(f"{steps} steps are trained from the working tree and from commit {commit[:12]}")
         tree_result = train(repository.root, "the working tree")
         base_result = _trained(repository, train, commit)
-        answer = Guarded(commit, max(tree_result.steps))
+        answer = Guarded(base=commit, steps=max(tree_result.steps))
         answer.fields, answer.first_difference = compare(base_result, tree_result)
         if answer.first_difference is None:
             return answer

@@ -24,8 +24,8 @@ from lockstep.files import is_there
 from lockstep.process import under_torchrun
 from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.record.redaction import redacted_fields
+from lockstep.spec.document import read_document
 from lockstep.spec.fields import Spec
-from lockstep.spec.file import read_document
 from lockstep.spec.loading import load_spec
 
 

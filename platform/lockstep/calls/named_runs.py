@@ -43,7 +43,7 @@ def train_named(
     if name is None and takeover:
         raise problems.TAKEOVER_OF_NOTHING()
     if name is None:
-        from lockstep.calls.runs import run_attempt
+        from lockstep.calls.train import run_attempt
 
         return run_attempt(spec, AttemptOrigin(), options, on_run_id=on_run_id)
     if not re.fullmatch(NAME, name):
@@ -58,7 +58,7 @@ def train_named(
                 )
             run_id = run_of_name(storage, name)  # again: another command may have begun it meanwhile
             if run_id is None:
-                from lockstep.calls.runs import run_attempt
+                from lockstep.calls.train import run_attempt
 
                 def begun(new_run_id: str) -> None:
                     give_name(storage, name, new_run_id)

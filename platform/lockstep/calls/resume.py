@@ -66,7 +66,7 @@ def resume_with(
         refuse_leased_run(run_id, overrides)
     stored_run, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
     if fork:
-        from lockstep.calls.runs import run_attempt
+        from lockstep.calls.train import run_attempt
 
         steps = steps_of(recorded_spec.checkpoint.storage, run_id)
         if step is not None:

@@ -10,7 +10,7 @@ from lockstep.calls import problems
 from lockstep.calls.continuation import fetch_copy, refuse_changes
 from lockstep.calls.leased_run import leads
 from lockstep.calls.resume import recorded_and_asked
-from lockstep.calls.runs import run_attempt
+from lockstep.calls.train import run_attempt
 from lockstep.checkpoint.runs.run_checkpoints import on_disk, whole_steps
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.sampler import FirstUse, LeftOut

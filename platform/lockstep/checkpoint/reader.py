@@ -21,7 +21,7 @@ from lockstep.errors import StorageError
 from lockstep.parsing import strict_json
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.tensor_file import Place
+    from lockstep.checkpoint.tensor_file import TensorLocation
     from lockstep.checkpoint.tree import Tree
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class ByRows(NamedTuple):
     sections: Collection[str]
     storage: Storage
     """Where this rank reads."""
-    verified: Callable[[Checkpoint, Sequence[FileEntry]], Sequence[Mapping[str, Place]]]
+    verified: Callable[[Checkpoint, Sequence[FileEntry]], Sequence[Mapping[str, TensorLocation]]]
     """Verifies files, shared out over the ranks, and says where the tensors of each lie. Raises the same error on every rank."""
 
 
@@ -189,9 +189,9 @@ def load(
         else:
             sections[entry.section] = _read(checkpoint, entry, lambda file: bytes(file.all()))
     if by_rows is not None:
-        for entry, places in zip(in_files, by_rows.verified(checkpoint, in_files), strict=True):
+        for entry, locations in zip(in_files, by_rows.verified(checkpoint, in_files), strict=True):
             whole = seen_otherwise(skeletons[entry.section][1]) if entry.section in skeletons else set()
-            stored = _in_file(by_rows.storage, checkpoint.path(entry.name), places, whole)
+            stored = _in_file(by_rows.storage, checkpoint.path(entry.name), locations, whole)
             tensors.setdefault(entry.section, {}).update(stored)
     for section, (entry, skeleton) in skeletons.items():
         try:
@@ -201,11 +201,11 @@ def load(
     return Loaded(checkpoint, manifest, sections)
 
 
-def places_in(checkpoint: Checkpoint, entry: FileEntry) -> dict[str, Place]:
+def locations_in(checkpoint: Checkpoint, entry: FileEntry) -> dict[str, TensorLocation]:
     """Where the tensors of a file lie in it, once all of it has been read and has the right hash. It needs no memory for them."""
-    from lockstep.checkpoint.tensor_file import read_places
+    from lockstep.checkpoint.tensor_file import read_locations
 
-    return _read(checkpoint, entry, lambda file: read_places(file.fill, file.entry.size))
+    return _read(checkpoint, entry, lambda file: read_locations(file.fill, file.entry.size))
 
 
 SMALL_TENSOR = 1 << 16
@@ -213,7 +213,7 @@ SMALL_TENSOR = 1 << 16
 
 
 def _in_file(
-    storage: Storage, path: str, places: Mapping[str, Place], whole: Collection[str]
+    storage: Storage, path: str, locations: Mapping[str, TensorLocation], whole: Collection[str]
 ) -> dict[str, Any]:
     """The tensors of a file, of which the large ones stay there. Small ones that are neighbours are read in one request."""
     import torch
@@ -226,10 +226,10 @@ def _in_file(
 
     stored = {
         name: StoredTensor(DTYPES[location.dtype], torch.Size(location.shape), reading(location.start))
-        for name, location in places.items()
+        for name, location in locations.items()
     }
     result: dict[str, Any] = {**stored, **{name: stored[name].whole() for name in whole if name in stored}}
-    run: list[tuple[str, Place]] = []
+    run: list[tuple[str, TensorLocation]] = []
 
     def read_run() -> None:
         if run:
@@ -241,7 +241,7 @@ def _in_file(
                 result[name] = stored[name].of_bytes(part)
         run.clear()
 
-    for name, location in sorted(places.items(), key=lambda item: item[1].start):
+    for name, location in sorted(locations.items(), key=lambda item: item[1].start):
         if location.nbytes > SMALL_TENSOR:
             read_run()
         elif name not in whole:

@@ -53,7 +53,7 @@ def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
     return len(header).to_bytes(8, "little") + header
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies in a file: from byte `start` of the file on."""
 
     dtype: str
@@ -69,18 +69,18 @@ def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Ten
     It allocates no more memory than the file has bytes. BadCheckpointError where the file is not of this format.
     """
     tensors = {}
-    places = read_places(fill, size)
-    for name, location in sorted(places.items(), key=lambda item: item[1].start):
+    locations = read_locations(fill, size)
+    for name, location in sorted(locations.items(), key=lambda item: item[1].start):
         with _is_format():
             tensors[name] = torch.empty(location.shape, dtype=DTYPES[location.dtype])
         fill(bytes_of(tensors[name]))
-    return {name: tensors[name] for name in places}
+    return {name: tensors[name] for name in locations}
 
 
-def read_places(fill: Callable[[memoryview], None], size: int) -> dict[str, Place]:
+def read_locations(fill: Callable[[memoryview], None], size: int) -> dict[str, TensorLocation]:
     """Where each tensor of such a file lies; `fill` fills a buffer with its first bytes. Errors as in `read_tensors`."""
     with _is_format():
-        return _places(*_contents(fill, size), size)
+        return _locations(*_contents(fill, size), size)
 
 
 @contextmanager
@@ -107,8 +107,8 @@ def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, 
     return contents, size - 8 - length
 
 
-def _places(contents: dict[str, Any], remaining: int, size: int) -> dict[str, Place]:
-    places, end = {}, 0
+def _locations(contents: dict[str, Any], remaining: int, size: int) -> dict[str, TensorLocation]:
+    locations, end = {}, 0
     for name in sorted(contents, key=lambda name: contents[name]["data_offsets"]):
         entry = contents[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
@@ -120,10 +120,10 @@ def _places(contents: dict[str, Any], remaining: int, size: int) -> dict[str, Pl
                 f"the byte range of {name!r} leaves a gap, overlaps another or has the wrong size"
             )
         end = stop
-        places[name] = Place(entry["dtype"], tuple(shape), size - remaining + begin, stop - begin)
+        locations[name] = TensorLocation(entry["dtype"], tuple(shape), size - remaining + begin, stop - begin)
     if end != remaining:
         raise ValueError(f"{remaining - end} bytes belong to no tensor")
-    return {name: places[name] for name in contents}
+    return {name: locations[name] for name in contents}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.means import means_alone, means_of, number
-from lockstep.training.step.tables import numbers_of
+from lockstep.training.step.sparse_gradients import numbers_of
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""

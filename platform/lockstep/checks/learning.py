@@ -25,7 +25,7 @@ from lockstep.training.step.learning_rate import FunctionOfUpdates
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.phases import PhaseOptimizers, PhaseSchedules, optimizers_of, phases_of
-from lockstep.training.step.tables import numbers_of
+from lockstep.training.step.sparse_gradients import numbers_of
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
 """So many updates, or as many as this time allows, and at least so many."""

@@ -17,9 +17,9 @@ from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StepRow
-from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.mirror.stores import reader
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.driver_requests import NoRequests
@@ -285,4 +285,4 @@ def record_answers(spec: Spec) -> str:
     if uri.startswith("sqlite"):
         return database_opens(Path(database_path(uri)))
     runs = reader(uri, spec.folder).runs(None, 1)
-    return f"{without_password(uri)} answers" + (f"; its newest run is {runs[0].run_id}" if runs else "")
+    return f"{without_uri_secrets(uri)} answers" + (f"; its newest run is {runs[0].run_id}" if runs else "")

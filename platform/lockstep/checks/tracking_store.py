@@ -12,8 +12,8 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from lockstep.checks import problems
-from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_database, check_uri, database_path
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.locations import RECORD_OFF
 
 ANSWER_S = 4.0
@@ -40,7 +40,7 @@ def store_answers(uri: str) -> str:
     if scheme in {"", "file"}:
         check_uri(uri)
         return f"{parts.path} is a folder, which MLFLOW_ALLOW_FILE_STORE allows"
-    return f"{without_password(uri)} was not queried: only MLflow can do that"
+    return f"{without_uri_secrets(uri)} was not queried: only MLflow can do that"
 
 
 def database_opens(path: Path) -> str:
@@ -60,7 +60,7 @@ def database_opens(path: Path) -> str:
 def _server_answers(uri: str) -> str:
     """An MLflow server tells its version to everyone, also where it wants a password for all else."""
     parts = urlsplit(uri)
-    shown = without_password(uri)
+    shown = without_uri_secrets(uri)
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=f"{parts.path.rstrip('/')}/version")
     try:
         with urlopen(Request(plain.geturl()), timeout=ANSWER_S) as answer:
@@ -77,8 +77,8 @@ def _accepts(uri: str, host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), ANSWER_S).close()
     except OSError as error:
-        raise problems.DATABASE_SILENT(database=without_password(uri), got=_words(error)) from error
-    return f"{without_password(uri)} accepts connections"
+        raise problems.DATABASE_SILENT(database=without_uri_secrets(uri), got=_words(error)) from error
+    return f"{without_uri_secrets(uri)} accepts connections"
 
 
 def _words(error: object) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import problems
+from lockstep.cli.answers import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 from lockstep.cli.commands import command
-from lockstep.cli.output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:

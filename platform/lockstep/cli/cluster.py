@@ -9,8 +9,8 @@ import typer
 
 from lockstep import printing
 from lockstep.cli import problems
+from lockstep.cli.answers import Address, Json, Overrides, Verbose, answered
 from lockstep.cli.commands import Groups, command
-from lockstep.cli.output import Address, Json, Overrides, Verbose, answered
 from lockstep.driver.options import declared
 
 cluster = typer.Typer(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.commands import command
-from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.proofs import Sandbox
 
 if TYPE_CHECKING:

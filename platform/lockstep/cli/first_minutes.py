@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli.answers import Address, Json, Overrides, Uri, Verbose, answered
 from lockstep.cli.commands import command
-from lockstep.cli.output import Address, Json, Overrides, Uri, Verbose, answered
 
 
 def register(app: typer.Typer) -> None:

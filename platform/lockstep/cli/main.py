@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lockstep.cli import checks, cluster, exports, first_minutes, problems, proofs, records, sweeps
-from lockstep.cli.commands import Groups, OptionValues, command
-from lockstep.cli.entry import trains_here
-from lockstep.cli.interruption import fail, take_signals
-from lockstep.cli.output import (
+from lockstep.cli.answers import (
     Json,
     Overrides,
     SpecFile,
@@ -33,6 +30,9 @@ from lockstep.cli.output import (
     running,
     say,
 )
+from lockstep.cli.commands import Groups, OptionValues, command
+from lockstep.cli.entry import trains_here
+from lockstep.cli.interruption import fail, take_signals
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.exit_codes import ExitCode

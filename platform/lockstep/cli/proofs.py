@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import problems
-from lockstep.cli.commands import OptionValues, command
-from lockstep.cli.output import (
+from lockstep.cli.answers import (
     RUNS,
     Json,
     Overrides,
@@ -22,6 +21,7 @@ from lockstep.cli.output import (
     began,
     running,
 )
+from lockstep.cli.commands import OptionValues, command
 from lockstep.exit_codes import ExitCode
 
 if TYPE_CHECKING:

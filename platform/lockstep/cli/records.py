@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import problems
+from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.cli.commands import Groups, command
-from lockstep.cli.output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
+from lockstep.durations import duration_text
 from lockstep.errors import NoSuchRunError, SpecError
 from lockstep.exit_codes import ExitCode
 from lockstep.printing import on_one_line, table
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.record.mirror.run_store import RunInfo, RunReader
     from lockstep.views.curves import Curves
     from lockstep.views.status import RunStatus
-    from lockstep.views.terminal import Screen
+    from lockstep.views.terminal_curves import Screen
 
 
 record = typer.Typer(cls=Groups, help="Maintain recorded runs.", no_args_is_help=True)
@@ -116,7 +117,7 @@ def show(
     screen = _screen() if plot else None  # before standard output leads to standard error
     with answered(json_, verbose) as answer:
         if screen is not None:
-            from lockstep.views.terminal import drawn, series_of
+            from lockstep.views.terminal_curves import drawn, series_of
 
             series = series_of(_curves(run, uri, storage), keys or [])
             curves = {curve.key: {"steps": curve.steps, "values": curve.values} for curve in series}
@@ -354,7 +355,7 @@ def wandb(
 
 
 def _screen() -> Screen:
-    from lockstep.views.terminal import Screen
+    from lockstep.views.terminal_curves import Screen
 
     return Screen.of(sys.stdout)
 
@@ -476,5 +477,4 @@ def _when(unix_s: float) -> str:
 
 
 def _took(run: RunInfo) -> str:
-    seconds = round((run.ended or time.time()) - run.started)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return duration_text((run.ended or time.time()) - run.started)

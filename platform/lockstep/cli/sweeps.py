@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.commands import OptionValues, command
-from lockstep.cli.output import (
+from lockstep.cli.answers import (
     Json,
     Overrides,
     SpecFile,
@@ -20,6 +19,8 @@ from lockstep.cli.output import (
     exit_code,
     running,
 )
+from lockstep.cli.commands import OptionValues, command
+from lockstep.durations import duration_text
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.sweeps.trial_standings import sort_key
 
@@ -98,7 +99,9 @@ def as_text(result: SweepResult) -> str:
         (t for t in result.trials if t["metric"] is not None), key=lambda t: sort_key(t, result.mode)
     )
     counts = ", ".join(f"{count} {status}" for status, count in result.counts.items())
-    lines = [f"{result.status.lower()}: {len(result.trials)} trials in {result.seconds:.0f} s ({counts})"]
+    lines = [
+        f"{result.status.lower()}: {len(result.trials)} trials in {duration_text(result.seconds)} ({counts})"
+    ]
     for trial in ranked[:10]:
         sets = "  ".join(f"{name}={value}" for name, value in trial["fields"].items())
         lines.append(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.clusters.ray_internals import key_values, unavailable
-from lockstep.record.mirror.documents import without_password
+from lockstep.record.redaction import without_uri_secrets
 
 NAMESPACE, PREFIX = b"lockstep", "run:"
 
@@ -40,7 +40,7 @@ class RunRegistry:
     """The notice of one run, kept by its driver while it is connected to the cluster."""
 
     def __init__(self, name: str, store: str, began: float) -> None:
-        self._name, self._store, self._began = name, without_password(store), began
+        self._name, self._store, self._began = name, without_uri_secrets(store), began
         self._notice: Notice | None = None
 
     def begins(self, run_id: str, workers: int) -> None:

@@ -24,8 +24,7 @@ from lockstep.clusters.packaging import NOTED, pack
 from lockstep.clusters.run_registry import notices
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.exit_codes import ExitCode
-from lockstep.record.mirror.documents import without_password
-from lockstep.record.redaction import redacted
+from lockstep.record.redaction import redacted, without_uri_secrets
 from lockstep.running_time import running_s
 from lockstep.spec.loading import load_spec
 
@@ -138,7 +137,7 @@ def entrypoint(
     if notify is not None and redacted(notify) != notify:
         raise problems.SECRET_IN_NOTIFY()
     for override in overrides:
-        if without_password(override) != override:
+        if without_uri_secrets(override) != override:
             raise problems.PASSWORD_IN_OVERRIDE(field=override.partition("=")[0])
     options = ["--retries", str(retries)] if retries else []
     options += [] if notify is None else ["--notify", notify]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from lockstep.communication import problems
-from lockstep.communication.connections import (
+from lockstep.communication.gloo_sockets import (
     Ends,
     Inodes,
     Sockets,

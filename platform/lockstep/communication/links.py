@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.communication.connections import Ends, Sockets, inodes
 from lockstep.communication.credentials import Secret, is_client, is_server
+from lockstep.communication.gloo_sockets import Ends, Sockets, inodes
 from lockstep.communication.waits import LOOK_S
 from lockstep.running_time import running_s
 

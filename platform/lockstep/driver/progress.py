@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from lockstep.durations import duration_text
 from lockstep.printing import on_one_line, printable
 from lockstep.record.events.union import StepRow
 
@@ -41,7 +42,7 @@ class ProgressLine(NamedTuple):
         if self.samples_per_s:
             parts += [f"{self.samples_per_s:,.0f} samples/s", f"waiting for data {self.waiting:.0%}"]
         if self.left_s:
-            parts.append(f"{_duration(self.left_s)} left")
+            parts.append(f"{duration_text(self.left_s)} left")
         return " · ".join(parts)
 
 
@@ -82,7 +83,7 @@ def display() -> Iterator[None]:
 
 def _end_display() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.output`
+    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.answers`
         os.dup2(null, 1)
     os.dup2(null, 2)
     os.close(null)
@@ -174,9 +175,3 @@ class Rate:
             self.steps_per_s = steps / seconds
             self.samples_per_s = (row.samples - self._first.samples) / seconds
         self.waiting = row.data_wait_s / row.step_s if row.step_s else 0.0
-
-
-def _duration(seconds: float) -> str:
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

@@ -11,7 +11,7 @@ from lockstep.driver.notebook import as_table
 from lockstep.driver.resume_hint import look_at, resume_call
 from lockstep.driver.start_stages import seconds_by_stage
 from lockstep.record.events.union import Finished, TimeSpent
-from lockstep.record.mirror.documents import without_password
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.locations import RECORD_OFF
 
 
@@ -77,7 +77,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON, which is printed: passwords in the store's URI are hidden."""
-        return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
+        return {**asdict(self), "tracking_uri": without_uri_secrets(self.tracking_uri)}
 
 
 _OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsaved", "tested_at"})

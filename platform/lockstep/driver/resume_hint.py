@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from lockstep.record.mirror.documents import without_password
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.fields import Checkpoint
 from lockstep.spec.locations import RECORD_OFF, absolute, tracking_uri
 
@@ -20,7 +20,7 @@ def resume_command(run_id: str, uri: str, folder: str) -> str:
 
     words = ["lockstep", "resume", run_id]
     if uri != tracking_uri(None):
-        words += ["--uri", without_password(uri)]
+        words += ["--uri", without_uri_secrets(uri)]
     if (runs_folder := _folder_to_name(uri, folder)) is not None:
         words.append(
             f"record.folder={runs_folder if yaml.safe_load(runs_folder) == runs_folder else json.dumps(runs_folder)}"
@@ -32,12 +32,12 @@ def resume_call(run_id: str, uri: str, folder: str) -> str:
     """The same as a call, for a notebook."""
     runs_folder = _folder_to_name(uri, folder)
     overrides = "" if runs_folder is None else f"[{f'record.folder={runs_folder}'!r}], "
-    return f"lockstep.resume({run_id!r}, {overrides}uri={without_password(uri)!r})"
+    return f"lockstep.resume({run_id!r}, {overrides}uri={without_uri_secrets(uri)!r})"
 
 
 def look_at(url: str, uri: str) -> str:
     """Where a run or a sweep is looked at: at its own page, or with a command."""
-    return url or shlex.join(["lockstep", "ui", "--uri", without_password(uri)])
+    return url or shlex.join(["lockstep", "ui", "--uri", without_uri_secrets(uri)])
 
 
 def _folder_to_name(uri: str, folder: str) -> str | None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.proof import guard_worker, problems
 from lockstep.proof.identity_changes import Cause, causes
 from lockstep.proof.microscope import Look
-from lockstep.proof.run_diff import Parted, add_parting, first_parting
+from lockstep.proof.run_diff import Compared, Parted, add_parting, first_parting
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.training.worker_environment import sent_environment
@@ -114,33 +114,13 @@ def _read(out: Path) -> Trained:
     )
 
 
-@dataclass(slots=True)
-class Guarded:
+@dataclass(slots=True, kw_only=True)
+class Guarded(Compared):
     """What a guard found. `commit` is the first that changes bits, where it was looked for; None where no commit has the change yet."""
 
     base: str
-    steps: int
-    fields: list[Cause] = field(default_factory=list)
-    first_difference: Parted | None = None
     commit: str | None = None
     title: str | None = None
-    note: str | None = None
-
-    @property
-    def same(self) -> bool:
-        return self.first_difference is None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "same": self.same,
-            "steps": self.steps,
-            "base": self.base,
-            "fields": [cause._asdict() for cause in self.fields],
-            "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
-            "commit": self.commit,
-            "title": self.title,
-            "note": self.note,
-        }
 
 
 def compare(base: Trained, changed: Trained) -> tuple[list[Cause], Parted | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
 from lockstep.proof.summary_checks import plan_of
 from lockstep.record.events.union import EvaluationRow, StepRow
-from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
+from lockstep.record.ledger.comparison import Differing, Digest, differing_rows
 from lockstep.spec.fields import Spec
 
 
@@ -99,14 +100,12 @@ class Parted:
         return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
-@dataclass(slots=True)
-class Difference:
-    """How two runs differ. `steps` of them were compared."""
+@dataclass(slots=True, kw_only=True)
+class Compared:
+    """Two trainings that were compared over `steps` steps."""
 
-    fields: list[Cause]
-    source: str
-    """The difference of their jobs' files, as a unified diff."""
     steps: int
+    fields: list[Cause] = field(default_factory=list)
     first_difference: Parted | None = None
     note: str | None = None
 
@@ -115,14 +114,21 @@ class Difference:
         return self.first_difference is None
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: whether they are the `same`, and every field."""
         return {
             "same": self.same,
-            "steps": self.steps,
+            **{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)},
             "fields": [cause._asdict() for cause in self.fields],
-            "source": self.source,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
-            "note": self.note,
         }
+
+
+@dataclass(slots=True, kw_only=True)
+class Difference(Compared):
+    """How two runs differ."""
+
+    source: str
+    """The difference of their jobs' files, as a unified diff."""
 
 
 def difference(a: Side, b: Side, aside: Path) -> Difference:
@@ -132,7 +138,9 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
     if not shared:
         have = " and ".join(f"{min(each.steps)} to {max(each.steps)}" for each in (a, b))
         raise problems.NO_COMMON_STEP(got=have)
-    answer = Difference([*causes(a.fields, b.fields), *_facts(a, b)], source_diff(a, b), shared)
+    answer = Difference(
+        steps=shared, fields=[*causes(a.fields, b.fields), *_facts(a, b)], source=source_diff(a, b)
+    )
     alike = _end_alike(a, b, last)
     first, agreed = first_parting(a, b, last, ends_alike=alike)
     if first is None:
@@ -180,12 +188,12 @@ def first_parting(
         if not first <= step <= last:
             continue
         row_a, row_b = a.steps.get(step), b.steps.get(step)
-        mismatch = next(_parting("row", row_a, row_b), None)
+        mismatch = next(differing_rows(row_a, row_b), None)
         if mismatch is not None:
             return (step, mismatch), agreed
         evaluated = a.evaluations.get(step), b.evaluations.get(step)
         if step < last or ends_alike or None not in evaluated:
-            mismatch = next(_parting("evaluation", *evaluated), None)
+            mismatch = next(differing_rows(*evaluated), None)
             if mismatch is not None:
                 return (step, mismatch), agreed
         if (
@@ -196,17 +204,6 @@ def first_parting(
         ):
             agreed = step
     return None, agreed
-
-
-def _parting(
-    kind: str, row_a: StepRow | EvaluationRow | None, row_b: StepRow | EvaluationRow | None
-) -> Iterator[Differing]:
-    if isinstance(row_a, StepRow) and isinstance(row_b, StepRow):
-        yield from differing(row_a, row_b)
-    elif isinstance(row_a, EvaluationRow) and isinstance(row_b, EvaluationRow):
-        yield from differing_evaluation(row_a, row_b)
-    elif row_a is not None or row_b is not None:
-        yield Differing(kind, None if row_a is None else "there", None if row_b is None else "there")
 
 
 def _end_alike(a: Side, b: Side, last: int) -> bool:

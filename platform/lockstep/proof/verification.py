@@ -32,7 +32,7 @@ from lockstep.proof.summary_checks import (
     same_in_json,
 )
 from lockstep.record.events.union import EvaluationRow, StepRow
-from lockstep.record.ledger.comparison import Differing, Digest, differing, differing_evaluation
+from lockstep.record.ledger.comparison import Digest, differing_rows
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.digests import Digester, model_digest, optimizer_digest
@@ -286,20 +286,8 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
 def _row_differences(
     step: int, recorded: StepRow | EvaluationRow | None, replayed: StepRow | EvaluationRow | None
 ) -> Iterator[FirstDifference]:
-    """In what the recorded row, or evaluation, of a step and the replayed one differ; one that is missing differs as a whole."""
-    if recorded is None and replayed is None:
-        return
-    if recorded is None or replayed is None:
-        kind = "evaluation" if isinstance(recorded or replayed, EvaluationRow) else "row"
-        presence = (None if row is None else "there" for row in (recorded, replayed))
-        yield FirstDifference(step, None, kind, *presence)
-        return
-    differences: Iterator[Differing] = iter(())
-    if isinstance(recorded, StepRow) and isinstance(replayed, StepRow):
-        differences = differing(recorded, replayed)
-    elif isinstance(recorded, EvaluationRow) and isinstance(replayed, EvaluationRow):
-        differences = differing_evaluation(recorded, replayed)
-    for quantity, first, second, micro_batch in differences:
+    """In what the recorded row, or evaluation, of a step and the replayed one differ."""
+    for quantity, first, second, micro_batch in differing_rows(recorded, replayed):
         yield FirstDifference(step, micro_batch, quantity, first, second)
 
 

@@ -1,6 +1,6 @@
 """Replaces secrets in recorded texts by a mark that says what was there: `<redacted: GitHub Token>`, `***` in a URI.
 
-* URIs are parsed (`documents.without_password`).
+* URIs are parsed: passwords, and parameters with names of secrets (`without_uri_secrets`).
 * Keys and tokens with a recognisable form are found by the detectors of detect-secrets, and by a few for services of this field.
 * For names such as `password` and `api_key` the quoted value is replaced, for environment variables
 (`WANDB_API_KEY=…`) any value.
@@ -17,7 +17,18 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from lockstep.record.mirror.documents import HIDDEN, flat, shown_document, without_password
+from lockstep.record.mirror.documents import flat
+
+HIDDEN = "***"
+"""What replaces a secret."""
+
+_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
+"""A scheme has at most 32 characters: without a limit, each letter of a long word would start a scan of all of it."""
+_SECRET = re.compile(
+    r"pass(word|wd|phrase)?|pwd|.*(token|secret|signature|credential|api_?key)|sig|auth|key", re.I
+)
+"""Names of parameters whose values are secrets, matched as a whole; `-` counts as `_`."""
+_PORT = re.compile(r"\d{1,5}(/|$)")
 
 _BETWEEN = "(?: *)(?:=|:|:=|=>| +|::)(?: *)", " *+(?:(?:=>|:=|::|=|:) *+|(?<= ))"
 """What some detectors have between a name and its value, and the same in linear time: theirs tries every way to share blanks among three."""
@@ -72,17 +83,80 @@ _SHORTEST_TOKEN = 16
 """A shorter group of a detector's pattern is part of its form, not a token."""
 
 
+def without_uri_secrets(text: str) -> str:
+    """`text` with the secrets of every URI in it hidden: `postgresql://me:***@host/db`, `http://host/?token=***`.
+
+    Hidden are passwords, even with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
+    a token; and the values of parameters with names of secrets.
+    """
+    return _URI.sub(lambda match: _without_secrets(match[0]), text)
+
+
+def document_without_uri_secrets(value: Any) -> Any:
+    """Plain data with the secrets of every URI in its texts hidden. A text that is one URI may contain spaces and quotes."""
+    if isinstance(value, Mapping):
+        return {name: document_without_uri_secrets(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [document_without_uri_secrets(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return (
+        _without_secrets(value)
+        if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S", value)
+        else without_uri_secrets(value)
+    )
+
+
+def _without_secrets(uri: str) -> str:
+    scheme, mark, address = uri.partition("://")
+    address = _without_user(scheme.lower(), address)
+    # Not urlsplit: it raises ValueError for text that is not a URI after all, such as `http://[{host}]` in a program's text.
+    base, hash_, fragment = address.partition("#")
+    base, question, query = base.partition("?")
+    return f"{scheme}{mark}{base}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
+
+
+def _without_user(scheme: str, address: str) -> str:
+    """The part after `://` without its secret. An `@` after a path belongs to the path, unless only a password can stand before it."""
+    authority = re.split(r"[/?#]", address, maxsplit=1)[0]
+    user, at, host = authority.rpartition("@")
+    if not at:
+        user, at, host = address.rpartition("@")
+        name, colon, password = user.partition(":")
+        if not (at and colon) or _PORT.match(password) or re.search(r"[/?#]", name) or name.startswith("["):
+            return address
+        return f"{name}:{HIDDEN}@{host}"
+    host += address[len(authority) :]
+    name, colon, password = user.partition(":")
+    if colon:
+        return f"{name}:{HIDDEN}@{host.rpartition('@')[2] if _is_no_host(host) else host}"
+    return f"{HIDDEN}@{host}" if scheme in {"http", "https"} else address
+
+
+def _is_no_host(text: str) -> bool:
+    """Whether a password continues here: `b/c@host/db` of `me:a@b/c@host/db`."""
+    return "@" in re.split(r"[?#]", text, maxsplit=1)[0]
+
+
+def _without_values(query: str) -> str:
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    return "&".join(
+        f"{name}={HIDDEN}" if value and _SECRET.fullmatch(name.replace("-", "_")) else f"{name}{mark}{value}"
+        for name, mark, value in pairs
+    )
+
+
 def redacted(text: str) -> str:
     """`text` with the secrets that are found in it replaced."""
     if not text:
         return text
-    text = _PRIVATE_KEY.sub(_mark("Private Key"), without_password(text))
+    text = _PRIVATE_KEY.sub(_mark("Private Key"), without_uri_secrets(text))
     return "".join(_without_tokens(piece) for piece in _pieces(text))
 
 
 def redacted_document(value: Any) -> Any:
     """Plain data with the secrets in its texts replaced; a text under the name of a secret counts as one."""
-    return _redacted(shown_document(value))
+    return _redacted(document_without_uri_secrets(value))
 
 
 def _redacted(value: Any) -> Any:

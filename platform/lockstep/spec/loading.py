@@ -15,8 +15,8 @@ from typing import Any
 import pydantic
 
 from lockstep.spec import problems
+from lockstep.spec.document import override, read_document
 from lockstep.spec.fields import Spec
-from lockstep.spec.file import override, read_document
 from lockstep.spec.locations import absolute, absolute_weights, storage_location, tracking_uri
 from lockstep.spec.messages import refusal, shown
 

@@ -28,8 +28,8 @@ from pydantic import (
 
 from lockstep.errors import SpecError, nearest
 from lockstep.spec import problems
+from lockstep.spec.document import override, put, read_document
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
-from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import refusal, shown
 from lockstep.spec.section import Section

@@ -25,12 +25,13 @@ from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions, SweepCallOptions, options_of_call
 from lockstep.driver.resume_hint import look_at, resume_command
 from lockstep.driver.signals import StopSignal, was_signalled
+from lockstep.durations import duration_text
 from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
-from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_uri
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import problems, sweep_end
@@ -39,7 +40,7 @@ from lockstep.sweeps.trial_standings import best_of, tally
 
 if TYPE_CHECKING:
     from lockstep.sweeps.decisions import Decisions
-    from lockstep.sweeps.table import SweepTable
+    from lockstep.sweeps.trial_table import SweepTable
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -78,7 +79,7 @@ class SweepResult:
     def _repr_html_(self) -> str:
         """The result as a notebook shows it."""
         shown = {
-            "status": f"{self.status}, {len(self.trials)} trials in {self.seconds:.0f} s",
+            "status": f"{self.status}, {len(self.trials)} trials in {duration_text(self.seconds)}",
             "trials": ", ".join(f"{count} {status}" for status, count in self.counts.items()),
         }
         if self.best is not None:
@@ -96,7 +97,7 @@ class SweepResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON, which is printed: passwords in the store's URI are hidden."""
-        return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
+        return {**asdict(self), "tracking_uri": without_uri_secrets(self.tracking_uri)}
 
 
 def sweep(
@@ -301,8 +302,8 @@ class _Driver:
         from lockstep.sweeps.decisions import Decisions
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
-        from lockstep.sweeps.table import SweepTable
         from lockstep.sweeps.trial import was_begun
+        from lockstep.sweeps.trial_table import SweepTable
 
         decisions = Decisions(opened.folder, self.stop.wait, self.progress.say)
         table = SweepTable(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.attempts.policy import RetryBudget, outcome_of
+from lockstep.attempts.retry_policy import RetryBudget, outcome_of
 from lockstep.communication.group import Group, assigned_device
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SilentError, SpecError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lockstep.attempts.progress_watchdog import listening
+from lockstep.attempts.hung_workers import listening
 from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret

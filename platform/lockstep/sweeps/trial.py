@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from ray import tune
 
-from lockstep.attempts.policy import FIRST_STORAGE_PAUSE_S
-from lockstep.attempts.progress_watchdog import listening
+from lockstep.attempts.hung_workers import listening
+from lockstep.attempts.retry_policy import FIRST_STORAGE_PAUSE_S
 from lockstep.attempts.worker_group import why_lost
 from lockstep.attempts.worker_output import keep_private
 from lockstep.checkpoint.runs.names import give_name, run_of_name

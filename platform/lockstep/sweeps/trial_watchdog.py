@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.progress_watchdog import end_with_stacks, hung
+from lockstep.attempts.hung_workers import end_with_stacks, hung
 from lockstep.clusters.bounded_calls import unanswered
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView

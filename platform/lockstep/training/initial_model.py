@@ -19,7 +19,7 @@ from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
 from lockstep.training.modes import enter_training
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.parameters import check_scaled
-from lockstep.training.step.tables import declared_tables
+from lockstep.training.step.sparse_gradients import declared_tables
 from lockstep.training.stored_weights import completed, load_weights, stored_weights, why_not_by_rows
 
 

@@ -38,7 +38,7 @@ from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
-from lockstep.training.inputs import VARIABLE, places_here, variables_read
+from lockstep.training.identity_inputs import VARIABLE, places_here, variables_read
 from lockstep.training.job_data import JobData, dataset_size, shown_label
 from lockstep.training.settings import Settings
 from lockstep.training.step.compiled import CompiledLosses, identity_of_compiler

@@ -39,8 +39,8 @@ from lockstep.training.determinism import check_kept
 from lockstep.training.driver_requests import Requests
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.evaluation_sets import EvaluationSets
+from lockstep.training.identity_inputs import Inputs, continued
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
-from lockstep.training.inputs import Inputs, continued
 from lockstep.training.integrity.digests import digest_on_first, element_digest
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of

@@ -19,13 +19,13 @@ from lockstep.checkpoint.reader import (
     Loaded,
     load_newest,
     load_step,
-    places_in,
+    locations_in,
     shared_files,
 )
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.checkpoint.tensor_file import Place
+from lockstep.checkpoint.tensor_file import TensorLocation
 from lockstep.communication.group import Group
 from lockstep.data.table_pins import pins_of
 from lockstep.errors import StorageError
@@ -36,7 +36,7 @@ from lockstep.record.events.union import Segment
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
-from lockstep.training.inputs import differing
+from lockstep.training.identity_inputs import differing
 from lockstep.training.integrity.digests import Digester, state_digests
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.read_relay import read_once
@@ -125,18 +125,18 @@ _SHARDED = frozenset({"model", "optimizer", "ema", "best", "evaluation"})
 
 def verified_together(
     group: Group, store: Storage, checkpoint: Checkpoint, files: Sequence[FileEntry]
-) -> list[dict[str, Place]]:
+) -> list[dict[str, TensorLocation]]:
     """Where the tensors of each file lie. Each rank reads some of the files, about as many bytes as the others, and holds none of them."""
     checkpoint = replace(checkpoint, storage=store)
     loads = [0] * group.size
-    mine: dict[str, dict[str, Place]] = {}
+    mine: dict[str, dict[str, TensorLocation]] = {}
     failed: StorageError | None = None
     for entry in sorted(files, key=lambda entry: (-entry.size, entry.name)):
         rank = min(range(group.size), key=loads.__getitem__)
         loads[rank] += entry.size
         if rank == group.rank and failed is None:
             try:
-                mine[entry.name] = places_in(checkpoint, entry)
+                mine[entry.name] = locations_in(checkpoint, entry)
             except StorageError as error:
                 failed = error
     every = group.gather((mine, failed))

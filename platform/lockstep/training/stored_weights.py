@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.layout import manifests
 from lockstep.checkpoint.reader import ByRows, Checkpoint, checkpoint_at, load
 from lockstep.checkpoint.stored_tensor import StoredTensor, in_memory
-from lockstep.checkpoint.tensor_file import read_places
+from lockstep.checkpoint.tensor_file import read_locations
 from lockstep.checkpoint.tree import DTYPES
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError, StorageError
@@ -100,12 +100,12 @@ def _of_file(path: Path) -> dict[str, StoredTensor]:
         _fill(path, at, buffer)
         at += len(buffer)
 
-    places = read_places(next_bytes, path.stat().st_size)
+    locations = read_locations(next_bytes, path.stat().st_size)
     return {
         name: StoredTensor(
-            DTYPES[place.dtype], torch.Size(place.shape), partial(_fill_tensor, path, place.start)
+            DTYPES[location.dtype], torch.Size(location.shape), partial(_fill_tensor, path, location.start)
         )
-        for name, place in places.items()
+        for name, location in locations.items()
     }
 
 

@@ -11,7 +11,7 @@ from lockstep.errors import SpecError
 from lockstep.printing import on_one_line, printable, table
 from lockstep.record.mirror.documents import flat
 from lockstep.views.curves import Curves
-from lockstep.views.terminal import Screen, Series, drawn_together, series_of
+from lockstep.views.terminal_curves import Screen, Series, drawn_together, series_of
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What stands for each run, in the order in which they are given."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.runs.run_checkpoints import steps_of
+from lockstep.durations import duration_text
 from lockstep.errors import LockstepError, RecordError, SpecError
 from lockstep.record.events.union import StepRow, TimeSpent
 from lockstep.record.ledger.live_rows import RowsSoFar
@@ -122,7 +123,7 @@ def as_text(status: RunStatus, resume_command: str) -> str:
         "run": status.run_id,
         "state": status.state,
         "step": f"{status.step}{of}",
-        "time left": "" if status.eta_s is None else duration(status.eta_s),
+        "time left": "" if status.eta_s is None else duration_text(status.eta_s),
         "effective": ""
         if status.effective is None
         else time_text(
@@ -134,10 +135,3 @@ def as_text(status: RunStatus, resume_command: str) -> str:
     if status.state in ("FAILED", "KILLED"):
         shown["resume it with"] = resume_command
     return "\n".join(f"{name:<18}{text}" for name, text in shown.items() if text)
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03`, or `2:03` below an hour."""
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

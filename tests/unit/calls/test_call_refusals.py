@@ -16,16 +16,16 @@ from lockstep.calls.executions import execution_of
 from lockstep.calls.guarding import _spec_path
 from lockstep.calls.lost_storage import Known, refuse_lost
 from lockstep.calls.pinning import _check_saved
-from lockstep.calls.runs import train
 from lockstep.calls.sample_removal import read_ids
 from lockstep.calls.starter import init
+from lockstep.calls.train import train
 from lockstep.calls.ui import Ui, guarded
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import Problem
-from lockstep.record.mirror.documents import HIDDEN
 from lockstep.record.mirror.run_store import StoredRun
+from lockstep.record.redaction import HIDDEN
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.raised import raises

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts.policy import outcome_of
+from lockstep.attempts.retry_policy import outcome_of
 from lockstep.checks.preflight import check_job
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.loading import load_job

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from lockstep.calls import named_runs, resume, runs
+from lockstep.calls import named_runs, resume, train
 from lockstep.cli.commands import GROUPS
 from lockstep.cli.main import app
 from lockstep.driver.options import CallOptions, RunOptions, SweepCallOptions, options_of_call, taken_by
@@ -120,7 +120,7 @@ def test_the_command_line_and_python_come_to_the_same_call(
         return called_apart.result("FINISHED", 3)
 
     monkeypatch.setattr(named_runs, "train_named", called)
-    monkeypatch.setattr(runs, "train_named", called)
+    monkeypatch.setattr(train, "train_named", called)
     monkeypatch.setattr(resume, "resume_with", called)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     spec = tmp_path / "spec.yaml"
@@ -132,7 +132,7 @@ def test_the_command_line_and_python_come_to_the_same_call(
     assert (code, json.loads(out)["status"]) == (0, "FINISHED"), err
     monkeypatch.chdir(tmp_path)
     if name == "train":
-        runs.train(spec, uri="off", run="night", **GIVEN)  # type: ignore[arg-type]
+        train.train(spec, uri="off", run="night", **GIVEN)  # type: ignore[arg-type]
     else:
         resume.resume(what, uri="off", step=7, **GIVEN)  # type: ignore[arg-type]
     (of_command, given, named), (of_python, given_here, named_here) = taken

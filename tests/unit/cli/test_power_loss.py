@@ -28,7 +28,7 @@ def short() -> Iterator[None]:
     with quick(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(segments, "SEGMENT_STEPS", 3)
         # It tries a file of `tempfile`, which keeps calls of its own.
-        patched.setattr(calls.runs, "check_storage", lambda spec: None)
+        patched.setattr(calls.train, "check_storage", lambda spec: None)
         yield
 
 

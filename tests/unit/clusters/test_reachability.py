@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.calls.runs import train
+from lockstep.calls.train import train
 from lockstep.clusters import local_cluster, problems
 from lockstep.clusters.connection import _may_be_one
 from lockstep.clusters.reachability import check_answers, cluster_address, host_and_port

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.communication import problems
-from lockstep.communication.connections import Ends, connected, opened_since
+from lockstep.communication.gloo_sockets import Ends, connected, opened_since
 from lockstep.communication.group import between_members, ensure_descriptors
 from tests.raised import raises
 

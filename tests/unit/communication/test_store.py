@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.communication import store
-from lockstep.communication.connections import connected, listening, opened_since, refuse_connections
 from lockstep.communication.credentials import ANSWER_BYTES, CHALLENGE_BYTES, Secret
+from lockstep.communication.gloo_sockets import connected, listening, opened_since, refuse_connections
 from lockstep.communication.group import between_members
 from lockstep.communication.store import AuthenticatedStore, StoreServer
 from lockstep.errors import ClusterError

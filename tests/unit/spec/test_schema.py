@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.errors import SpecError
 from lockstep.spec.descriptions import SPEC, SWEEP
+from lockstep.spec.document import read_document
 from lockstep.spec.fields import Spec
-from lockstep.spec.file import read_document
 from lockstep.spec.loading import load_spec
 from lockstep.spec.schema import sections, spec_schema, sweep_schema
 from lockstep.spec.sweep import SweepSpec, load_sweep

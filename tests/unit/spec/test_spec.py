@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
 from lockstep.spec.batch import Batch
+from lockstep.spec.document import COUNTS
 from lockstep.spec.fields import Every, JobSpec, Length, Spec
-from lockstep.spec.file import COUNTS
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.messages import sections_of, shown

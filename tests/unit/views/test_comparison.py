@@ -13,7 +13,7 @@ import pytest
 from lockstep.views import problems
 from lockstep.views.comparison import Comparison, as_page, as_text, compared
 from lockstep.views.curves import Curves, curves_of
-from lockstep.views.terminal import Screen, Series
+from lockstep.views.terminal_curves import Screen, Series
 from tests.in_process import here
 from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row

@@ -22,7 +22,7 @@ from lockstep.errors import RecordError
 from lockstep.record.events.union import Failed, TimeSpent
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.views import status
-from lockstep.views.status import RunStatus, as_text, duration, status_of
+from lockstep.views.status import RunStatus, as_text, status_of
 from lockstep.views.status_server import StatusServer
 from tests.in_process import here
 from tests.unit.record.rows import step_row
@@ -84,10 +84,6 @@ def test_the_newest_checkpoint_is_that_of_its_storage(
     folder = record(tmp_path, [step_row(9)], checkpoint={"storage": "elsewhere"})
     assert status_of(known(), "off", folder, BEGAN).last_checkpoint == 8
     assert [(Path(storage).name, run_id) for storage, run_id in asked] == [("elsewhere", RUN)]
-
-
-def test_a_duration_is_short() -> None:
-    assert [duration(seconds) for seconds in (0, 61.4, 3723)] == ["0:00", "1:01", "1:02:03"]
 
 
 def test_the_command_answers_with_one_object(

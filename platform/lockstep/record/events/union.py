@@ -45,7 +45,7 @@ class Started:
     """An attempt is prepared. Each attempt tells it again.
 
     Of `facts`, `plan` (a mapping) becomes parameters, `environment` becomes environment.json and some tags, `git` (see
-    `environment.git_state`) becomes tags and git.diff, `source` files in `source/`. Of the others a single value becomes the tag `lockstep.<name>`, and
+    `record.git_state`) becomes tags and git.diff, `source` files in `source/`. Of the others a single value becomes the tag `lockstep.<name>`, and
     anything else becomes `<name>.json`.
     """
 

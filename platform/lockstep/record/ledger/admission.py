@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.environment import git_state
 from lockstep.record.events.union import (
     SOURCE,
     Alive,
@@ -36,6 +35,7 @@ from lockstep.record.events.union import (
     Violated,
     Warned,
 )
+from lockstep.record.git_state import git_state
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.segments import check, steps_in

@@ -47,6 +47,23 @@ def differing_evaluation(first: EvaluationRow, second: EvaluationRow) -> Iterato
     yield from _differing("", first.metrics, second.metrics)
 
 
+def differing_rows(
+    first: StepRow | EvaluationRow | None, second: StepRow | EvaluationRow | None
+) -> Iterator[Differing]:
+    """In what two rows of a step, or two evaluations, differ; one that only one side has differs as a whole."""
+    if isinstance(first, StepRow) and isinstance(second, StepRow):
+        yield from differing(first, second)
+    elif isinstance(first, EvaluationRow) and isinstance(second, EvaluationRow):
+        yield from differing_evaluation(first, second)
+    elif first is not None or second is not None:
+        kind = "evaluation" if isinstance(first or second, EvaluationRow) else "row"
+        yield Differing(kind, _presence(first), _presence(second))
+
+
+def _presence(row: object) -> str | None:
+    return None if row is None else "there"
+
+
 def step_difference(first: StepRow, second: StepRow) -> str:
     """How two executions of a step differ, as `loss 0.5 → 0.25`; empty where all bits are equal."""
     return ", ".join(map(str, differing(first, second)))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from lockstep.durations import duration_text
 from lockstep.record.events.codec import StepTime
 from lockstep.record.events.union import (
     AttemptsSummarised,
@@ -96,7 +97,7 @@ def time_text(effective: float, away_s: float, interruptions: int, lost_worker_h
     """What became of a run's time, for a person."""
     parts = [f"{effective:.1%} of its time went into steps that count"]
     if away_s >= 1:
-        parts.append(f"no command was at it for {away_s:.0f} s")
+        parts.append(f"no command was at it for {duration_text(away_s)}")
     if interruptions:
         times = "one interruption" if interruptions == 1 else f"{interruptions} interruptions"
         parts.append(f"{times} took {lost_worker_h:.2g} worker-hours")

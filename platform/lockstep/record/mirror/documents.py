@@ -1,10 +1,9 @@
-"""The texts and flat values that describe a run: parameters, documents, the note on its page. None contains a password."""
+"""The texts and flat values that describe a run: parameters, documents, the note on its page."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,80 +15,6 @@ import yaml
 from lockstep.files import encoded
 from lockstep.parsing import conforms, json_value
 from lockstep.printing import markdown
-
-HIDDEN = "***"
-"""What replaces a secret."""
-
-_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
-"""A scheme has at most 32 characters: without a limit, each letter of a long word would start a scan of all of it."""
-_SECRET = re.compile(
-    r"pass(word|wd|phrase)?|pwd|.*(token|secret|signature|credential|api_?key)|sig|auth|key", re.I
-)
-"""Names of parameters whose values are secrets, matched as a whole; `-` counts as `_`."""
-_PORT = re.compile(r"\d{1,5}(/|$)")
-
-
-def without_password(text: str) -> str:
-    """`text` with the secrets of every URI in it hidden: `postgresql://me:***@host/db`, `http://host/?token=***`.
-
-    Hidden are passwords, even with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
-    a token; and the values of parameters with names of secrets.
-    """
-    return _URI.sub(lambda match: _without_secrets(match[0]), text)
-
-
-def shown_document(value: Any) -> Any:
-    """Plain data with the secrets of every URI in its texts hidden. A text that is one URI may contain spaces and quotes."""
-    if isinstance(value, Mapping):
-        return {name: shown_document(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [shown_document(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    return (
-        _without_secrets(value)
-        if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S", value)
-        else without_password(value)
-    )
-
-
-def _without_secrets(uri: str) -> str:
-    scheme, mark, address = uri.partition("://")
-    address = _without_user(scheme.lower(), address)
-    # Not urlsplit: it raises ValueError for text that is not a URI after all, such as `http://[{host}]` in a program's text.
-    base, hash_, fragment = address.partition("#")
-    base, question, query = base.partition("?")
-    return f"{scheme}{mark}{base}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
-
-
-def _without_user(scheme: str, address: str) -> str:
-    """The part after `://` without its secret. An `@` after a path belongs to the path, unless only a password can stand before it."""
-    authority = re.split(r"[/?#]", address, maxsplit=1)[0]
-    user, at, host = authority.rpartition("@")
-    if not at:
-        user, at, host = address.rpartition("@")
-        name, colon, password = user.partition(":")
-        if not (at and colon) or _PORT.match(password) or re.search(r"[/?#]", name) or name.startswith("["):
-            return address
-        return f"{name}:{HIDDEN}@{host}"
-    host += address[len(authority) :]
-    name, colon, password = user.partition(":")
-    if colon:
-        return f"{name}:{HIDDEN}@{host.rpartition('@')[2] if _is_no_host(host) else host}"
-    return f"{HIDDEN}@{host}" if scheme in {"http", "https"} else address
-
-
-def _is_no_host(text: str) -> bool:
-    """Whether a password continues here: `b/c@host/db` of `me:a@b/c@host/db`."""
-    return "@" in re.split(r"[?#]", text, maxsplit=1)[0]
-
-
-def _without_values(query: str) -> str:
-    pairs = (pair.partition("=") for pair in query.split("&"))
-    return "&".join(
-        f"{name}={HIDDEN}" if value and _SECRET.fullmatch(name.replace("-", "_")) else f"{name}{mark}{value}"
-        for name, mark, value in pairs
-    )
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:

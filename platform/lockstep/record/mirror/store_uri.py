@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record import problems
-from lockstep.record.mirror.documents import without_password
+from lockstep.record.redaction import without_uri_secrets
 
 _START = "start it, name another with --uri, or set record.uri=off"
 _NAME = "or name another with --uri"
@@ -41,13 +41,13 @@ def remedy(reason: str) -> str:
 def unreachable(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
     """The error of a store that does not answer."""
     return problems.UNREACHABLE(
-        uri=without_password(uri), got=without_password(reason), remedy=remedy(reason) or _START
+        uri=without_uri_secrets(uri), got=without_uri_secrets(reason), remedy=remedy(reason) or _START
     ).as_kind(kind)
 
 
 def refused(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
     """The error of a store that refuses a call."""
-    return problems.REFUSES(uri=without_password(uri), got=reason, remedy=remedy(reason)).as_kind(kind)
+    return problems.REFUSES(uri=without_uri_secrets(uri), got=reason, remedy=remedy(reason)).as_kind(kind)
 
 
 def check_uri(uri: str) -> None:

@@ -14,10 +14,10 @@ from lockstep.record.events.union import Failed, Finished, Opened
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import PROCESS, lost_end
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.mirror.documents import HIDDEN
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
+from lockstep.record.redaction import HIDDEN
 from lockstep.record.runs.heartbeat import SILENT_S
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec

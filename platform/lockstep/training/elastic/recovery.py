@@ -39,7 +39,7 @@ from lockstep.training.driver_requests import Requests
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError, RegroupError
 from lockstep.training.elastic.membership import Progress
-from lockstep.training.inputs import completed, differing
+from lockstep.training.identity_inputs import completed, differing
 from lockstep.training.setup import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState

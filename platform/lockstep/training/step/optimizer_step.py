@@ -60,9 +60,9 @@ from lockstep.training.step.real_view import real_views
 from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
+from lockstep.training.step.sparse_gradients import no_rows, numbers_of
 from lockstep.training.step.statistics import StepStatistics
 from lockstep.training.step.step_start import Evaluated, StepStart
-from lockstep.training.step.tables import no_rows, numbers_of
 from lockstep.training.step.whole_batch import TermWeights, WholeBatch
 
 ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer, MirroredOptimizer)

@@ -42,7 +42,7 @@ from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer
-from lockstep.training.step.tables import TableSums, declared_tables
+from lockstep.training.step.sparse_gradients import TableSums, declared_tables
 from lockstep.training.step.whole_batch import whole_batch
 
 

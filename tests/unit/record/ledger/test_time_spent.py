@@ -179,7 +179,7 @@ def test_each_end_of_a_journal_has_its_time_before_it(tmp_path: Path) -> None:
 def test_the_tags_say_what_the_event_does() -> None:
     found = TimeSpent(BEGAN + 125, 125.0, 100.0, 5.0, 2, 10.0, 0.0125)
     tags: dict[str, Any] = {f"lockstep.{name}": json.dumps(value) for name, value in time_tags(found).items()}
-    text = "80.0% of its time went into steps that count; no command was at it for 5 s; 2 interruptions took 0.013 worker-hours"
+    text = "80.0% of its time went into steps that count; no command was at it for 0:05; 2 interruptions took 0.013 worker-hours"
     assert text_of_tags(tags) == spent_text(found)
     assert spent_text(found) == text
     assert text_of_tags({**tags, "lockstep.effective": ""}) == ""

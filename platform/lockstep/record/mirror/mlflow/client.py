@@ -22,8 +22,8 @@ from lockstep.errors import LockstepError, RecordError, first_line
 from lockstep.record import problems
 from lockstep.record.errors import DeniedError, RejectedError, UnavailableError
 from lockstep.record.mirror.database_lock import database_lock
-from lockstep.record.mirror.documents import without_password
 from lockstep.record.mirror.store_uri import check_uri, refused, unreachable
+from lockstep.record.redaction import without_uri_secrets
 
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -77,7 +77,7 @@ def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
 def identified(uri: str, found_id: str) -> str:
     """The id of what a store answered with. RecordError where it has none: whoever answers `{}` to everything is no MLflow server."""
     if not found_id:
-        raise problems.NO_MLFLOW(uri=without_password(uri))
+        raise problems.NO_MLFLOW(uri=without_uri_secrets(uri))
     return found_id
 
 

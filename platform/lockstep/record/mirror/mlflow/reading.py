@@ -17,11 +17,12 @@ from lockstep.record import problems
 from lockstep.record.events.metrics import Point
 from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
-from lockstep.record.mirror.documents import Verdict, note, without_password
+from lockstep.record.mirror.documents import Verdict, note
 from lockstep.record.mirror.mlflow.client import connecting, identified, page_url, translated
 from lockstep.record.mirror.mlflow.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.mirror.run_store import CheckpointCopy, RunInfo, StoredRun, no_such_run, recorded
 from lockstep.record.mirror.store_uri import database_path
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.record.runs.check import InStore, digest
 from lockstep.record.runs.heartbeat import same_beat, vanished
 
@@ -43,7 +44,7 @@ def recorded_in_mlflow(uri: str, run_id: str) -> StoredRun:
                 for name in ("spec.yaml", "summary.json")
             )
     url = page_url(uri, run.info.experiment_id, run_id)
-    return recorded(run_id, run.info.status, spec, summary, url, repr(without_password(uri)))
+    return recorded(run_id, run.info.status, spec, summary, url, repr(without_uri_secrets(uri)))
 
 
 def _text(run_id: str, path: Path) -> str:
@@ -63,7 +64,7 @@ def _run(client: Any, uri: str, run_id: str) -> Any:
     except MlflowException as error:
         if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
             raise
-        raise no_such_run(run_id, repr(without_password(uri)), "give another id") from error
+        raise no_such_run(run_id, repr(without_uri_secrets(uri)), "give another id") from error
     identified(uri, run.info.run_id)
     return run
 
@@ -72,7 +73,7 @@ def _require_store(uri: str, subject: str) -> None:
     """RecordError where the store would be a new file, which MLflow would create under any name."""
     database = database_path(uri) if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
-        raise problems.NO_STORE(what=subject, uri=without_password(uri))
+        raise problems.NO_STORE(what=subject, uri=without_uri_secrets(uri))
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:

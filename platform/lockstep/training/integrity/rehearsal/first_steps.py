@@ -33,8 +33,8 @@ from lockstep.training.step.means import number
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of, sharded_of
+from lockstep.training.step.sparse_gradients import numbers_of
 from lockstep.training.step.statistics import rehearsed, takes_statistics
-from lockstep.training.step.tables import numbers_of
 
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""

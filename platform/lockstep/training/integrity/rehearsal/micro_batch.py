@@ -29,8 +29,8 @@ from lockstep.training.step.means import check_form, check_parts, number
 from lockstep.training.step.parameters import ParameterWatch, missing_gradient, written_parameter
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.precision import Precision
+from lockstep.training.step.sparse_gradients import no_rows
 from lockstep.training.step.statistics import own_statistics, takes_statistics
-from lockstep.training.step.tables import no_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ from lockstep.training.step.parameter_order import check_order, is_of_model, ord
 from lockstep.training.step.phase_step import LossModule, copied
 from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
 from lockstep.training.step.sharding_units import Calls, members_of
-from lockstep.training.step.tables import check_optimizer, numbers_of
+from lockstep.training.step.sparse_gradients import check_optimizer, numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28

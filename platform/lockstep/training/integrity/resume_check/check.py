@@ -25,8 +25,8 @@ from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of, held_values
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
-from lockstep.training.integrity.resume_check.memory_room import lacking_memory
 from lockstep.training.integrity.resume_check.request import NotTried, Refused, Request, Taken
+from lockstep.training.integrity.resume_check.spare_memory import lacking_memory
 from lockstep.training.setup import Run
 from lockstep.training.spare_process import ProcessContext
 

@@ -11,6 +11,7 @@ from ray import tune
 
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
+from lockstep.durations import duration_text
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
 from lockstep.sweeps.decisions import Decisions, WithoutState
@@ -257,7 +258,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             return ""
         spent = time.monotonic() - self._began
         remaining_s = spent / self._ends * (self._sweep.total - self._ends)
-        return f" · about {remaining_s // 60:.0f}:{remaining_s % 60:02.0f} left"
+        return f" · about {duration_text(remaining_s)} left"
 
 
 def without_metric(row: Mapping[str, Any], metric: str) -> str:

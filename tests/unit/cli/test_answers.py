@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lockstep.cli.output import answered, folded, json_text
+from lockstep.cli.answers import answered, folded, json_text
 from lockstep.errors import SpecError
 from tests.forked import ROOT, script
 
@@ -70,7 +70,7 @@ def test_json_has_no_number_that_json_does_not_know() -> None:
 REFUSED = """
 import os, sys
 import typer
-from lockstep.cli.output import answered
+from lockstep.cli.answers import answered
 from lockstep.errors import SpecError
 read, write = os.pipe()
 os.dup2(write, 2)
@@ -192,7 +192,7 @@ import json, os, sys
 for number in {closed}:
     os.close(number)
     setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-from lockstep.cli.output import open_standard_streams
+from lockstep.cli.answers import open_standard_streams
 open_standard_streams()
 other = os.open({file!r}, os.O_RDWR | os.O_CREAT)
 print("out")

@@ -1,4 +1,4 @@
-"""The calls of Lockstep: what the command line does, for Python."""
+"""Trains a run: `lockstep.train`, which is what `lockstep train` does, and one attempt of a run, which every call that trains ends in."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_attempt(
     on_run_id: Callable[[str], None] | None = None,
     lease: Lease | None = None,
 ) -> Result:
-    """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
+    """Train one attempt of a run, to its end or to a signal. `lease` is that of a run that goes on; a new one is leased as soon as it exists."""
     parent = spec.fork.run if spec.fork is not None else None
     source = options.source or recorded_main(spec, origin.run_id or parent)
     with started_ahead(spec, options), imported_from(source) if source else nullcontext():

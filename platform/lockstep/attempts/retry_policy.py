@@ -6,8 +6,6 @@ separate budgets, and that of lost workers counts from the newest checkpoint on:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -27,9 +25,6 @@ Outcome = Literal["worker lost", "corrupted", "storage", "job error", "final"]
 
 LONGEST_PAUSE_S = 30.0
 FIRST_STORAGE_PAUSE_S = 4.0
-
-MOST_DEVICE_FAILURES = 1
-"""How many device failures a node may have before it is left out."""
 
 
 def outcome_of(error: LockstepError) -> Outcome:
@@ -53,33 +48,6 @@ class Decision(NamedTuple):
     again: bool
     pause_s: float
     why: str
-
-
-class FailedNodes:
-    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES, or with wrong bits, is left out from then on."""
-
-    def __init__(self) -> None:
-        self._failures: Counter[str] = Counter()
-        self._wrong = set[str]()
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        """The nodes that get no more workers, as long as the others have room for enough."""
-        return frozenset(self._wrong).union(
-            node for node, count in self._failures.items() if count > MOST_DEVICE_FAILURES
-        )
-
-    def failed(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Count a device failure on each of these nodes in one attempt. Returns those that are left out from now on."""
-        already_left_out = self.left_out
-        self._failures.update(set(nodes))
-        return self.left_out - already_left_out
-
-    def computed_wrong(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Note wrong bits of a worker on each of these nodes, of which one is too many. Returns those that are left out from now on."""
-        already_left_out = self.left_out
-        self._wrong.update(nodes)
-        return self.left_out - already_left_out
 
 
 @dataclass(slots=True)

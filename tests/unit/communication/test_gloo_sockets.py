@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from lockstep.communication.connections import Ends, close, connected, inodes, opened_since, shared, shut
+from lockstep.communication.gloo_sockets import Ends, close, connected, inodes, opened_since, shared, shut
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.record.mirror.documents import shown_document, without_password
+from lockstep.record.redaction import document_without_uri_secrets, without_uri_secrets
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,15 @@ from lockstep.record.mirror.documents import shown_document, without_password
     ],
 )
 def test_a_secret_in_a_uri_is_hidden(given: str, shown: str) -> None:
-    assert without_password(given) == shown
-    assert without_password(f"cannot reach '{given}' (or {given}), again") == (
-        f"cannot reach '{shown}' (or {without_password(given + '),')} again"
+    assert without_uri_secrets(given) == shown
+    assert without_uri_secrets(f"cannot reach '{given}' (or {given}), again") == (
+        f"cannot reach '{shown}' (or {without_uri_secrets(given + '),')} again"
     )
-    assert shown_document({"record": {"uri": given}, "list": [given]}) == {
+    assert document_without_uri_secrets({"record": {"uri": given}, "list": [given]}) == {
         "record": {"uri": shown},
         "list": [shown],
     }
-    assert without_password(shown) == shown
+    assert without_uri_secrets(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,18 @@ def test_a_secret_in_a_uri_is_hidden(given: str, shown: str) -> None:
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert without_password(text) == text
-    assert shown_document([text, 1, None, True]) == [text, 1, None, True]
+    assert without_uri_secrets(text) == text
+    assert document_without_uri_secrets([text, 1, None, True]) == [text, 1, None, True]
 
 
 def test_a_text_that_is_a_uri_may_have_any_character_in_its_password() -> None:
-    assert shown_document("postgresql://me:a b'c\"d@db/mlflow") == "postgresql://me:***@db/mlflow"
+    assert (
+        document_without_uri_secrets("postgresql://me:a b'c\"d@db/mlflow") == "postgresql://me:***@db/mlflow"
+    )
 
 
 @pytest.mark.parametrize("text", ['f"http://[{host}]:{port}"', "see http://[1]/x", "a://[::1/"])
 def test_what_only_looks_like_a_uri_is_left_as_it_is(text: str) -> None:
     """A git diff or a stack holds such texts; a record must not end over one."""
-    assert without_password(text) == text
-    assert shown_document({"diff": text}) == {"diff": text}
+    assert without_uri_secrets(text) == text
+    assert document_without_uri_secrets({"diff": text}) == {"diff": text}

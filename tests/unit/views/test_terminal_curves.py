@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.record.events.union import Observation
 from lockstep.views import problems
-from lockstep.views.terminal import Screen, Series, drawn, series_of
+from lockstep.views.terminal_curves import Screen, Series, drawn, series_of
 from tests.in_process import here
 from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
