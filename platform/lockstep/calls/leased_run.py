@@ -1,4 +1,4 @@
-"""A run in the hands of one command: it is held before anything of it is touched, and let go when the command ends.
+"""Which storages a command leases a run in (`checkpoint/runs/lease.py` is the lease itself): before it touches anything of the run, until it ends.
 
 Of several commands all but one are told here, so nothing is imported that takes long: no torch, Ray or MLflow, and no job.
 """

@@ -1,4 +1,4 @@
-"""Reading a spec file and the overrides of a command line into plain data; what the fields mean is no matter here.
+"""Reads a spec file, and the overrides of a command line, into a document of plain data; `loading.py` makes a Spec of it.
 
 Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3` is a number.
 """

@@ -1,5 +1,7 @@
 """What decides about a run and no spec names: the variables that its job reads, and the modules and distributions that it is made of.
 
+`job/inputs` notes what the job reads; here it becomes fields of the identity. Files and what the job asks of its machine: `external_inputs.py`.
+
 What is known before the first step is in the identity from the start. What shows itself later, such as a variable that is first read in step 500, joins
 the identity then: the record and every checkpoint from there on have it.
 """

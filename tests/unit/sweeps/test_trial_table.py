@@ -26,7 +26,7 @@ class Headlines(Silent):
 def test_the_time_left_has_hours(tmp_path: Path) -> None:
     """One trial of three took six hours: twelve are left. Before one has ended, none is told."""
     progress = Headlines()
-    tuned = Tuned(sweep_of({"optimizer.lr": [0.1, 0.2, 0.3]}), tmp_path)
+    tuned = Tuned(sweep_of({"optimizer.lr": {"grid": [0.1, 0.2, 0.3]}}), tmp_path)
     tuned.table = SweepTable(tuned.sweep, Decisions(tmp_path), NoRecorders(), progress, StopSignal())
     number = tuned.begin()
     assert "left" not in progress.shown[-1]

@@ -57,11 +57,7 @@ def differing_rows(
         yield from differing_evaluation(first, second)
     elif first is not None or second is not None:
         kind = "evaluation" if isinstance(first or second, EvaluationRow) else "row"
-        yield Differing(kind, _presence(first), _presence(second))
-
-
-def _presence(row: object) -> str | None:
-    return None if row is None else "there"
+        yield Differing(kind, None if first is None else "there", None if second is None else "there")
 
 
 def step_difference(first: StepRow, second: StepRow) -> str:
