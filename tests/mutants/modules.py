@@ -74,6 +74,7 @@ COVERED = {
     ],
     "record/mirror/reconciler.py": [
         "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/test_recorder.py",
         "tests/unit/record/test_partial_store.py",
         "tests/unit/record/test_outage.py",
     ],

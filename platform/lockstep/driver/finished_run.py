@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.driver import problems
 from lockstep.errors import LockstepError
 from lockstep.job.inputs.external_facts import MOVED, UNKNOWN, changed_facts
-from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import read_bounded
 from lockstep.proof.summary_checks import (
     DIGEST_OF,
@@ -59,7 +59,7 @@ def _took_the_same(stored_run: StoredRun, uri: str, folder: Path, environment: M
     with tempfile.TemporaryDirectory() as scratch:
         try:
             find_files(uri, stored_run.run_id, (_ENVIRONMENT,), folder, Path(scratch))
-            recorded = json_mapping(read_bounded(Path(scratch) / _ENVIRONMENT, MOST_BYTES))
+            recorded = json_document(read_bounded(Path(scratch) / _ENVIRONMENT, MOST_BYTES))
         except (LockstepError, OSError, ValueError):
             return False
     unknown = recorded.get(UNKNOWN) or environment.get(UNKNOWN)
@@ -98,7 +98,7 @@ def _doubt(stored_run: StoredRun, folder: Path, steps: int | None) -> str:
         return f"its ledger has not the steps up to {last}"
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
-    fields = json_mapping(read_bounded(folder / "fields.json", MOST_BYTES))
+    fields = json_document(read_bounded(folder / "fields.json", MOST_BYTES))
     wrong = _doubt_of_end(stored_run, history, fields, folder) or identity_disagreement(summary, fields)
     return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 

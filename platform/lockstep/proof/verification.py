@@ -282,9 +282,10 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
     wrong = identity_disagreement(run.summary, run.fields) if run.fields else None
     if wrong is not None:
         yield FirstDifference(last, None, f"identity{_OF_SUMMARY}", wrong.stated, wrong.found)
-    if run.folder is not None:
-        for name, stated, actual in file_disagreements(run.summary, run.folder, run.steps.get(last)):
-            yield FirstDifference(last, None, name, stated, actual)
+    for folder in dict.fromkeys((run.folder, run.own_folder)):
+        if folder is not None:
+            for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
+                yield FirstDifference(last, None, name, stated, actual)
 
 
 def _row_differences(

@@ -358,6 +358,14 @@ def added_weights(run: Path) -> None:
     save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_stem("best"))
 
 
+def weights_behind_another_run(run: Path) -> None:
+    """The summary points to a run that has the weights, and this folder has others."""
+    shutil.copytree(run, run.with_name("f" * 32))
+    forge_result(run, reused_from="f" * 32)
+    path = run / "weights" / "final.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path)
+
+
 def added_beside(run: Path) -> None:
     save_beside(run / "weights" / "final.safetensors", {"job": {"scale": 2.0}})
 
@@ -367,6 +375,7 @@ def added_beside(run: Path) -> None:
     [
         (stated_identity, "identity of the summary"),
         (added_weights, "weights/best.safetensors"),
+        (weights_behind_another_run, "weights/final.safetensors"),
         (added_beside, "weights/final.beside.safetensors"),
     ],
 )

@@ -167,6 +167,8 @@ def test_metrics_survive_an_outage_each_once_and_in_order(shaky: Shaky, spec: Sp
     recorder.close()
     assert losses(shaky.points) == [(i, 1 / (i + 2)) for i in range(1, 501)]
     assert run_json(recorder)["status"] == "FINISHED"
+    log = (recorder.run_folder() / "log.txt").read_text()
+    assert [log.count(words) for words in ("the store is away: ", "the store is back")] == [1, 1]
 
 
 def test_replayed_steps_leave_no_trace(shaky: Shaky, spec: Specs) -> None:
