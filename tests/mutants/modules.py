@@ -75,6 +75,7 @@ COVERED = {
     "record/mirror/reconciler.py": [
         "tests/unit/record/mirror/test_delivery_lanes.py",
         "tests/unit/record/test_recorder.py",
+        "tests/unit/record/test_kept_checkpoints.py",
         "tests/unit/record/test_partial_store.py",
         "tests/unit/record/test_outage.py",
     ],
@@ -105,6 +106,7 @@ COVERED = {
     ],
     "proof/run_diff.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
     "sweeps/trial.py": [
+        "tests/unit/sweeps/test_trial.py",
         "tests/unit/sweeps/test_resumption.py",
         "tests/unit/sweeps/test_schedulers.py",
         "tests/unit/sweeps/test_population.py",
@@ -172,6 +174,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "MetricCursor._is_new: constant changed: 1 -> (2)": _STEPS,
         "MetricCursor._is_new: constant changed: 1 -> (0)": "a point of step 0 is compared with the highest step either way",
         "MetricCursor._is_new: constant changed: 1 -> (2) #2": _STEPS,
+    },
+    "record/mirror/reconciler.py": {
+        "Reconciler._send_reference: constant changed: 0 -> (1)": "the number of publications is only compared with the one before",
     },
     "training/elastic/recovery.py": {
         "with_past: constant changed: 0 -> (-1)": "any of the differences may be named",
