@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps import trial as trial_module
 from lockstep.sweeps.trial import Training, Trial
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
 
 
 class Next(Trial):
@@ -45,6 +54,12 @@ def test_a_trial_without_other_ranks_leaves_all_there(tmp_path: Path) -> None:
             "checkpoint": {"storage": str(tmp_path)},
         }
     )
-    training = Training(spec, 1, "sweep", SimpleNamespace(), [], tmp_path, None, may_reuse=False)
+    calls = {
+        "begun": raising(ValueError("no answer")),
+        "run_id": raising(ray.exceptions.RayError()),
+        "end_trial": lambda *_: None,
+    }
+    nobody = SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+    training = Training(spec, 1, "sweep", nobody, [], tmp_path, None, may_reuse=False)
     assert training.next_result()["status"] == "failed"
     assert training.leave() is True
