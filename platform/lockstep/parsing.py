@@ -49,7 +49,15 @@ def json_value(text: bytes | bytearray | str, *, most: int = MOST_BYTES) -> Any:
 
 def json_mapping(text: bytes | bytearray | str, *, most: int = MOST_BYTES) -> dict[str, Any]:
     """As `json_value`, of a text that holds a mapping."""
-    value = json_value(text, most=most)
+    return _mapping(json_value(text, most=most))
+
+
+def json_document(text: bytes | bytearray | str, *, most: int = MOST_BYTES) -> dict[str, Any]:
+    """As `json_mapping`, of a document that others read too: a key that is given twice is refused, since some of them take its first value."""
+    return _mapping(_parsed(text, most, DEEPEST, object_pairs_hook=_unique))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, wanted a mapping")
     return value
@@ -273,6 +281,15 @@ class BoundedLoader(yaml.SafeLoader):
         if size > MOST_NODES:
             raise _yaml_error(f"with its aliases it has more than {MOST_NODES} values", node.start_mark)
         return size
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key that is given twice: other programs read its first value."""
+        keys: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
+                raise _yaml_error(f"{key.value!r} is given twice", key.start_mark)
+            keys.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else ("", ""))
+        return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events.union import Event, StepRow
-from lockstep.training.integrity.problems import NOT_RESUMED
+from lockstep.training.integrity.problems import NOT_RESUMED, SAVING_CHANGES
 from lockstep.training.integrity.rehearsal import step_rehearsal
 from lockstep.training.step import problems
 from tests.distributed import (
@@ -512,3 +512,48 @@ def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) 
 @pytest.mark.parametrize("kind", keeping_kinds.HELD, ids=lambda kind: kind.__name__)
 def test_what_is_kept_and_makes_no_difference_is_not_told(kind: type[Kind]) -> None:
     assert train(document(kind, rehearsal="full")).warnings == ()
+
+
+class LowersWhenSaved(kinds.Thermostat):
+    """Each save lowers its temperature, so that a run that saves more often learns something else."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.heat *= 0.5
+        return super().state_dict()
+
+
+class CountingLinear(torch.nn.Linear):
+    """Its extra state is how often it was saved."""
+
+    saves = 0
+
+    def get_extra_state(self) -> int:
+        self.saves += 1
+        return self.saves
+
+    def set_extra_state(self, state: int) -> None:
+        self.saves = state
+
+
+class CountsInTheModel(Kind):
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(CountingLinear(kinds.FEATURES, kinds.FEATURES), super().model())
+
+
+class CountsBeside(kinds.Thermostat):
+    """The control: what a save changes is not in the state."""
+
+    saves = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.saves += 1
+        return super().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(LowersWhenSaved, "job.heat"), (CountsInTheModel, r"model\.\S*saves")]
+)
+def test_state_that_a_save_changes_is_refused(kind: type[Kind], place: str) -> None:
+    with raises(SAVING_CHANGES, name=re.compile(place)):
+        train(document(kind, rehearsal="full"))
+    assert train(document(CountsBeside, rehearsal="full")).steps

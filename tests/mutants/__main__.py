@@ -1,7 +1,7 @@
 """Mutation testing: does a test fail where a module has a small mistake? python -m tests.mutants [--sample 20] [--seed 0] [MODULE …]
 
 Each mutant is written into a copy of the working tree, and the test files that `modules.COVERED` names for its module are run there until one
-fails. Answers are kept in `.mutants/answers.jsonl`: a run that was interrupted goes on, and one after a change asks again only what the change
+fails: first what they have in the default run, then their scenarios. Answers are kept in `.mutants/answers.jsonl`: a run that was interrupted goes on, and one after a change asks again only what the change
 can answer anew. Without MODULE all modules of the map are asked.
 """
 
@@ -28,6 +28,12 @@ from tests.mutants.mutations import Mutant, mutants, sampled
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = Path(".mutants") / "answers.jsonl"
+STAGES = ("", "scenario and not exact")
+"""The tests of a change before it lands: the default run and the scenarios, as pytest's `-m` names them."""
+
+NO_TESTS = 5
+"""Pytest's exit code where a stage has none of the tests."""
+
 SLACK_S = 60.0
 """How much longer than three times the sound run a mutant may take: one that hangs is noticed, too."""
 
@@ -135,26 +141,36 @@ def ask(tree: Path, module: str, drawn: Sequence[Mutant], answers: Answers) -> N
         return
     path = _source(tree, module)
     sound = path.read_text()
-    code, by, sound_s = tried(tree, module, None)
-    if code != 0:
-        raise SystemExit(f"mutants: the tests of {module} fail without a mistake: {by}")
-    print(f"{module}: {len(left)} mutants to ask, {sound_s:.0f} s for the sound run", flush=True)
+
+    @cache
+    def limit_s(stage: str) -> float:
+        """How long a stage may take. Its tests are first run without a mistake, once one of the mutants needs them."""
+        code, by, seconds = tried(tree, module, stage, None)
+        if code not in (0, NO_TESTS):
+            raise SystemExit(f"mutants: the tests of {module} fail without a mistake: {by}")
+        print(f"  {seconds:.0f} s for the sound run of {stage or 'the default tests'}", flush=True)
+        return 3 * seconds + SLACK_S
+
+    print(f"{module}: {len(left)} mutants to ask", flush=True)
     for mutant in left:
-        path.write_text(mutant.source)
-        try:
-            code, by, seconds = tried(tree, module, 3 * sound_s + SLACK_S)
-        finally:
-            path.write_text(sound)
-        if code not in (0, 1, None):
+        began = time.monotonic()
+        for stage in STAGES:
+            limit = limit_s(stage)
+            path.write_text(mutant.source)
+            try:
+                code, by, _ = tried(tree, module, stage, limit)
+            finally:
+                path.write_text(sound)
+            if killed := code not in (0, NO_TESTS):
+                break
+        if killed and code not in (1, None):
             by = f"pytest ended with {code}: {by}"
-        answers.put(module, mutant, killed=code != 0, by=by, seconds=seconds)
-        print(
-            f"  {'killed  ' if code != 0 else 'SURVIVED'} {module}:{mutant.line}: {mutant.name}", flush=True
-        )
+        answers.put(module, mutant, killed=killed, by=by, seconds=time.monotonic() - began)
+        print(f"  {'killed  ' if killed else 'SURVIVED'} {module}:{mutant.line}: {mutant.name}", flush=True)
 
 
-def tried(tree: Path, module: str, limit_s: float | None) -> tuple[int | None, str, float]:
-    """Run the tests of a module: pytest's exit code (None past the limit), the first test that failed, and the seconds."""
+def tried(tree: Path, module: str, stage: str, limit_s: float | None) -> tuple[int | None, str, float]:
+    """Run the tests that a module has in a stage: pytest's exit code (None past the limit), the first test that failed, and the seconds."""
     began = time.monotonic()
     command = [
         sys.executable,
@@ -166,6 +182,7 @@ def tried(tree: Path, module: str, limit_s: float | None) -> tuple[int | None, s
         "no:cacheprovider",
         "-p",
         "no:xdist",
+        *(["-m", stage] if stage else []),
         *COVERED[module],
     ]
     roots = os.pathsep.join([str(tree / "platform"), str(tree)])

@@ -74,6 +74,8 @@ COVERED = {
     ],
     "record/mirror/reconciler.py": [
         "tests/unit/record/mirror/test_delivery_lanes.py",
+        "tests/unit/record/test_recorder.py",
+        "tests/unit/record/test_kept_checkpoints.py",
         "tests/unit/record/test_partial_store.py",
         "tests/unit/record/test_outage.py",
     ],
@@ -104,10 +106,43 @@ COVERED = {
     ],
     "proof/run_diff.py": ["tests/unit/proof/test_diff.py", "tests/unit/proof/test_refusals.py"],
     "sweeps/trial.py": [
+        "tests/unit/sweeps/test_trial.py",
         "tests/unit/sweeps/test_resumption.py",
         "tests/unit/sweeps/test_schedulers.py",
         "tests/unit/sweeps/test_population.py",
         "tests/unit/sweeps/test_trial_rendezvous.py",
+    ],
+    "sweeps/trial_rendezvous.py": ["tests/unit/sweeps/test_trial_rendezvous.py"],
+    "sweeps/trial_run.py": [
+        "tests/unit/sweeps/test_trial_rendezvous.py",
+        "tests/unit/sweeps/test_refusals.py",
+        "tests/unit/sweeps/test_resumption.py",
+    ],
+    "sweeps/trial_standings.py": ["tests/unit/sweeps/test_record.py"],
+    "sweeps/trial_watchdog.py": ["tests/unit/test_trial_watchdog.py"],
+    "training/start.py": [
+        "tests/unit/training/test_determinism.py",
+        "tests/distributed/test_initial_weights.py",
+        "tests/distributed/test_resume.py",
+        "tests/distributed/test_table_snapshots.py",
+        "tests/distributed/test_relay.py",
+        "tests/distributed/test_full_start.py",
+    ],
+    "training/checkpoints.py": [
+        "tests/unit/training/test_checkpoints.py",
+        "tests/distributed/test_resume.py",
+        "tests/distributed/test_evaluation.py",
+        "tests/distributed/test_joining.py",
+        "tests/distributed/test_evaluation_beside.py",
+    ],
+    "training/deferred_dynamo.py": ["tests/unit/training/test_deferred_dynamo.py"],
+    "training/determinism.py": [
+        "tests/unit/training/test_determinism.py",
+        "tests/unit/training/test_deferred_dynamo.py",
+    ],
+    "training/step/mirrored_shards.py": [
+        "tests/distributed/test_mirrors.py",
+        "tests/distributed/test_mirrored_shards.py",
     ],
 }
 """By module below `platform/lockstep`."""
@@ -131,6 +166,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "newest_step: statement deleted: file.seek(max(0, size - length)) -> pass": "all of the file is read, and not its end alone: slower",
         "Journal._first_step: constant changed: 0 -> (-1)": "it is asked for only where there are steps",
         "Journal.missing_steps: constant changed: 0 -> (-1)": "a range that is empty, too",
+        "Journal.missing_steps: constant changed: 1 -> (2)": "all steps are looked through: slower",
         "newest_step: comparison swapped: length >= size -> (length > size)": "all of the file is read once more",
     },
     "record/mirror/metric_cursor.py": {
@@ -138,6 +174,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "MetricCursor._is_new: constant changed: 1 -> (2)": _STEPS,
         "MetricCursor._is_new: constant changed: 1 -> (0)": "a point of step 0 is compared with the highest step either way",
         "MetricCursor._is_new: constant changed: 1 -> (2) #2": _STEPS,
+    },
+    "record/mirror/reconciler.py": {
+        "Reconciler._send_reference: constant changed: 0 -> (1)": "the number of publications is only compared with the one before",
     },
     "training/elastic/recovery.py": {
         "with_past: constant changed: 0 -> (-1)": "any of the differences may be named",

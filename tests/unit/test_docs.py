@@ -236,6 +236,28 @@ def test_every_failure_and_its_limits_are_shown_by_a_test() -> None:
         assert re.search(r"\(\.\./tests/[\w/]+\.py\)", line), line
 
 
+def only_exact(test_file: Path) -> bool:
+    """Whether nothing of it runs before a change lands."""
+    every = ast.parse(test_file.read_text()).body
+    if any(re.match(r"pytestmark = .*mark\.exact\b", ast.unparse(line), re.DOTALL) for line in every):
+        return True
+    tests = [line for line in every if isinstance(line, ast.FunctionDef) and line.name.startswith("test_")]
+    return bool(tests) and all(
+        any(ast.unparse(mark) == "pytest.mark.exact" for mark in test.decorator_list) for test in tests
+    )
+
+
+@pytest.mark.parametrize("page", ["guarantees.md", "failures.md"])
+def test_what_is_promised_is_tested_before_a_change_lands_or_says_that_it_is_not(page: str) -> None:
+    """Each line that names tests names one of the default run or a scenario, or `make exact`."""
+    lines = [line for line in (DOCS / page).read_text().splitlines() if line.startswith(("|", "- "))]
+    named = {line: re.findall(r"\((\.\./tests/[\w/]+\.py)\)", line) for line in lines}
+    assert any(named.values())
+    for line, files in named.items():
+        if files and "`make exact`" not in line:
+            assert not all(only_exact((DOCS / file).resolve()) for file in files), line
+
+
 def test_every_page_is_on_the_map() -> None:
     linked = {(DOCS / target).resolve() for target in LINK.findall((DOCS / "index.md").read_text())}
     assert linked >= {page.resolve() for page in DOCS.rglob("*.md") if page.name != "index.md"}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.parsing import json_value, strict_json
+from lockstep.parsing import json_document, json_value, strict_json, yaml_value
 
 DEEP = """
 import sys
@@ -36,3 +36,12 @@ def test_brackets_in_texts_are_no_levels(read: object) -> None:
     assert callable(read)
     document = {"a": ["[[[[{{"] * 300, 'b"[': '\\"[' * 200, "c": [[[]]] * 200}
     assert read(json.dumps(document).encode()) == document
+
+
+def test_a_key_that_is_given_twice_is_refused() -> None:
+    """Readers differ in which of the two values they take: a person would see one, and a proof compare the other."""
+    with pytest.raises(ValueError, match="a key is given twice"):
+        json_document('{"a": {"seed": 7, "seed": 0}}')
+    with pytest.raises(ValueError, match="'seed' is given twice"):
+        yaml_value("a:\n  seed: 7\n  seed: 0\n")
+    assert json_document('{"a": {"seed": 7}, "seed": 0}') == yaml_value("{a: {seed: 7}, seed: 0}")

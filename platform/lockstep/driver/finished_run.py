@@ -9,14 +9,14 @@ from typing import Any
 
 from lockstep.driver import problems
 from lockstep.errors import LockstepError
-from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.external_facts import MOVED, UNKNOWN, changed_facts
-from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import read_bounded
 from lockstep.proof.summary_checks import (
     DIGEST_OF,
     Disagreement,
     file_disagreements,
+    identity_disagreement,
     lacking_digests,
     metric_disagreements,
     plan_of,
@@ -24,7 +24,6 @@ from lockstep.proof.summary_checks import (
 from lockstep.record.ledger.tables import Rows, read_history
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_files, find_finished
-from lockstep.record.redaction import redacted_fields
 from lockstep.spec.loading import load_spec
 
 _FILES = ("ledger.parquet", "evaluations.parquet", "fields.json")
@@ -60,7 +59,7 @@ def _took_the_same(stored_run: StoredRun, uri: str, folder: Path, environment: M
     with tempfile.TemporaryDirectory() as scratch:
         try:
             find_files(uri, stored_run.run_id, (_ENVIRONMENT,), folder, Path(scratch))
-            recorded = json_mapping(read_bounded(Path(scratch) / _ENVIRONMENT, MOST_BYTES))
+            recorded = json_document(read_bounded(Path(scratch) / _ENVIRONMENT, MOST_BYTES))
         except (LockstepError, OSError, ValueError):
             return False
     unknown = recorded.get(UNKNOWN) or environment.get(UNKNOWN)
@@ -99,8 +98,8 @@ def _doubt(stored_run: StoredRun, folder: Path, steps: int | None) -> str:
         return f"its ledger has not the steps up to {last}"
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
-    fields = json_mapping(read_bounded(folder / "fields.json", MOST_BYTES))
-    wrong = _doubt_of_end(stored_run, history, fields, folder) or _doubt_of_identity(summary, fields)
+    fields = json_document(read_bounded(folder / "fields.json", MOST_BYTES))
+    wrong = _doubt_of_end(stored_run, history, fields, folder) or identity_disagreement(summary, fields)
     return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 
 
@@ -124,12 +123,3 @@ def _doubt_of_end(
     return next(
         metric_disagreements(stored_run.summary, *rows, fields, forked=spec.fork is not None), None
     ) or next(file_disagreements(stored_run.summary, folder, row), None)
-
-
-def _doubt_of_identity(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:
-    stated, computed = summary.get("identity"), identity_digest(fields)
-    return (
-        None
-        if redacted_fields(fields) or computed == stated
-        else Disagreement("its identity", stated, computed)
-    )

@@ -29,7 +29,7 @@ from lockstep.files import as_bytes
 from lockstep.job.identity import forked_step
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.source import MAIN_MODULE
-from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
 from lockstep.proof import problems
 from lockstep.record.events.union import EvaluationRow, StepRow
@@ -64,6 +64,7 @@ class RecordedRun:
     """What it says that it ended with; nothing where it has not finished."""
     folder: Path | None = None
     """Where the files of its weights are; those of a trial that another run stands for are with that one."""
+    own_folder: Path | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What its job took from outside itself and its identity has not."""
 
@@ -213,6 +214,7 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
         find_copies(uri, run_id),
         summary,
         folder_of(str(summary.get("reused_from") or run_id), spec, folder),
+        folder_of(run_id, spec, folder),
         _facts(uri, run_id, run_folder),
     )
 
@@ -233,7 +235,7 @@ def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
 def recorded_fields(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
     """The fields of a run's identity; empty where they are not recorded."""
     try:
-        return json_mapping(_Texts(uri, run_id, folder).read("fields.json") or b"{}")
+        return json_document(_Texts(uri, run_id, folder).read("fields.json") or b"{}")
     except (OSError, ValueError) as error:
         raise problems.UNREADABLE(run=run_id, what="fields.json", got=error) from error
 
@@ -241,7 +243,7 @@ def recorded_fields(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
 def _facts(uri: str, run_id: str, folder: Path) -> dict[str, Any]:
     """The facts of what a run's job took from outside itself; empty where they are not recorded."""
     try:
-        facts = json_mapping(_Texts(uri, run_id, folder).read("environment.json") or b"{}").get(MOVED)
+        facts = json_document(_Texts(uri, run_id, folder).read("environment.json") or b"{}").get(MOVED)
     except (OSError, ValueError) as error:
         raise problems.UNREADABLE(run=run_id, what="environment.json", got=error) from error
     return facts if isinstance(facts, dict) else {}

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
-from lockstep.parsing import json_mapping, one_line
+from lockstep.parsing import json_document, one_line
 from lockstep.paths import component, shown
 from lockstep.proof import problems
 from lockstep.proof.recorded_run import RecordedRun
@@ -101,7 +101,7 @@ def plain(value: Mapping[str, Any]) -> bytes:
 def parsed(payload: bytes) -> dict[str, Any]:
     """A statement that was written. SpecError where it is none of a run."""
     try:
-        value = json_mapping(payload)
+        value = json_document(payload)
         kinds = value["_type"], value["predicateType"]
         component(value["predicate"]["run"])
     except (ValueError, KeyError, TypeError) as error:

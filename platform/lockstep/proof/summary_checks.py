@@ -12,9 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.errors import StorageError, first_line
+from lockstep.job.identity import identity_digest
 from lockstep.plan import Plan
 from lockstep.proof import problems
 from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.redaction import redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.digests import Digester, model_digest
@@ -24,6 +26,9 @@ from lockstep.training.weights import read_tensors
 
 DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
 """Which digest of a run's summary belongs to which file of weights."""
+
+_UNSTATED = "no digest"
+"""Stands in a disagreement for the digest of a file that is there though the summary has none: whoever reads the file would take it for the run's."""
 
 
 class Disagreement(NamedTuple):
@@ -127,15 +132,16 @@ def file_disagreements(
     """In what the files of weights in a run's `folder`, as far as they are there, are not what its summary and its last row say."""
     for name, key in DIGEST_OF.items():
         path = folder / "weights" / f"{name}.safetensors"
-        if not summary.get(key) or not path.is_file():
+        if not path.is_file():
             continue
+        stated = summary.get(key) or _UNSTATED
         try:
             state = read_weights(path)
         except StorageError as error:
-            yield Disagreement(f"weights/{path.name}", summary[key], str(error))
+            yield Disagreement(f"weights/{path.name}", stated, str(error))
             continue
-        if (digest := weights_digest(state)) != summary[key]:
-            yield Disagreement(f"weights/{path.name}", summary[key], digest)
+        if (digest := weights_digest(state)) != stated:
+            yield Disagreement(f"weights/{path.name}", stated, digest)
         if name == "final" and last is not None and last.digests is not None:
             actual = model_digest(Digester(torch.device("cpu")), state)
             if actual != last.digests.weights:
@@ -155,16 +161,25 @@ def files_beside(summary: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 
 def _beside_disagreements(summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
     """The same for the files with what the model computes with besides its weights."""
-    for name, path in files_beside(summary, folder).items():
+    for name in DIGEST_OF:
+        path = folder / "weights" / f"{name}.safetensors"
         if not beside_path(path).is_file():
             continue
-        digest = summary["beside"][name]
+        stated = (summary.get("beside") or {}).get(name) or _UNSTATED
         try:
             actual = tree_digest(load_beside(path))
         except StorageError as error:
             actual = str(error)
-        if actual != digest:
-            yield Disagreement(f"weights/{beside_path(path).name}", digest, actual)
+        if actual != stated:
+            yield Disagreement(f"weights/{beside_path(path).name}", stated, actual)
+
+
+def identity_disagreement(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:
+    """In what the identity that a summary states is not that of the `fields`; None where it is, and where a secret was left out of them."""
+    stated, computed = summary.get("identity"), identity_digest(fields)
+    if redacted_fields(fields) or computed == stated:
+        return None
+    return Disagreement("its identity", stated, computed)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from lockstep.proof.spans import Span
 from lockstep.proof.summary_checks import (
     DIGEST_OF,
     file_disagreements,
+    identity_disagreement,
     lacking_digests,
     plan_of,
     read_weights,
@@ -48,6 +49,7 @@ _OF_RESULT = ("weights_digest", "ema_digest", "best_digest", "best_step", "epoch
 """What of a summary is the same in every execution of a run, beside its metrics."""
 
 _OF_SUMMARY = " of the summary"
+_BESIDE = "beside_digest."
 
 _EXACT = ("step", "epoch", "samples", "weight", "skipped", "scale")
 """Columns that are the same on any machine."""
@@ -271,16 +273,19 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
     recorded = {**run.summary, **(run.summary.get("metrics") or {})}
     replayed = {**replayed, **(replayed.get("metrics") or {})}
     metrics = {*(run.summary.get("metrics") or {}), *(replayed.get("metrics") or {})}
-    for name, digest in (run.summary.get("beside") or {}).items():
-        recorded[f"beside_digest.{name}"] = digest
-        replayed[f"beside_digest.{name}"] = (replayed.get("beside") or {}).get(name)
-    beside_names = [name for name in recorded if name.startswith("beside_digest.")]
-    for name in (*_OF_RESULT, *beside_names, *sorted(metrics)):
+    for name in DIGEST_OF:
+        for result in (recorded, replayed):
+            result[f"{_BESIDE}{name}"] = (result.get("beside") or {}).get(name)
+    for name in (*_OF_RESULT, *(f"{_BESIDE}{name}" for name in DIGEST_OF), *sorted(metrics)):
         if not same_in_json(recorded.get(name), replayed.get(name)):
             yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), replayed.get(name))
-    if run.folder is not None:
-        for name, stated, actual in file_disagreements(run.summary, run.folder, run.steps.get(last)):
-            yield FirstDifference(last, None, name, stated, actual)
+    wrong = identity_disagreement(run.summary, run.fields) if run.fields else None
+    if wrong is not None:
+        yield FirstDifference(last, None, f"identity{_OF_SUMMARY}", wrong.stated, wrong.found)
+    for folder in dict.fromkeys((run.folder, run.own_folder)):
+        if folder is not None:
+            for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
+                yield FirstDifference(last, None, name, stated, actual)
 
 
 def _row_differences(

@@ -28,17 +28,7 @@ _SET = re.compile(r"^evaluate\.sets\.[^.]+")
 
 
 class _Loader(BoundedLoader):
-    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice and a text with a null character."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is given twice", key.start_mark
-                )
-            keys.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else ("", ""))
-        return super().construct_mapping(node, deep)
+    """Reads plain words as YAML 1.2 does, and refuses a text with a null character."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)

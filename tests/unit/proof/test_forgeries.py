@@ -343,6 +343,11 @@ def weights(forger: Forger) -> None:
     change_ledger(forger.run, 8, "weights_digest", lambda _: digest)
 
 
+def added_weights(forger: Forger) -> None:
+    path = forger.run / "weights" / "final.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_stem("ema"))
+
+
 def linked_weights(forger: Forger) -> None:
     weights(forger)
     path = forger.run / "weights" / "final.safetensors"
@@ -403,6 +408,8 @@ RECORDS: dict[str, Callable[[Forger], None]] = {
     "an evaluation": metrics,
     "weights in every place": weights,
     "weights behind a link": linked_weights,
+    "weights that no digest covers": added_weights,
+    "another identity": lambda forger: forger.json("summary.json", identity="0" * 64),
     "a source behind a link": linked_source,
     "fewer samples": field("data.train_samples", 63),
     "another fingerprint": field("data.train_fingerprint", "0" * 64),

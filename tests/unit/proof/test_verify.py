@@ -27,12 +27,14 @@ from lockstep.calls.verify import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import Problem
+from lockstep.job.identity import identity_digest
 from lockstep.plan import Plan
 from lockstep.proof import problems
 from lockstep.proof.recorded_run import recorded_run
-from lockstep.proof.verification import Verified
+from lockstep.proof.verification import Verified, _result_differences
 from lockstep.spec.fields import Fork
 from lockstep.training import run_facts
+from lockstep.training.auxiliary_state import save_beside
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.in_process import here
 from tests.raised import raises
@@ -346,6 +348,58 @@ def test_another_file_of_weights_than_the_summary_says_is_found(run: Path) -> No
     assert first(verified(run)) == (12, None, "weights/final.safetensors")
 
 
+def stated_identity(run: Path) -> None:
+    forge_result(run, identity="0" * 64)
+
+
+def added_weights(run: Path) -> None:
+    """The best ones of a run that kept none: an export would take them for its own."""
+    path = run / "weights" / "final.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_stem("best"))
+
+
+def weights_behind_another_run(run: Path) -> None:
+    """The summary points to a run that has the weights, and this folder has others."""
+    shutil.copytree(run, run.with_name("f" * 32))
+    forge_result(run, reused_from="f" * 32)
+    path = run / "weights" / "final.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path)
+
+
+def added_beside(run: Path) -> None:
+    save_beside(run / "weights" / "final.safetensors", {"job": {"scale": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("forge", "quantity"),
+    [
+        (stated_identity, "identity of the summary"),
+        (added_weights, "weights/best.safetensors"),
+        (weights_behind_another_run, "weights/final.safetensors"),
+        (added_beside, "weights/final.beside.safetensors"),
+    ],
+)
+def test_what_no_digest_of_the_record_covers_is_found(
+    run: Path, forge: Callable[[Path], None], quantity: str
+) -> None:
+    """No step shows it; whoever reads the folder would take it for the run's."""
+    forge(run)
+    found = verified(run, steps=1)
+    assert first(found) == (12, None, quantity)
+    assert found.cause == "the weights or the summary were changed after they were written: all else is equal"
+
+
+def test_a_summary_that_says_nothing_of_what_is_beside_the_weights_is_found(recorded: Path) -> None:
+    """The replayed steps have a digest of it."""
+    run = recorded_run(recorded.name, "off", recorded.parent)
+    replayed = {**run.summary, "beside": {"final": "1" * 64}}
+    stripped = replace(run, summary={**run.summary, "beside": {}})
+    sound = replace(run, folder=None, summary=replayed)
+    assert list(_result_differences(sound, replayed)) == []
+    (found,) = _result_differences(stripped, replayed)
+    assert found[2:] == ("beside_digest.final of the summary", None, "1" * 64)
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("field", "value", "where", "cause"),
@@ -566,8 +620,10 @@ def test_a_run_that_is_not_there_is_told_in_one_line(recorded: Path) -> None:
 
 
 def edited_fields(run: Path, **fields: Any) -> None:
-    recorded = json.loads((run / "fields.json").read_text())
-    (run / "fields.json").write_text(json.dumps({**recorded, **fields}))
+    """Change them, and the identity in the summary with them."""
+    changed = {**json.loads((run / "fields.json").read_text()), **fields}
+    (run / "fields.json").write_text(json.dumps(changed))
+    forge_result(run, identity=identity_digest(changed))
 
 
 @pytest.mark.scenario

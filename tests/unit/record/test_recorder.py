@@ -158,8 +158,11 @@ def test_metrics_survive_an_outage_each_once_and_in_order(shaky: Shaky, spec: Sp
     recorder = recorder_on(shaky, spec(), patience_s=0.3)
     recorder.run_id()
     shaky.away.set()
-    recorder.tell(*[step_row(i) for i in range(1, 300)])
+    recorder.tell(*[step_row(i) for i in range(1, 299)])
     wait_until(lambda: recorder.state.failure is not None)
+    log = recorder.run_folder() / "log.txt"
+    recorder.tell(step_row(299))
+    wait_until(lambda: log.exists() and "the store is away: " in log.read_text())
     shaky.away.clear()
     recorder.tell(*[step_row(i) for i in range(300, 501)])
     wait_until(lambda: recorder.state.failure is None)
@@ -167,6 +170,7 @@ def test_metrics_survive_an_outage_each_once_and_in_order(shaky: Shaky, spec: Sp
     recorder.close()
     assert losses(shaky.points) == [(i, 1 / (i + 2)) for i in range(1, 501)]
     assert run_json(recorder)["status"] == "FINISHED"
+    assert [log.read_text().count(f"the store is {words}") for words in ("away: ", "back")] == [1, 1]
 
 
 def test_replayed_steps_leave_no_trace(shaky: Shaky, spec: Specs) -> None:

@@ -63,9 +63,10 @@ def test_what_uses_the_compiler_has_it_whole(use: str) -> None:
 def test_a_search_through_all_modules_imports_no_compiler() -> None:
     told = answer(
         "import inspect; inspect.getmodule(trained.__code__); [hasattr(m, '__warningregistry__') for m in [*sys.modules.values()]]; "
-        "print(json.dumps('torch._dynamo.config' in sys.modules))"
+        "found = sys.modules['torch._dynamo']; print(json.dumps([found.__name__, found.__file__ == found.__spec__.origin, "
+        "'torch._dynamo.config' in sys.modules]))"
     )
-    assert told is False
+    assert told == ["torch._dynamo", True, False]
 
 
 def test_a_compiler_that_is_imported_within_is_deterministic_only_within() -> None:

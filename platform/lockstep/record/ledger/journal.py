@@ -160,7 +160,8 @@ class Journal:
     def missing_steps(self) -> range:
         """The first gap between the run's first step and the last one; empty if there is none."""
         expected = self._first_step
-        if self._steps.count != self.last_step - expected + 1:  # else there is none to look for
+        lowest = min(self._steps.first or expected, expected)  # rows of another run may come before the first
+        if self._steps.count != self.last_step - lowest + 1:  # else there is none to look for
             for number in self._steps.numbers():
                 if number > expected:
                     return range(expected, number)

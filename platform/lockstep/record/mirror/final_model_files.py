@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.files import replaced
-from lockstep.parsing import MOST_BYTES, json_mapping
+from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import read_beneath
 
 FOLDER = "model"
@@ -48,7 +48,7 @@ class FinalModel:
     @classmethod
     def read(cls, folder: Path) -> FinalModel:
         """Read what `write` wrote. OSError or ValueError where it cannot be read."""
-        fields = json_mapping(read_beneath(folder, DESCRIPTION, MOST_BYTES))
+        fields = json_document(read_beneath(folder, DESCRIPTION, MOST_BYTES))
         values = {name: Values(**fields.pop(name)) for name in ("input", "output") if fields[name]}
         return cls(**{**fields, **values})
 

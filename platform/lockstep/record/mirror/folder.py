@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from lockstep.errors import RecordError
 from lockstep.files import as_text, is_there, replacing, write_text
-from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_mapping, yaml_value
+from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, conforms, json_document, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_beneath, read_bounded, shown
 from lockstep.record import problems
 from lockstep.record.errors import UnavailableError
@@ -103,7 +103,7 @@ class _RunDocument(NamedTuple):
 
 def _read(path: Path) -> dict[str, Any]:
     """A run.json. ValueError where it is not as it was written."""
-    run = json_mapping(read_bounded(path, MOST_BYTES))
+    run = json_document(read_bounded(path, MOST_BYTES))
     if not run:
         raise ValueError("it has no run")
     for name, hint in get_type_hints(_RunDocument).items():

@@ -308,6 +308,15 @@ NOT_RESUMED = Problem(
     advice="`state_dict` and `load_state_dict` of the job, or the optimizer's state",
 )
 
+SAVING_CHANGES = Problem(
+    "rehearsal.saving_changes",
+    JobError,
+    "job.state_dict: {name} has another value after each save, and the state that is saved follows it: a run that saves more often would learn something else",
+    "give the state in state_dict() as it is, and change it in after_step()",
+    cause="a `state_dict` of the job, or a module's `get_extra_state`, changes what it gives",
+    advice="give the state as it is, and change it in `after_step`",
+)
+
 UNITS_UNKNOWN = Problem(
     "rehearsal.units_unknown",
     SpecError,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.record import problems
-from lockstep.record.events.union import Digests, Mended, Opened, Started
+from lockstep.record.events.union import Delivered, Digests, Mended, Opened, Recorded, Started
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_file import NAME
@@ -142,14 +142,37 @@ def test_first_steps_that_are_lost_are_missing(tmp_path: Path, fork: str | None)
         journal.close()
 
 
-def test_a_gap_is_found_though_rows_from_before_the_first_step_are_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "missing"),
+    [
+        ((2, 4, 5), range(0)),
+        ((2, 4, 5, 7), range(6, 7)),
+        ((2, 4, 6), range(5, 6)),
+        ((2, 4, 7, 9), range(5, 7)),
+    ],
+)
+def test_a_gap_is_found_though_rows_from_before_the_first_step_are_there(
+    tmp_path: Path, steps: tuple[int, ...], missing: range
+) -> None:
     """A fork's own first step is not that of its journal where another run's rows came into it: they hide no gap, and make none."""
     journal = Journal(tmp_path)
-    journal.add([Started({"fields": {"fork": "0123456789abcdef@3"}}), *map(step_row, (2, 4, 5))])
-    assert journal.missing_steps() == range(0)
-    journal.add([*map(step_row, (7, 9))])
-    assert journal.missing_steps() == range(6, 7)
+    journal.add([Started({"fields": {"fork": "0123456789abcdef@3"}}), *map(step_row, steps)])
+    assert journal.missing_steps() == missing
     journal.close()
+
+
+@pytest.mark.parametrize(
+    "later", [[], [step_row(2)], [evaluation_row(2)]], ids=["nothing", "row", "evaluation"]
+)
+def test_what_comes_after_a_delivery_is_not_delivered(tmp_path: Path, later: list[Recorded]) -> None:
+    """As it is added, and as the journal is taken up again."""
+    journal = Journal(tmp_path)
+    journal.add([step_row(1), Delivered(), *later])
+    assert journal.delivered == (not later)
+    journal.close()
+    again = Journal(tmp_path, read_only=True)
+    assert again.delivered == (not later)
+    again.close()
 
 
 def test_a_run_was_last_alive_when_its_last_row_was_written(tmp_path: Path) -> None:

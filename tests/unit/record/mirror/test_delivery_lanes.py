@@ -13,7 +13,7 @@ from lockstep.errors import RecordError
 from lockstep.record.errors import RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import Finished
-from lockstep.record.mirror.delivery_lanes import Lane, Part
+from lockstep.record.mirror.delivery_lanes import Lane, Outage, Part
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
@@ -99,6 +99,26 @@ def test_after_an_outage_the_newest_values_are_sent_once(tags: Tags) -> None:
     tags.away.clear()
     tags.settle()
     assert tags.calls == [{"step": "99", "name": "run"}] and tags.lane.outage is None
+
+
+def test_what_is_no_longer_wanted_is_deleted_and_nothing_else(tags: Tags) -> None:
+    deleted = list[str]()
+    files = Part(tags.lane, "files", lambda _: None, delete=deleted.append)
+    files.desired = {"kept": 1, "dropped": 1}
+    tags.lane.wake()
+    tags.settle()
+    files.desired = {"kept": 1}
+    tags.lane.wake()
+    tags.settle()
+    assert (deleted, files.actual) == (["dropped"], {"kept": 1})
+
+
+def test_each_pause_of_an_outage_is_twice_the_one_before_up_to_the_longest(tags: Tags) -> None:
+    pauses = list[float]()
+    for tries in range(1, 5):
+        tags.lane.outage = Outage(0.0, tries, UnavailableError("it does not answer"))
+        pauses.append(tags.lane._pause_s())
+    assert pauses == [0.005, 0.01, 0.02, 0.02]
 
 
 def test_a_refusal_that_the_journal_cannot_note_is_tried_again(

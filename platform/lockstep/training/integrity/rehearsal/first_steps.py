@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Shared, pack, sharing
 from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.data.fingerprint import difference
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError
-from lockstep.job.interface import Job
+from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all, update_key
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity import problems
@@ -26,6 +26,7 @@ from lockstep.training.integrity.rehearsal.layout import check_listed
 from lockstep.training.integrity.rehearsal.micro_batch import compute
 from lockstep.training.integrity.rehearsal.names_of_objects import HOOKS, memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest
+from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.state import TrainState, check_shared
 from lockstep.training.step.after_step import follow_update
 from lockstep.training.step.closures import step_once
@@ -113,6 +114,7 @@ class FirstSteps:
         changed = [place for place in changed if not self._in_state_dict(place)]
         self._check_data([place for place in changed if place in after[0].of_datasets], batches, fetched)
         saved = self._save()
+        self._check_saving(after)
         return Straight(updated, saved, changed, _values(after), self._step(1, fetched))
 
     def other_last(self, fetched: Fetched) -> dict[str, str] | None:
@@ -237,6 +239,24 @@ class FirstSteps:
         for before, (_, after) in zip(batches, fetched(), strict=True):
             if (location := difference(before, after)) is not None:
                 raise problems.DATA_CHANGED(name=named(changed), where=location)
+
+    def _check_saving(self, before: Sequence[Memory]) -> None:
+        """JobError where the state that a save takes depends on the saves before it: how often a run saves is placement.
+
+        A value that is noted at a save alone is none of it, such as a cache or a time.
+        """
+        modules = self.state.model.modules()
+        own = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules)
+        if not own and not overrides(self.job, "state_dict"):
+            return
+        saved = self._memories()
+        noted = [
+            place for memory, old in zip(saved, before, strict=True) for place in memory.changed_since(old)
+        ]
+        if noted and tree_digest(self.state.sections()) != tree_digest(self.state.sections()):
+            again = _values(self._memories())
+            if moved := [place for place in noted if again.get(place) != _values(saved).get(place)]:
+                raise problems.SAVING_CHANGES(name=named(moved))
 
     def _memories(self) -> list[Memory]:
         """What the job and its data hold, and what each optimizer does, including large arrays, which an update may write to."""
