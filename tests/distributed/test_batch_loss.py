@@ -471,7 +471,7 @@ class DetachedLater(Clip):
 
     def batch_loss(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
         loss = super().batch_loss(model, rows)
-        return loss if len(rows["image"]) != 8 else Loss(loss.total.detach(), loss.weight)
+        return loss if len(rows["image"]) != 8 else Loss(loss.total.detach(), loss.weight, loss.parts)
 
 
 class TwoViews(Triplets):
