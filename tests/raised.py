@@ -21,6 +21,7 @@ def raises(problem: Problem[ErrorT], **facts: object) -> pytest.RaisesExc[ErrorT
 
     def is_it(error: ErrorT) -> bool:
         assert error.code == problem.code, error
+        assert "\n" not in str(error), error
         assert all(is_told(name, wanted, error) for name, wanted in facts.items()), (error.facts, facts)
         return True
 

@@ -25,7 +25,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_
 
 import lockstep
 from lockstep import Loss, Mean
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, Words, held_in, numbers, perceptron
+from lockstep.data import problems as data_problems
+from lockstep.training import problems
+from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.step import problems as step_problems
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Refusal, Words, held_in, numbers, perceptron
 
 # --- sums over the micro-batch ------------------------------------------------------------------------------
 
@@ -1622,31 +1626,25 @@ class CachedCodes(Kind):
         return Loss((F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * codes)).sum(), len(y))
 
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    ErasesItsRows: ("data: the first micro-batch, fetched twice under one seed, differs",),
-    CachedCodes: ("job.loss: it keeps what it drew", "keep it in a buffer"),
-    CachedDraws: ("data: ", "keeps what it drew", "train_data"),
-    CachedKeyedDraws: ("data: ", "keeps what it drew"),
-    RareDraws: (
-        "data: train_data.own is a generator of the job's own",
-        "seed train_data.own from the sample's index",
-    ),
-    DrawsInThreads: (
-        "data: the first micro-batch, fetched twice under one seed, differs in batch[0]",
-        "in threads",
-    ),
-    CountingData: ("data: the first micro-batch, fetched twice under one seed, differs",),
-    WritesIntoItsData: ("computed again under one seed, has other bits",),
-    OwnBackward: ("job.loss: it has called backward()", "Lockstep does"),
-    OwnUpdate: ("parameter '0.weight' was written to by the job itself",),
-    GradualUnfreezing: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
-    LateParameter: ("parameter 'scale' was made by the loss", "job.model"),
-    SharpnessAware: ("job.optimizer: Sam evaluates the loss again within an update", "closure_calls"),
-    RunningLoss: ("job.recent and 4 more is kept from one micro-batch to the next",),
-    SetsThreads: ("torch.set_num_threads to 2", "set threads"),
-    AllowsAnyKernel: ("torch.use_deterministic_algorithms to False",),
+REFUSED: dict[type[Kind], Refusal] = {
+    ErasesItsRows: (data_problems.FETCHES_DIFFER, {"location": " in batch[0]"}),
+    CachedCodes: (integrity_problems.KEEPS_DRAWS, {"label": "job.loss"}),
+    CachedDraws: (integrity_problems.DATA_KEEP_DRAWS, {}),
+    CachedKeyedDraws: (integrity_problems.DATA_KEEP_DRAWS, {}),
+    RareDraws: (integrity_problems.DATA_GENERATOR, {"name": "train_data.own"}),
+    DrawsInThreads: (data_problems.FETCHES_DIFFER, {"location": " in batch[0]"}),
+    CountingData: (data_problems.FETCHES_DIFFER, {"location": " in batch[0]"}),
+    WritesIntoItsData: (integrity_problems.EVALUATION_DIFFERS, {"got": "eval/loss"}),
+    OwnBackward: (integrity_problems.BACKWARD_CALLED, {"name": "0.weight"}),
+    OwnUpdate: (step_problems.PARAMETER_WRITTEN, {"name": "0.weight"}),
+    GradualUnfreezing: (step_problems.ASKS_OTHERWISE, {"name": "0.weight", "got": "now asks"}),
+    LateParameter: (integrity_problems.PARAMETER_OF_LOSS, {"name": "scale"}),
+    SharpnessAware: (step_problems.CLOSURE_CALLS, {"name": "Sam"}),
+    RunningLoss: (integrity_problems.KEPT, {"name": "job.recent and 4 more"}),
+    SetsThreads: (problems.JOB_SETTING, {"name": "torch.set_num_threads", "got": 2, "wanted": 1}),
+    AllowsAnyKernel: (problems.JOB_SETTING, {"name": "torch.use_deterministic_algorithms", "got": False}),
 }
-"""Jobs that are refused, and words of the line that says why."""
+"""Jobs that are refused, each with the problem and facts of it."""
 
 HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

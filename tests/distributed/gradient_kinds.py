@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Loss
-from tests.distributed.kinds import CLASSES, Kind, held_in
+from tests.distributed.kinds import CLASSES, Kind, Refusal, held_in
 
 # --- complex weights ------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class RareTable(Kind):
         return Loss(F.cross_entropy(model["head"](h), y, reduction="sum"), len(y))
 
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {}
+REFUSED: dict[type[Kind], Refusal] = {}
 
 HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

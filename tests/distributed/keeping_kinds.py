@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import warnings
 from typing import Any, ClassVar
 
@@ -14,7 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Loss, Mean
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+from lockstep.checkpoint.problems import UNSTORABLE
+from lockstep.training import problems
+from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.step import problems as step_problems
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Refusal, held_in, perceptron
 from tests.fading import Fading
 from tests.flat_momentum import FlatMomentum
 from tests.nested import Nested
@@ -932,44 +937,68 @@ class GivesMergedWeights(Kind):
         return nn.Sequential(Merged(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
-
 UNSAVED = "changes with an update, and no checkpoint keeps it"
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    RateByAnotherName: ("job.optimizer: a group of Signs has no learning rate", "call it lr", "lr=1.0"),
-    DropsItsTable: ("buffer 'table' became None in training, wanted torch.float32 as at the start",),
-    DropsItsTableAfterStep: ("buffer 'table' became None in training",),
-    WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
-    WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
-    MergesInEvaluationMode: ("job.model: parameter '0.weight' has other bits after train() and eval()", "merge_weights=False"),
-    SeparatesItsWindow: ("job.load_state_dict: job/history and job/newest share memory", "copy_"),
-    MovesBesideItsModel: ("job.load_state_dict: job/heat and model/heat share memory", "copy_"),
-    ExpiresCodes: ("buffer 'shift' was written to past torch's count of writes (step 3, rank 0)", "copy_(…)"),
-    TableWhenAskedFor: ("buffer 'table' was made after training had begun", "make it in job.model"),
-    NormWhenAskedFor: ("module '0.large' was made after training had begun", "make all modules in job.model"),
-    ShiftWhenAskedFor: ("parameter 'shift' was made after training had begun", "make it in job.model"),
-    Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
-    LongComplexNumbers: ("model/turns is a tensor of torch.complex128", "which a checkpoint cannot hold"),
-    NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
-    StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
-    LeavesOutAndLoadsStrictly: ("job.model: its load_state_dict() does not take what its state_dict() gives", '"teacher.0.weight"', "strict=False"),
-    GivesHalfTheDigits: ("job.model: its state_dict() gives other bits for '0.weight' (torch.float16)", "at the start"),
-    GivesMergedWeights: ("job.model: its state_dict() gives other bits for '0.weight'", "after the first update, before training"),
-    Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
-    WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
-    BestSoFar: (f"job.best {EVALUATIONS}",),
-    PhaseByFigures: (f"PhaseByFigures.number {EVALUATIONS}",),
-    ScheduledByScore: (f"job.rate {EVALUATIONS}",),
-    ThawsByScore: (f"job.score {EVALUATIONS}",),
-    MetricWithoutReset: (f"job.streamed.total {EVALUATIONS}",),
-    CentresByTheFirstEvaluation: ("model.centre is left behind by an evaluation", "the loss of the first training micro-batch"),
-    SavesHalf: ("resume: '0.weight'", f"job.pull {UNSAVED}"),
-    ForgetsToTakeBack: ("resume: '0.weight'", f"job.pull {UNSAVED}"),
-    ForgetfulOptimizer: ("resume: '0.weight'", f"optimizer.taken {UNSAVED}"),
-    FollowsItsEvaluations: ("job.mean is left behind by an evaluation", "the loss of the first training micro-batch"),
-}  # fmt: skip
-"""Jobs that are refused, and words of the line that says why."""
+FIRST = "'0.weight' and 3 more"
+
+REFUSED: dict[type[Kind], Refusal] = {
+    RateByAnotherName: (step_problems.NO_RATE, {"label": "job.optimizer", "got": "Signs"}),
+    DropsItsTable: (step_problems.BUFFER_TYPE, {"name": "table", "got": None, "wanted": "torch.float32"}),
+    DropsItsTableAfterStep: (step_problems.BUFFER_TYPE, {"name": "table", "got": None}),
+    WrappedOptimizer: (step_problems.NO_SUPER_INIT, {"label": "job.optimizer", "got": "Wraps"}),
+    WrappedStateThatIsLost: (
+        problems.JOB_FAILED,
+        {
+            "where": re.compile("^taking back the state that it gives after the first update"),
+            "kind": "KeyError",
+        },
+    ),
+    MergesInEvaluationMode: (integrity_problems.WEIGHTS_MERGED, {"name": "0.weight"}),
+    SeparatesItsWindow: (problems.SHARED_APART, {"name": "job/history", "other": "job/newest"}),
+    MovesBesideItsModel: (problems.SHARED_APART, {"name": "job/heat", "other": "model/heat"}),
+    ExpiresCodes: (step_problems.BUFFER_UNCOUNTED, {"name": "shift", "where": "step 3, rank 0"}),
+    TableWhenAskedFor: (step_problems.BUFFER_MADE, {"name": "table"}),
+    NormWhenAskedFor: (step_problems.MODULE_CHANGED, {"name": "0.large", "got": "was made"}),
+    ShiftWhenAskedFor: (step_problems.PARAMETER_MADE, {"name": "shift"}),
+    Scripted: (integrity_problems.COMPILED, {"name": "the model", "got": re.compile("^torch.jit")}),
+    LongComplexNumbers: (
+        UNSTORABLE,
+        {"where": "model/turns", "got": re.compile("^a tensor of torch.complex128")},
+    ),
+    NumbersOfNumPy: (UNSTORABLE, {"where": "job/heat", "got": "a numpy.float32"}),
+    StageOfTheData: (integrity_problems.DATA_CHANGED, {"name": "job.staged.stage", "where": " in batch[0]"}),
+    LeavesOutAndLoadsStrictly: (integrity_problems.STATE_REFUSED, {"got": re.compile('"teacher.0.weight"')}),
+    GivesHalfTheDigits: (
+        integrity_problems.STATE_CONVERTED,
+        {"name": "0.weight", "got": "torch.float16", "wanted": "torch.float32", "where": "at the start"},
+    ),
+    GivesMergedWeights: (
+        integrity_problems.STATE_CONVERTED,
+        {"name": "0.weight", "where": "after the first update, before training"},
+    ),
+    Sets: (
+        step_problems.PARAMETER_ORDER,
+        {"where": re.compile("^parameter . of group 0$"), "there": "when the optimizer is made again"},
+    ),
+    WeighsByTheBest: (integrity_problems.WHOLE_SET_KEEPS, {"got": "job.best"}),
+    BestSoFar: (integrity_problems.WHOLE_SET_KEEPS, {"got": "job.best"}),
+    PhaseByFigures: (integrity_problems.WHOLE_SET_KEEPS, {"got": "class PhaseByFigures.number"}),
+    ScheduledByScore: (integrity_problems.WHOLE_SET_KEEPS, {"got": "job.rate"}),
+    ThawsByScore: (integrity_problems.WHOLE_SET_KEEPS, {"got": "job.score"}),
+    MetricWithoutReset: (integrity_problems.WHOLE_SET_KEEPS, {"got": "job.streamed.total"}),
+    CentresByTheFirstEvaluation: (
+        integrity_problems.EVALUATION_LEAVES,
+        {"name": "model.centre", "got": "the loss"},
+    ),
+    SavesHalf: (integrity_problems.NOT_RESUMED, {"name": FIRST, "got": f"job.pull {UNSAVED}"}),
+    ForgetsToTakeBack: (integrity_problems.NOT_RESUMED, {"name": FIRST, "got": f"job.pull {UNSAVED}"}),
+    ForgetfulOptimizer: (
+        integrity_problems.NOT_RESUMED,
+        {"name": FIRST, "got": f"optimizer.taken {UNSAVED}"},
+    ),
+    FollowsItsEvaluations: (integrity_problems.EVALUATION_LEAVES, {"name": "job.mean", "got": "the loss"}),
+}
+"""Jobs that are refused, each with the problem and facts of it."""
 
 TOLD: dict[type[Kind], tuple[str, ...]] = {
     HiddenTeacher: (f"job.teacher[0].0.weight and 3 more {UNSAVED}",),

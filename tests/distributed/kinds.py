@@ -1,11 +1,12 @@
 """Jobs of many kinds, each as its field would write it: what is exact in them must stay so, whoever runs them.
 
-Every class here is a job. Those in `REFUSED` break the promise, and the words beside them are in the line that says so.
+Every class here is a job. Those in `REFUSED` break the promise, and the problem beside them says how.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,7 +21,13 @@ import lockstep
 from lockstep import Loss, Mean
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.errors import Problem
+from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.step import problems as step_problems
 from tests.distributed.training import train, train_attempt
+
+Refusal = tuple[Problem[Any], dict[str, object]]
+"""A problem, and facts of the case; a pattern has to be found in the fact."""
 
 RUN = "run"
 FEATURES, CLASSES = 6, 3
@@ -846,25 +853,34 @@ def taken_up(one: dict[str, Any]) -> AttemptOrigin:
     return claim(one["checkpoint"]["storage"], RUN, None)
 
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    TeacherInParameters: ("parameter 'teacher.0.weight' was written to by the job itself", "job.after_step(model, step)", "buffer"),
-    MomentumEncoder: ("parameter 'teacher.0.weight' was written to by the job itself", "buffer"),
-    ClampedInTheLoss: ("parameter '0.weight' was written to by the job itself",),
-    Queue: ("job.queue is kept from one micro-batch to the next", "buffer"),
-    HiddenInAnAttribute: ("model.last is kept from one micro-batch to the next", "buffer"),
-    CountedCalls: ("CountedCalls.calls is kept from one micro-batch to the next",),
-    OwnGenerator: ("job.generator is kept from one micro-batch to the next",),
-    OutOfSight: ("the loss, computed again under one seed, has other bits", "hidden state"),
-    TotalIsAMean: ("job.loss: total is", "for its halves: a mean, wanted the sum", "reduction='sum'"),
-    Scheduled: ("job.optimizer: the optimizer carries a learning-rate scheduler", "schedule"),
-    RateAfterwards: ("job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01 by an update", "schedule"),
-    UpdateFromTheLoss: ("job.optimizer: the first update of '0.weight'", "ran last"),
-    KeptMetric: ("evaluation: job.right and 1 more is kept from one micro-batch to the next", "eval/running", "lockstep.Mean"),
-}  # fmt: skip
-"""Jobs that are refused, and words of the line that says why."""
+REFUSED: dict[type[Kind], Refusal] = {
+    TeacherInParameters: (step_problems.PARAMETER_WRITTEN, {"name": "teacher.0.weight"}),
+    MomentumEncoder: (step_problems.PARAMETER_WRITTEN, {"name": "teacher.0.weight"}),
+    ClampedInTheLoss: (step_problems.PARAMETER_WRITTEN, {"name": "0.weight"}),
+    Queue: (integrity_problems.KEPT, {"name": "job.queue", "got": "the loss"}),
+    HiddenInAnAttribute: (integrity_problems.KEPT, {"name": "model.last", "got": "the loss"}),
+    CountedCalls: (integrity_problems.KEPT, {"name": "class CountedCalls.calls", "got": "the loss"}),
+    OwnGenerator: (integrity_problems.KEPT, {"name": "job.generator", "got": "the loss"}),
+    OutOfSight: (integrity_problems.REPEATED_OTHERWISE, {"got": "the loss"}),
+    TotalIsAMean: (
+        integrity_problems.MEAN_FOR_SUM,
+        {"got": re.compile("^job.loss: total is .* for its halves$"), "weight": 3},
+    ),
+    Scheduled: (step_problems.SCHEDULER_CARRIED, {"label": "job.optimizer"}),
+    RateAfterwards: (
+        step_problems.RATE_CHANGED,
+        {"group": 0, "previous": 0.1, "got": 0.01, "when": "by an update"},
+    ),
+    UpdateFromTheLoss: (integrity_problems.LAST_MICRO_BATCH, {"name": "'0.weight'"}),
+    KeptMetric: (
+        integrity_problems.EVALUATION_KEEPS,
+        {"name": "job.right and 1 more", "got": "eval/running"},
+    ),
+}
+"""Jobs that are refused, each with the problem and facts of it."""
 
 
-def held_in(module: str, refused: Mapping[type[Kind], tuple[str, ...]]) -> list[type[Kind]]:
+def held_in(module: str, refused: Mapping[type[Kind], Refusal]) -> list[type[Kind]]:
     """The kinds that a module defines, but for the refused ones."""
     every = vars(sys.modules[module]).values()
     kinds = [kind for kind in every if isinstance(kind, type) and issubclass(kind, Kind)]

@@ -1,10 +1,11 @@
 """Jobs whose modules have modes, sizes and settings of their own, optimizers with modes, and steps that leave parameters unused.
 
-Every class here is a job. Those in `REFUSED` break the promise, and the words beside them are in the line that says so.
+Every class here is a job. Those in `REFUSED` break the promise, and the problem beside them says how.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -20,7 +21,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Loss, Mean
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, numbers, perceptron
+from lockstep.training import problems
+from lockstep.training.step import problems as step_problems
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Refusal, held_in, numbers, perceptron
 
 # --- modes ----------------------------------------------------------------------------------------------------
 
@@ -390,13 +393,25 @@ class ReidentificationInARow(Reidentification):
         return Identities()
 
 
-REFUSED: Mapping[type[Kind], tuple[str, ...]] = {
-    FollowsNothingThatRises: ("job.schedule", "mode 'max'", "eval/loss", "lockstep.Plateau(scheduler, metric='eval/accuracy')"),
-    FollowsAnUnknownMetric: ("job.schedule: follows 'eval/acuracy'", "did you mean 'eval/accuracy'"),
-    FollowsWithoutEvaluation: ("job.schedule: follows 'eval/acuracy'", "the job has no eval_data"),
-    FollowsAnotherScheduler: ("job.schedule: lockstep.Plateau holds a StepLR", "ReduceLROnPlateau"),
-}  # fmt: skip
-"""Jobs that are refused, and words of the line that says why."""
+REFUSED: Mapping[type[Kind], Refusal] = {
+    FollowsNothingThatRises: (
+        step_problems.PLATEAU_RISES,
+        {"got": "ReduceLROnPlateau", "metric": "eval/loss"},
+    ),
+    FollowsAnUnknownMetric: (
+        problems.SCHEDULE_METRIC,
+        {"got": "eval/acuracy", "wanted": re.compile("did you mean 'eval/accuracy'")},
+    ),
+    FollowsWithoutEvaluation: (
+        problems.SCHEDULE_METRIC,
+        {"got": "eval/acuracy", "wanted": "the job has no eval_data"},
+    ),
+    FollowsAnotherScheduler: (
+        step_problems.SCHEDULER_HELD,
+        {"holder": "Plateau", "got": "StepLR", "wanted": re.compile("ReduceLROnPlateau")},
+    ),
+}
+"""Jobs that are refused, each with the problem and facts of it."""
 
 TOLD: dict[type[Kind], tuple[str, ...]] = {
     SizedByItsForward: ("the buffer 'largest' of the model depends on the samples",),

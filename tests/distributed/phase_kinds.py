@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +14,10 @@ from torch.optim import lr_scheduler
 
 import lockstep
 from lockstep import Loss, Mean, Phase
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, MixtureOfExperts, held_in, perceptron
+from lockstep.training import problems
+from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.step import problems as step_problems
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, MixtureOfExperts, Refusal, held_in, perceptron
 
 ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 
@@ -331,39 +335,68 @@ class CountedRests(UnfrozenLayerByLayer):
         return ["0"] if self.calls < 3 else []
 
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    PhasesWithoutAParameter: (
-        "job.phases: parameter 'maker.0.weight' and 5 more is in no phase",
-        "never learn",
+PARAMETERS_OF_JUDGE = "job.phases: the parameters of phase 'judge'"
+
+REFUSED: dict[type[Kind], Refusal] = {
+    PhasesWithoutAParameter: (step_problems.NOT_IN_PHASE, {"got": "'maker.0.weight' and 5 more"}),
+    PhaseOfNoModule: (
+        step_problems.NO_SUCH_NAME,
+        {"label": PARAMETERS_OF_JUDGE, "got": "juge", "hint": "; did you mean 'judge'?"},
     ),
-    PhaseOfNoModule: ("the parameters of phase 'judge'", "named 'juge'", "did you mean 'judge'?"),
-    PhaseOfText: ("the parameters of phase 'judge'", "got the text 'judge', wanted a list"),
-    PhasesOfOneName: ("job.phases: got the names ['gan', 'gan'], wanted each once",),
-    PhasesThatAreNone: ("job.phases: returned dict, wanted a list of lockstep.Phase",),
-    PhaseWithASlash: ("job.phases: got the name 'gan/judge'", "wanted letters"),
-    DrawsAsNobody: ("phase 'maker' draws as 'jugde'", "did you mean 'judge'?"),
+    PhaseOfText: (step_problems.NAMES_KIND, {"label": PARAMETERS_OF_JUDGE, "got": "the text 'judge'"}),
+    PhasesOfOneName: (step_problems.PHASE_NAME, {"got": "the names ['gan', 'gan']", "wanted": "each once"}),
+    PhasesThatAreNone: (step_problems.PHASES_KIND, {"got": "dict"}),
+    PhaseWithASlash: (
+        step_problems.PHASE_NAME,
+        {"got": "the name 'gan/judge'", "wanted": re.compile("^letters")},
+    ),
+    DrawsAsNobody: (
+        step_problems.DRAWS_AS,
+        {"name": "maker", "got": "jugde", "hint": "; did you mean 'judge'?"},
+    ),
     OptimizerOverTheOther: (
-        "the optimizer of phase 'maker'",
-        "is none of the phase's and would get no gradient",
+        step_problems.STRANGE_PARAMETER,
+        {"label": "job.phases: the optimizer of phase 'maker'", "wanted": "the phase's"},
     ),
-    OptimizerOfAPart: ("the optimizer of phase 'judge'", "parameter 'judge.0.weight' is in no group"),
+    OptimizerOfAPart: (
+        step_problems.NO_GROUP,
+        {"label": "job.phases: the optimizer of phase 'judge'", "got": "'judge.0.weight'"},
+    ),
     PhaseThatForgetsALayer: (
-        "parameters 'maker.1.weight', 'maker.1.bias', 'maker.3.weight', 'maker.3.bias' got no gradient",
-        "got no gradient",
-        "phase 'maker'",
+        problems.NO_GRADIENT,
+        {
+            "got": "'maker.1.weight', 'maker.1.bias', 'maker.3.weight', 'maker.3.bias'",
+            "where": re.compile("phase 'maker'$"),
+        },
     ),
-    PhaseOfAMean: ("the loss of phase 'restore': total is", "for its halves: a mean, wanted the sum"),
-    PhaseWithAPartOfItsLoss: ("the loss of phase 'judge': 'lr' is no name for a part", "judge/lr"),
-    PhaseThatRemembers: ("job.noise is kept from one micro-batch to the next",),
-    PhaseThatHandsOn: ("job.noise is kept from one micro-batch to the next",),
-    FreezesTheOther: ("parameter 'judge.0.weight' no longer asks for a gradient", "job.frozen_parameters"),
-    NothingToEvaluate: ("eval_data: the job has phases", "nothing to evaluate", "return None"),
-    RestingNobody: ("job.frozen_parameters (step 1)", "named '4'"),
-    RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted a list of names",),
-    AllRest: ("job.frozen_parameters: all parameters rest in step 2", "leave one out"),
-    CountedRests: ("job.frozen_parameters: returned", "called again", "function of the number of the step"),
+    PhaseOfAMean: (
+        integrity_problems.MEAN_FOR_SUM,
+        {"got": re.compile("^the loss of phase 'restore': total is .* for its halves$")},
+    ),
+    PhaseWithAPartOfItsLoss: (
+        problems.PART_NAME_TAKEN,
+        {"label": "the loss of phase 'judge'", "got": "lr", "recorded": "judge/lr"},
+    ),
+    PhaseThatRemembers: (integrity_problems.KEPT, {"name": "job.noise"}),
+    PhaseThatHandsOn: (integrity_problems.KEPT, {"name": "job.noise"}),
+    FreezesTheOther: (step_problems.ASKS_OTHERWISE, {"name": "judge.0.weight", "got": "no longer asks"}),
+    NothingToEvaluate: (problems.NOTHING_EVALUATED, {}),
+    RestingNobody: (
+        step_problems.NO_SUCH_NAME,
+        {
+            "label": "job.frozen_parameters (step 1)",
+            "got": 4,
+            "hint": re.compile("^; known here: 0, 0.bias,"),
+        },
+    ),
+    RestingTensors: (
+        step_problems.NAMES_KIND,
+        {"label": "job.frozen_parameters (step 1)", "got": "a Parameter"},
+    ),
+    AllRest: (step_problems.ALL_REST, {"step": 2}),
+    CountedRests: (step_problems.FROZEN_DIFFER, {"wanted": ["0.bias", "0.weight"], "step": 1, "got": []}),
 }
-"""Jobs that are refused, and words of the line that says why."""
+"""Jobs that are refused, each with the problem and facts of it."""
 
 HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Loss, Mean, Phase
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, numbers, perceptron
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Refusal, held_in, numbers, perceptron
 
 
 class SimClr(Kind):
@@ -446,7 +446,7 @@ class Gradients(Kind):
         model.temperature = max(0.5, 0.9 * model.temperature)
 
 
-REFUSED: Mapping[type[Kind], tuple[str, ...]] = {}
+REFUSED: Mapping[type[Kind], Refusal] = {}
 """None: each of these trains."""
 
 HELD = [kind for kind in held_in(__name__, REFUSED) if kind not in {Sentences, Transitions}]

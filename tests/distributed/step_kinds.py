@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,10 @@ from torch.optim import lr_scheduler
 import lockstep
 from lockstep import Loss
 from lockstep.data import Mixture, Packed
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+from lockstep.training import problems
+from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.step import problems as step_problems
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Refusal, held_in, perceptron
 
 # --- after an update ------------------------------------------------------------------------------------------
 
@@ -423,41 +427,53 @@ class LargestGradients(Kind):
         return Loss(F.cross_entropy(logits * scale, y, reduction="sum"), len(y))
 
 
-REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
+REFUSED: dict[type[Kind], Refusal] = {
+    ReplacesAParameter: (step_problems.PARAMETER_REPLACED, {"name": "0.weight"}),
     CopiesItsTeacher: (
-        "module 'teacher' was replaced after training had begun (after the first update",
-        "load_state_dict",
+        step_problems.MODULE_CHANGED,
+        {"name": "teacher", "got": "was replaced", "where": re.compile("^after the first update")},
     ),
-    UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
+    UnfreezesAfterStep: (step_problems.ASKS_OTHERWISE, {"name": "0.weight", "got": "now asks"}),
     RateFallsAfterStep: (
-        "job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01",
-        "job.schedule",
+        step_problems.RATE_CHANGED,
+        {"group": 0, "previous": 0.1, "got": 0.01, "when": "after an update, as by job.after_step"},
     ),
-    GroupsAreAddedAfterStep: (
-        "job.optimizer: got 2 parameter groups after an update, wanted the 1",
-        "job.frozen_parameters",
+    GroupsAreAddedAfterStep: (step_problems.GROUPS_CHANGED, {"got": 2, "wanted": 1}),
+    CountingSchedule: (step_problems.SCHEDULE_DIFFERS, {"wanted": [1.0, 0.5], "got": [1 / 3, 0.25]}),
+    RateBelowZero: (step_problems.SCHEDULE_FACTOR, {"got": -1.5, "update": 2}),
+    SchedulerNotReturned: (step_problems.SCHEDULER_KEPT, {}),
+    PlateauWithoutEvaluation: (
+        step_problems.PLATEAU_UNEVALUATED,
+        {"got": "ReduceLROnPlateau", "metric": "eval/loss"},
     ),
-    CountingSchedule: ("job.schedule: returned [1.0, 0.5]", "called again", "LRScheduler"),
-    RateBelowZero: ("job.schedule: gave -1.5 for update 2", "at least 0"),
-    SchedulerNotReturned: ("job.schedule: made a scheduler and did not return it",),
-    PlateauWithoutEvaluation: ("job.schedule: ReduceLROnPlateau goes by eval/loss", "no eval_data"),
-    SchedulerOfAnother: ("job.schedule: the StepLR is over another optimizer",),
-    ScheduleOfNumbers: ("job.schedule: returned list", "function of the number of updates"),
+    SchedulerOfAnother: (step_problems.OTHER_OPTIMIZER, {"got": "StepLR"}),
+    ScheduleOfNumbers: (step_problems.SCHEDULE_KIND, {"got": "list"}),
     OutputsThatDiffer: (
-        "evaluation: job.calls is kept from one micro-batch to the next",
-        "the output 'calls' depends on it",
+        integrity_problems.EVALUATION_KEEPS,
+        {"name": "job.calls", "got": "the output 'calls'"},
     ),
-    OutputsOfNoRow: ("job.outputs: 'loss' is a tensor of no dimension", "a row for each sample"),
-    MatrixAsAMetric: ("'confusion' is of 2 dimensions", "figures"),
-    MetricByTheNameOfTheLoss: ("job.whole_set_metrics: 'loss' is the name of the loss",),
+    OutputsOfNoRow: (
+        problems.OUTPUTS_FORM,
+        {
+            "got": "'loss' is a tensor of no dimension",
+            "wanted": "a tensor or a list with a row for each sample",
+        },
+    ),
+    MatrixAsAMetric: (problems.WHOLE_SET_NUMBER, {"name": "confusion", "got": "of 2 dimensions"}),
+    MetricByTheNameOfTheLoss: (
+        problems.WHOLE_SET_NAME,
+        {"got": "loss", "taken": re.compile("^the name of the loss")},
+    ),
     TiedByItsMemory: (
-        "job.model: parameter '2.weight' and parameter '0.weight' are two",
-        "b.weight = a.weight",
+        integrity_problems.ONE_MEMORY,
+        {"name": "parameter '2.weight'", "other": "parameter '0.weight'"},
     ),
-    FailsAfterStep: ("the job failed (after step 1", "step_kinds.py", "ValueError: no such layer"),
+    FailsAfterStep: (
+        problems.JOB_FAILED,
+        {"where": re.compile("^after step 1, .*step_kinds.py"), "kind": "ValueError", "got": "no such layer"},
+    ),
 }
-"""Jobs that are refused, and words of the line that says why."""
+"""Jobs that are refused, each with the problem and facts of it."""
 
 HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

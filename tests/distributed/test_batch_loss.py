@@ -19,13 +19,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import lockstep
 from lockstep import Loss, Mean, Term
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import DeterminismError, JobError, JobImportError
+from lockstep.errors import JobError, JobImportError, Problem
 from lockstep.job.loading import load_job
 from lockstep.job.methods import check_methods
 from lockstep.randomness import model_key, seed_all, step_key, whole_batch_key
 from lockstep.training import problems
 from lockstep.training.determinism import determinism
+from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.state_digest import weights_digest
+from lockstep.training.step import problems as step_problems
 from lockstep.training.step.rows import StepRows
 from tests.distributed import batch_kinds
 from tests.distributed.batch_kinds import (
@@ -446,14 +448,6 @@ def test_loss_parts_and_terms_are_those_of_the_whole_step() -> None:
         )
 
 
-def refusal(job: type[Kind], error: type[Exception] = JobError, **more: Any) -> str:
-    with pytest.raises(error) as raised:
-        train(document(job, **more))
-    text = str(raised.value)
-    assert "\n" not in text
-    return text
-
-
 class OwnGenerator(Clip):
     """Noise that the second call draws anew."""
 
@@ -475,6 +469,14 @@ class Detached(Clip):
 
     def batch_loss(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
         return Loss(rows["image"].sum(), 1)
+
+
+class DetachedLater(Clip):
+    """In the last step, of eight samples."""
+
+    def batch_loss(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Loss:
+        loss = super().batch_loss(model, rows)
+        return loss if len(rows["image"]) != 8 else Loss(loss.total.detach(), loss.weight, loss.parts)
 
 
 class TwoViews(Triplets):
@@ -511,53 +513,70 @@ class SometimesATerm(Detection):
 
 def test_embeddings_that_change_between_the_passes_are_refused() -> None:
     """The control of the comparison: without it the run trains on."""
-    text = refusal(OwnGenerator, DeterminismError, rehearsal="off")
-    assert re.match(
-        r"determinism strict: job\.embed gives other bits in 'image' when it is called again for the same micro-batch \(step 1, micro-batch 0",
-        text,
-    )
+    where = re.compile(r"^ \(step 1, micro-batch 0")
+    with raises(step_problems.EMBED_DIFFERS, label="job.embed", name=" in 'image'", where=where):
+        train(document(OwnGenerator, rehearsal="off"))
     with mock.patch("lockstep.training.step.whole_batch.BatchLoss._check_same"):
         assert len(train(document(OwnGenerator, rehearsal="off", determinism={"recheck": 0.0})).rows) == 3
 
 
+IN_STEP_3 = " (step 3, micro-batch 0, rank 0)"
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "problem", "facts"),
     [
-        (Detached, "job.batch_loss: total has no gradient"),
+        (Detached, problems.TOTAL_DETACHED, {"label": "job.batch_loss"}),
+        (DetachedLater, step_problems.ROWS_DETACHED, {"label": "job.batch_loss"}),
         (
             TwoViews,
-            "job.embed: returned a tensor of shape (6, 4) (step 1, micro-batch 0, rank 0), wanted a tensor with a row for each of the 3 samples",
+            step_problems.ROWS_KIND,
+            {
+                "label": "job.embed",
+                "got": "returned a tensor of shape (6, 4)",
+                "where": " (step 1, micro-batch 0, rank 0)",
+                "wanted": "of the 3 samples",
+            },
         ),
         (
             Squeezed,
-            "job.embed: gives rows of torch.float32 and shape (3,) (step 3, micro-batch 0, rank 0), wanted rows of torch.float32 and shape (4,)",
+            step_problems.OTHER_ROWS,
+            {
+                "label": "job.embed",
+                "got": "rows of torch.float32 and shape (3,)",
+                "where": IN_STEP_3,
+                "wanted": "rows of torch.float32 and shape (4,)",
+            },
         ),
-        (
-            NotTaken,
-            "job.loss: gives the statistic 'keys', which nothing takes; write after_step(model, step, statistics)",
-        ),
-        (
-            GivenLater,
-            "job.loss: gives statistics (step 3, micro-batch 0, rank 0), and gave none in the first micro-batch",
-        ),
+        (NotTaken, integrity_problems.STATISTICS_UNTAKEN, {"label": "job.loss", "got": "keys"}),
+        (GivenLater, step_problems.STATISTICS_LATE, {"label": "job.loss", "where": IN_STEP_3.strip(" ()")}),
         (
             OfAnotherShape,
-            "the statistics of the step: the mean 'center' is torch.float32 of shape (4,) (step 3), and torch.float32 of shape (5,) in the micro-batch before",
+            step_problems.OTHER_STATISTICS,
+            {
+                "label": "the statistics of the step",
+                "got": "the mean 'center' is torch.float32 of shape (4,) (step 3), and torch.float32 of shape (5,) in the micro-batch before",
+            },
         ),
         (
             WrongWeights,
-            "job.loss: the weight of the term 'box' is 5 over the step, and job.term_weights gave 12",
+            step_problems.TERM_WEIGHT_DIFFERS,
+            {"label": "job.loss", "name": "box", "got": 5, "source": "job.term_weights", "wanted": 12},
         ),
-        (OneWeight, "job.term_weights: returned 'kind', wanted a weight for each of 'kind', 'box'"),
+        (OneWeight, step_problems.TERM_WEIGHTS, {"got": "'kind'", "wanted": "'kind', 'box'"}),
         (
             SometimesATerm,
-            "job.loss: the terms are 'kind' (step 3, micro-batch 0, rank 0), wanted 'kind', 'box' as in the first micro-batch",
+            step_problems.OTHER_TERMS,
+            {"label": "job.loss", "got": "'kind'", "where": IN_STEP_3, "wanted": "'kind', 'box'"},
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(job: type[Kind], words: str) -> None:
-    assert words in refusal(job, rehearsal="off", data={"drop_last": False}, batch={"global": 12, "micro": 3})
+def test_what_does_not_fit_is_refused_by_name(
+    job: type[Kind], problem: Problem[Any], facts: dict[str, object]
+) -> None:
+    with raises(problem, **facts):
+        train(document(job, rehearsal="off", data={"drop_last": False}, batch={"global": 12, "micro": 3}))
 
 
 @pytest.mark.scenario

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import DriftError, JobError, LockstepError, SpecError
+from lockstep.errors import Problem, SpecError
 from lockstep.plan import Plan
+from lockstep.training import problems
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step import job_weights
@@ -33,6 +34,7 @@ from tests.distributed.evaluation_kinds import (
 from tests.distributed.kinds import RUN, document, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.training import Trained, bits, train, train_attempt
+from tests.raised import raises
 
 
 def all_of(trained: Trained) -> Any:
@@ -248,29 +250,31 @@ def test_a_threshold_ends_the_run() -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("kind", "more", "error", "words"),
+    ("kind", "more", "problem", "facts"),
     [
-        (NamedSets, {"early_stop": {**WORST, "metric": "eval/loss"}}, SpecError, "eval/loss"),
-        (NamedSets, {"early_stop": {**WORST, "metric": "test/loss"}}, SpecError, "decides nothing"),
-        (NamedSets, {"evaluate": {"sets": {"fat": {"limit": 1}}}}, SpecError, "no set of that name"),
-        (NamedSets, {"early_stop": {"patience": None}}, SpecError, "a threshold"),
-        (OnlyTested, {"early_stop": {"patience": 3}}, SpecError, "the job has no eval_data"),
-        (EmptyMapping, {}, JobError, "an empty mapping"),
-        (SlashInName, {}, JobError, "'a/b'"),
-        (NoContext, {}, JobError, "wanted a context manager"),
-        (StochasticAverage, {"ema": 0.5}, SpecError, "ema: got 0.5"),
-        (StochasticAverage, {"sharding": "full"}, SpecError, "sharding: got 'full'"),
+        (NamedSets, {"early_stop": {**WORST, "metric": "eval/loss"}}, problems.NO_METRIC, {"got": "eval/loss"}),
+        (NamedSets, {"early_stop": {**WORST, "metric": "test/loss"}}, problems.TEST_DECIDES, {"got": "test/loss"}),
+        (NamedSets, {"evaluate": {"sets": {"fat": {"limit": 1}}}}, problems.UNKNOWN_SET, {"field": "evaluate.sets.fat"}),
+        (OnlyTested, {"early_stop": {"patience": 3}}, problems.NO_EVAL_DATA, {"field": "early_stop"}),
+        (EmptyMapping, {}, problems.NO_SET, {"field": "job.eval_data"}),
+        (SlashInName, {}, problems.SET_NAME, {"field": "job.eval_data", "got": "a/b"}),
+        (NoContext, {}, problems.EVAL_WEIGHTS_KIND, {}),
+        (StochasticAverage, {"ema": 0.5}, problems.EVAL_WEIGHTS_BESIDE, {"field": "ema", "got": 0.5}),
+        (StochasticAverage, {"sharding": "full"}, problems.EVAL_WEIGHTS_BESIDE, {"field": "sharding", "got": "'full'"}),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
-    kind: Any, more: dict[str, Any], error: type[LockstepError], words: str
+    kind: Any, more: dict[str, Any], problem: Problem[Any], facts: dict[str, object]
 ) -> None:
-    with pytest.raises(error, match=words):
+    with raises(problem, **facts):
         train(document(kind, **more))
 
 
+def test_a_rule_without_patience_needs_a_threshold() -> None:
+    with pytest.raises(SpecError, match="a threshold"):
+        train(document(NamedSets, early_stop={"patience": None}))
+
+
 def test_weights_that_differ_between_ranks_are_refused(pool: Pool) -> None:
-    with pytest.raises(
-        DriftError, match=r"job.eval_weights: ranks \[1\] evaluate other weights than rank 0 after step 2"
-    ):
+    with raises(problems.EVAL_WEIGHTS_DIFFER, got=[1], step=2):
         pool.run(2, train, document(DiffersByRank))

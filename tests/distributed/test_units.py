@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lockstep.training.step.full_sharding as full_sharding
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.errors import SpecError
+from lockstep.training import problems
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_full_sharding import (
@@ -28,6 +28,7 @@ from tests.distributed.test_full_sharding import (
 )
 from tests.distributed.test_sharded_estimate import estimate_of
 from tests.distributed.training import Document, Trained, train
+from tests.raised import raises
 
 HERE = "tests.distributed.test_units"
 
@@ -95,10 +96,7 @@ def test_units_are_the_modules_that_are_named(pool: Pool) -> None:
 
 def test_a_name_of_no_module_is_refused(pool: Pool) -> None:
     document = {**kinds("adamw"), "sharding": {"mode": "full", "units": ["block.*"]}}
-    with pytest.raises(
-        SpecError,
-        match=r"^sharding.units: got 'block.\*', which is the name or the class of no module of the",
-    ):
+    with raises(problems.NO_UNIT, field="sharding.units", got="block.*"):
         pool.run(2, train, document)
 
 

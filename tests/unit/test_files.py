@@ -18,7 +18,8 @@ import pytest
 
 from lockstep import files, problems
 from lockstep.data.node_folder import NodeFolder
-from lockstep.errors import RecordError, StorageError
+from lockstep.data.problems import NO_LOCKS
+from lockstep.errors import RecordError
 from lockstep.record.events.union import Finished, Started
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
@@ -168,7 +169,7 @@ def test_a_file_system_without_any_lock_is_told_in_one_line(
         database_lock(f"sqlite:///{tmp_path}/mlflow.db"),
     ):
         pass
-    with pytest.raises(StorageError, match=r"^data: no file can be locked"):
+    with raises(NO_LOCKS, got=re.compile("No locks available")):
         NodeFolder("key", 10)
 
 

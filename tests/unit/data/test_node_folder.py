@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -13,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.data import node_folder
+from lockstep.data import node_folder, problems
 from lockstep.data.node_folder import NodeFolder, mapped_array
-from lockstep.errors import StorageError
+from tests.raised import raises
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,9 +129,7 @@ def test_a_file_that_was_cut_short_by_a_kill_is_made_anew(memory: Path) -> None:
 
 def test_too_little_room_is_told(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_folder.tempfile, "gettempdir", lambda: str(memory))
-    with pytest.raises(
-        StorageError, match=r"data: neither .* has \d+ MiB free for what the processes of a node share"
-    ):
+    with raises(problems.NO_ROOM, required=re.compile(r"^\d+ MiB$")):
         NodeFolder("huge", 1 << 60)
 
 

@@ -12,10 +12,11 @@ import pytest
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.data import order as order_module
+from lockstep.data import problems
 from lockstep.data.order import Bijection, Shuffle, epoch_order
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import SpecError
 from lockstep.plan import Plan
+from tests.raised import raises
 
 ORDERS: list[Shuffle] = ["full", "hashed", "blocks", "none"]
 SEED = 11
@@ -119,7 +120,7 @@ def test_ids_do_not_depend_on_workers_or_on_where_a_run_resumes(shuffle: Shuffle
 
 
 def test_blocks_needs_data_that_have_blocks() -> None:
-    with pytest.raises(SpecError, match=r"data.shuffle: got blocks, but train_data has none"):
+    with raises(problems.NO_BLOCKS):
         epoch_order(SEED, 0, 10, "blocks")
 
 

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
+from lockstep.data.problems import FETCH_FAILED
 from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.modes import evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.precision import Precision
+from tests.raised import raises
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)
@@ -181,7 +183,7 @@ def test_sample_that_fails_is_named() -> None:
         def __getitem__(self, index: int) -> int:
             return index // (index - 5)
 
-    with pytest.raises(JobError, match=r"^data: sample 5 failed .*ZeroDivisionError"):
+    with raises(FETCH_FAILED, what="sample 5", kind="ZeroDivisionError"):
         evaluation(Ids(Torn()))(nn.Linear(1, 1))
 
 
@@ -287,7 +289,7 @@ def test_a_first_micro_batch_unlike_its_repetition_is_refused() -> None:
             seen, self.seen = self.seen, True
             return {"seen": lockstep.Mean(float(seen), 1)}
 
-    with pytest.raises(JobError, match=r"^evaluation: job.seen is kept .* and eval/seen depends on it"):
+    with raises(problems.EVALUATION_KEEPS, name="job.seen", got="eval/seen"):
         rehearse(evaluation(First()), nn.Linear(1, 1), repeat=True)
 
 
@@ -309,6 +311,6 @@ def test_weights_that_do_not_come_back_from_evaluation_mode_are_refused() -> Non
     """Though at the start, where the change is zero, they do; and what was tried leaves no trace."""
     model = nn.Sequential(Merging(), nn.Linear(3, 1))
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(JobError, match=r"^job.model: parameter '0.weight' .* train\(\) and eval\(\)"):
+    with raises(problems.WEIGHTS_MERGED, name="0.weight"):
         rehearse(evaluation(Numbers()), model, repeat=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.communication.group import Group
-from lockstep.errors import JobError
+from lockstep.errors import Problem
+from lockstep.training import problems
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
+from lockstep.training.step import problems as step_problems
 from lockstep.training.step.precision import Precision
 from lockstep.training.whole_set import compute, joined, taken, texts
+from tests.raised import raises
 
 CPU = torch.device("cpu")
 
@@ -82,29 +87,31 @@ def test_metrics_are_numbers_by_name(given: Any, wanted: dict[str, float]) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "problem", "facts"),
     [
-        (None.__class__, "job.whole_set_metrics: 'x' is"),
-        ({"x": torch.eye(2)}, "job.whole_set_metrics: 'x' is of 2 dimensions, wanted a number"),
-        ({"x": "high"}, "job.whole_set_metrics: 'x' is str, wanted a number"),
-        ([1.0], "job.whole_set_metrics: returned list, wanted a mapping by name"),
-        (
-            {"x": 10**400},
-            "job.whole_set_metrics: 'x' is int beyond 1.8e308, wanted a number that a float64 can hold",
-        ),
-        ({"a\nb": 1}, r"job.whole_set_metrics: got 'a\\nb' as a name, wanted text that one line can show"),
-        ({"": 1}, "job.whole_set_metrics: got '' as a name"),
-        ({"x": {"\x00": 1}}, r"job.whole_set_metrics: got 'x/\\x00' as a name"),
-        ({"x": [1], "x/0": 2}, "job.whole_set_metrics: 'x/0' is given twice"),
-        ({5: 1, "5": 2}, "job.whole_set_metrics: '5' is given twice"),
+        (None.__class__, problems.WHOLE_SET_NUMBER, {"name": "x"}),
+        ({"x": torch.eye(2)}, problems.WHOLE_SET_NUMBER, {"name": "x", "got": "of 2 dimensions"}),
+        ({"x": "high"}, problems.WHOLE_SET_NUMBER, {"name": "x", "got": "str"}),
+        ([1.0], problems.WHOLE_SET_KIND, {"name": "whole_set_metrics", "got": "list"}),
+        ({"x": 10**400}, step_problems.TOO_LARGE, {"what": "job.whole_set_metrics: 'x'", "got": "int"}),
+        ({"a\nb": 1}, step_problems.MEAN_NAME, {"label": "job.whole_set_metrics", "got": r"'a\nb'"}),
+        ({"": 1}, step_problems.MEAN_NAME, {"label": "job.whole_set_metrics", "got": "''"}),
+        ({"x": {"\x00": 1}}, step_problems.MEAN_NAME, {"label": "job.whole_set_metrics", "got": r"'x/\x00'"}),
+        ({"x": [1], "x/0": 2}, problems.WHOLE_SET_NAME, {"got": "x/0", "taken": "given twice"}),
+        ({5: 1, "5": 2}, problems.WHOLE_SET_NAME, {"got": "5", "taken": "given twice"}),
         (
             lambda outputs: outputs["missing"],
-            r"the job failed \(evaluation, in whole_set_metrics, .*KeyError: 'missing'",
+            problems.JOB_FAILED,
+            {
+                "where": re.compile("^evaluation, in whole_set_metrics, "),
+                "kind": "KeyError",
+                "got": "'missing'",
+            },
         ),
     ],
 )
-def test_what_is_no_metric_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(JobError, match=message):
+def test_what_is_no_metric_is_refused(given: Any, problem: Problem[Any], facts: dict[str, object]) -> None:
+    with raises(problem, **facts):
         metrics_of({"x": None} if given is type(None) else given)
 
 
@@ -123,15 +130,15 @@ def test_figures_are_texts_by_the_name_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "got", "wanted"),
     [
-        ({"../up": "text"}, "got the name '../up', wanted the name of a file without folders"),
-        ({"x": 3}, "'x' is int, wanted text, a figure of matplotlib, or numbers in rows and columns"),
-        ({"x": "y" * (4 << 20) + "y"}, "'x' has 4194305 characters, wanted at most 4194304"),
+        ({"../up": "text"}, "got the name '../up'", "^the name of a file without folders$"),
+        ({"x": 3}, "'x' is int", "^text, a figure of matplotlib, or numbers in rows and columns$"),
+        ({"x": "y" * (4 << 20) + "y"}, "'x' has 4194305 characters", "^at most 4194304"),
     ],
 )
-def test_what_is_no_figure_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(JobError, match=f"^job.figures: {message}"):
+def test_what_is_no_figure_is_refused(given: Any, got: str, wanted: str) -> None:
+    with raises(problems.FIGURE, got=got, wanted=re.compile(wanted)):
         figures_of(given)
 
 
@@ -183,20 +190,20 @@ def test_outputs_in_a_list_are_the_micro_batchs_own() -> None:
     ],
 )
 def test_outputs_that_do_not_fit_together_are_refused(one: Any, other: Any, message: str) -> None:
-    with pytest.raises(JobError, match=f"^job.outputs: {message}"):
+    with raises(problems.OUTPUTS_FORM, got=re.compile(f"^{message}")):
         joined([taken(one), taken(other)])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "got", "wanted"),
     [
-        ([1], "returned list, wanted tensors or lists by name"),
-        ({"x": torch.ones(())}, "'x' is a tensor of no dimension, wanted a tensor or a list"),
-        ({"x": 1.0}, "'x' is float, wanted"),
+        ([1], "returned list", "^tensors or lists by name"),
+        ({"x": torch.ones(())}, "'x' is a tensor of no dimension", "^a tensor or a list"),
+        ({"x": 1.0}, "'x' is float", "^a tensor or a list"),
     ],
 )
-def test_what_has_no_rows_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(JobError, match=f"^job.outputs: {message}"):
+def test_what_has_no_rows_is_refused(given: Any, got: str, wanted: str) -> None:
+    with raises(problems.OUTPUTS_FORM, got=got, wanted=re.compile(wanted)):
         taken(given)
 
 
@@ -246,7 +253,7 @@ def test_names_are_known_before_training_or_it_is_told_why_not() -> None:
     assert rehearse(fails, nn.Linear(1, 1), warn=told.append).names is None
     assert "could not be tried on its first micro-batch" in told[0]
     assert "ZeroDivisionError" in told[0]
-    with pytest.raises(JobError, match="'x' is of 2 dimensions"):
+    with raises(problems.WHOLE_SET_NUMBER, name="x", got="of 2 dimensions"):
         rehearse(evaluation(Given({"x": torch.eye(2)})), nn.Linear(1, 1), warn=told.append)
 
 
@@ -261,10 +268,9 @@ def test_what_rank_0_alone_would_keep_is_refused_whenever_it_begins() -> None:
             seen.put(len(outputs["ids"]))
             return {}
 
-    message = "job.given.* is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
     evaluate = evaluation(Keeps())
     assert rehearse(evaluate, nn.Linear(1, 1), repeat=True).names == ["eval/loss"]
-    with pytest.raises(JobError, match=message):
+    with raises(integrity_problems.WHOLE_SET_KEEPS, got=re.compile("^job.given")):
         evaluate(nn.Linear(1, 1))
     unchecked = evaluation(Keeps())
     rehearse(unchecked, nn.Linear(1, 1), repeat=False)

@@ -119,7 +119,7 @@ def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
             name for full, name in every.items() if full == requested or full.startswith(f"{requested}.")
         }
         if not matches:
-            candidates = [*every, *(module for module, _ in model.named_modules() if module)]
+            candidates = {full[:end] for full in every for end, sign in enumerate(f"{full}.") if sign == "."}
             raise problems.NO_SUCH_NAME(
                 label=label,
                 what="parameter and no module with parameters named",

@@ -23,6 +23,7 @@ from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from tests.empty_store import put_empty_store
 from tests.forked import script
 from tests.raised import raises
 from tests.unit.record.postgresql import postgresql as running_postgresql
@@ -102,6 +103,16 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
             reader(server.uri, Path()).run("0" * 32)
         with raises(problems.NO_EXPERIMENT, got="digit", wanted=re.compile("digits")):
             reader(server.uri, Path()).runs("digit", 1)
+
+
+def test_an_experiment_that_was_deleted_is_named(tmp_path: Path, spec: Specs) -> None:
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    store = client(uri)
+    store.delete_experiment(store.create_experiment("digits"))
+    refused = Recorder(spec(uri))
+    refused.start()
+    with raises(problems.EXPERIMENT_DELETED, got="digits"):
+        refused.run_id()
 
 
 @pytest.mark.exact  # such a server hashes the password for each request, which takes 0.2 s
