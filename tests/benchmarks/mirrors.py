@@ -74,8 +74,8 @@ def measured(steps: int, sharding: str) -> tuple[Costs, Costs]:
 
 def loss_s(workers: int, changes: dict[str, Any]) -> tuple[float, float]:
     """What the loss of one of so many workers costs beyond a step of those that are left, and such a step, in seconds."""
-    given = document(length={"steps": STEPS}, **changes)
-    ended = outlive(given, workers, [Fall(workers - 1, FALL, "update")]).ended
+    run = document(length={"steps": STEPS}, **changes)
+    ended = outlive(run, workers, [Fall(workers - 1, FALL, "update")]).ended
     steps = [later - earlier for earlier, later in pairwise(ended)]  # of step 2 and so on
     step_s = median(steps[FALL - 1 :])
     return steps[FALL - 2] - step_s, step_s
@@ -91,8 +91,8 @@ def tell_losses(workers: int, rounds: int, sharding: str) -> None:
     for _ in range(rounds):
         for name, changes in kinds.items():
             costs[name].append(loss_s(workers, changes))
-    for name, found in costs.items():
-        lost, step = ([pair[i] for pair in found] for i in range(2))
+    for name, pairs in costs.items():
+        lost, step = ([pair[i] for pair in pairs] for i in range(2))
         print(
             f"{name}: one of {workers} workers lost costs {median(lost):.2f} s beyond a step of {median(step):.2f} s "
             f"(median of {rounds}; {min(lost):.2f} to {max(lost):.2f})"

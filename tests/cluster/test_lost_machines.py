@@ -128,7 +128,7 @@ def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_pat
 def test_a_worker_of_a_trial_beyond_a_cut_ends_by_itself_and_the_others_go_on(tmp_path: Path) -> None:
     """A node that does not end without its head: so nothing but the worker's own rule ends it."""
     log, lr = tmp_path / "log", 0.01
-    given = {
+    document = {
         "spec": {
             "job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 8, "pause_s": 0.03}},
             "length": {"steps": 1500},
@@ -142,7 +142,7 @@ def test_a_worker_of_a_trial_beyond_a_cut_ends_by_itself_and_the_others_go_on(tm
         "metric": "eval/loss",
         "mode": "min",
     }
-    (tmp_path / "sweep.yaml").write_text(json.dumps(given))
+    (tmp_path / "sweep.yaml").write_text(json.dumps(document))
     with running(4, RAY_gcs_rpc_server_reconnect_timeout_s="600") as machines:
         run = machines.lockstep(0, log, "sweep", f"{tmp_path}/sweep.yaml")
         wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
@@ -152,7 +152,7 @@ def test_a_worker_of_a_trial_beyond_a_cut_ends_by_itself_and_the_others_go_on(tm
         _, alive = psutil.wait_procs([cut_off], timeout=180)
         assert not alive, "the worker that was cut off lives on"
         (trial,) = finished(run, log)["trials"]
-    whole = given["spec"] | {"optimizer": {"lr": lr}, "workers": {"min": 1}}  # type: ignore[operator]
+    whole = document["spec"] | {"optimizer": {"lr": lr}, "workers": {"min": 1}}  # type: ignore[operator]
     whole["checkpoint"] = {"storage": f"{tmp_path}/alone"}
     whole["job"]["params"]["pause_s"] = 0.0
     assert (trial["status"], trial["restarts"]) == ("finished", 0)
