@@ -86,6 +86,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.step_costs
 	$(BIN)/python -m tests.benchmarks.mirrors
+	$(BIN)/python -m tests.benchmarks.mirrors --sharding full
 	$(BIN)/python -m tests.benchmarks.first_step
 	$(BIN)/python -m tests.benchmarks.first_step --warm
 	$(BIN)/python -m tests.benchmarks.watching

@@ -1,8 +1,11 @@
-"""What mirrors cost: a step of the byte-level GPT of `jobs/stdlib_gpt`, beside one whose state is sharded and not mirrored.
+"""What mirrors cost: a step of the byte-level GPT of `jobs/stdlib_gpt`, beside one whose state is sharded and not mirrored; and what a lost worker costs.
 
 The workers take a step of the one and of the other in turn, so that a busy machine slows both. A mirrored step also keeps its start.
 
-    python -m tests.benchmarks.mirrors [--workers N] [--steps N] [--sharding optimizer|full]
+A worker is killed just before it updates, `--losses` times, each in a run of its own on one worker more. Told is the time from the end of the step before to the
+end of that step, less what a step takes with the workers that are left: so it includes what the step had done before the loss. Beside it, the same without sharding.
+
+    python -m tests.benchmarks.mirrors [--workers N] [--steps N] [--losses N] [--sharding optimizer|full]
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ import argparse
 import os
 import time
 from contextlib import ExitStack, closing
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +31,10 @@ from lockstep.training.setup import prepare
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks.agreement import document
 from tests.distributed.pool import Pool
+from tests.distributed.survivors import Fall, outlive
+
+FALL, STEPS = 6, 12
+"""The step in which a worker is lost, and how many the run has."""
 
 
 class Costs(NamedTuple):
@@ -65,10 +72,38 @@ def measured(steps: int, sharding: str) -> tuple[Costs, Costs]:
     return plain, mirrored
 
 
+def loss_s(workers: int, changes: dict[str, Any]) -> tuple[float, float]:
+    """What the loss of one of so many workers costs beyond a step of those that are left, and such a step, in seconds."""
+    run = document(length={"steps": STEPS}, **changes)
+    ended = outlive(run, workers, [Fall(workers - 1, FALL, "update")]).ended
+    steps = [later - earlier for earlier, later in pairwise(ended)]  # of step 2 and so on
+    step_s = median(steps[FALL - 1 :])
+    return steps[FALL - 2] - step_s, step_s
+
+
+def tell_losses(workers: int, rounds: int, sharding: str) -> None:
+    """What lost workers cost, of this sharding with mirrors and of none, in turn."""
+    kinds: dict[str, dict[str, Any]] = {
+        "sharding: none": {},
+        f"sharding: {sharding}, mirrored": {"sharding": sharding, "faults": {"mirror": True}},
+    }
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, changes in kinds.items():
+            costs[name].append(loss_s(workers, changes))
+    for name, pairs in costs.items():
+        lost, step = ([pair[i] for pair in pairs] for i in range(2))
+        print(
+            f"{name}: one of {workers} workers lost costs {median(lost):.2f} s beyond a step of {median(step):.2f} s "
+            f"(median of {rounds}; {min(lost):.2f} to {max(lost):.2f})"
+        )
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--losses", type=int, default=5, help="how many workers are lost of each kind")
     options.add_argument("--sharding", choices=["optimizer", "full"], default="optimizer")
     arguments = options.parse_args()
     os.environ |= WORKER_ENVIRONMENT
@@ -92,6 +127,8 @@ def main() -> None:
     print(
         f"the optimizer's state on rank 0: {plain.optimizer_bytes:,} bytes without, {mirrored.optimizer_bytes:,} with"
     )
+    if arguments.losses:
+        tell_losses(arguments.workers + 1, arguments.losses, arguments.sharding)
 
 
 if __name__ == "__main__":

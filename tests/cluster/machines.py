@@ -44,7 +44,9 @@ def wait_for_nodes(on: list[str], address: str, count: int, environment: Mapping
 class Machines:
     """Machine 0 has the head, which has no worker; each of the others has one CPU."""
 
-    def __init__(self, names: Sequence[tuple[str, str]], folder: Path, *, redis: bool) -> None:
+    def __init__(
+        self, names: Sequence[tuple[str, str]], folder: Path, settings: Mapping[str, str], *, redis: bool
+    ) -> None:
         self.names = [name for name, _ in names]
         self.addresses = [address for _, address in names]
         self.folder, self.redis = folder, redis
@@ -68,6 +70,7 @@ class Machines:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(folder / "ray"),
             "GLOO_SOCKET_IFNAME": WIRE,
+            **settings,
         }
         if redis:
             self.environment |= {
@@ -179,8 +182,11 @@ class Machines:
         ip("-n", self.names[machine], "link", "set", WIRE, state)
 
     def workers(self, machine: int) -> list[psutil.Process]:
-        below = psutil.Process(self.nodes[machine].pid).children(recursive=True)
-        return [*named("ray::RayTrainWorker", among=below), *named("ray::JoiningWorker", among=below)]
+        return [*self.named(machine, "ray::RayTrainWorker"), *self.named(machine, "ray::JoiningWorker")]
+
+    def named(self, machine: int, name: str) -> list[psutil.Process]:
+        """The processes of a machine's node whose title has this name."""
+        return named(name, among=psutil.Process(self.nodes[machine].pid).children(recursive=True))
 
     def lockstep(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
         """A command on a machine and this cluster; its answer is the file `<log>.json`."""
@@ -203,11 +209,11 @@ class Machines:
 
 
 @contextmanager
-def running(machines: int, *, redis: bool = False) -> Iterator[Machines]:
-    """So many machines with their nodes, for the length of a block."""
+def running(machines: int, *, redis: bool = False, **settings: str) -> Iterator[Machines]:
+    """So many machines with their nodes, for the length of a block; `settings` are variables of their environment."""
     folder = Path(tempfile.mkdtemp(prefix="lsm-"))
     with switched(machines, 1000) as names:
-        found = Machines(names, folder, redis=redis)
+        found = Machines(names, folder, settings, redis=redis)
         try:
             found.start()
             yield found

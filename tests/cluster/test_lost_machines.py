@@ -124,6 +124,41 @@ def test_the_smaller_side_of_a_cut_ends_by_itself_and_the_larger_goes_on(tmp_pat
     assert told["weights_digest"] == alone(tmp_path, 1500)
 
 
+@pytest.mark.exact  # minutes: a node that falls silent is noticed late
+def test_a_worker_of_a_trial_beyond_a_cut_ends_by_itself_and_the_others_go_on(tmp_path: Path) -> None:
+    """A node that does not end without its head: so nothing but the worker's own rule ends it."""
+    log, lr = tmp_path / "log", 0.01
+    document = {
+        "spec": {
+            "job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 8, "pause_s": 0.03}},
+            "length": {"steps": 1500},
+            "batch": {"global": 192, "micro": 32},
+            "workers": {"min": 3},
+            "checkpoint": {"storage": f"{tmp_path}/runs", "every": {"steps": 20}},
+            "record": {"uri": "off"},
+        },
+        "space": {"optimizer.lr": {"choice": [lr]}},
+        "trials": 1,
+        "metric": "eval/loss",
+        "mode": "min",
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(document))
+    with running(4, RAY_gcs_rpc_server_reconnect_timeout_s="600") as machines:
+        run = machines.lockstep(0, log, "sweep", f"{tmp_path}/sweep.yaml")
+        wait_until(run, log, lambda: saved(tmp_path / "runs") >= 20)
+        machine = next(m for m in (3, 2, 1) if machines.named(m, "ray::Peer"))
+        (cut_off,) = machines.named(machine, "ray::Peer")
+        machines.link(machine, "down")
+        _, alive = psutil.wait_procs([cut_off], timeout=180)
+        assert not alive, "the worker that was cut off lives on"
+        (trial,) = finished(run, log)["trials"]
+    whole = document["spec"] | {"optimizer": {"lr": lr}, "workers": {"min": 1}}  # type: ignore[operator]
+    whole["checkpoint"] = {"storage": f"{tmp_path}/alone"}
+    whole["job"]["params"]["pause_s"] = 0.0
+    assert (trial["status"], trial["restarts"]) == ("finished", 0)
+    assert trial["weights_digest"] == train(whole, local=True).weights_digest
+
+
 @pytest.mark.scenario
 def test_a_run_whose_drivers_machine_is_lost_is_resumed_on_another_with_the_same_bits(tmp_path: Path) -> None:
     """The driver, its guardian, its recorder and a worker are gone at once. The run was not submitted: a person resumes it."""

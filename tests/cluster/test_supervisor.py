@@ -126,11 +126,12 @@ def assert_time(result: Result, interruptions: int) -> TimeSpent:
 
 
 MIRRORED = {"sharding": "optimizer", "faults": {"mirror": True}}
+ALL_MIRRORED = {"sharding": "full", "faults": {"mirror": True}}
 
 
 @pytest.mark.thinned(2)
 @pytest.mark.scenario
-@pytest.mark.parametrize("sharding", [{}, MIRRORED], ids=["none", "optimizer"])
+@pytest.mark.parametrize("sharding", [{}, MIRRORED, ALL_MIRRORED], ids=["none", "optimizer", "full"])
 def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, Any]) -> None:
     """G1 and G4: one of three is killed. The two others go on in their processes; no checkpoint is read, no step done is taken again."""
     changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}, **sharding}
@@ -162,6 +163,20 @@ def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, 
     assert result.weights_digest == whole.weights_digest
     assert result.metrics == whole.metrics
     assert columns(result) == columns(whole)
+
+
+@pytest.mark.exact
+def test_rows_that_nobody_mirrors_are_not_outlived(tmp_path: Path) -> None:
+    """The control of the test before: without mirrors the next attempt reads a checkpoint."""
+    changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}, "sharding": "full"}
+    killer = Killer(tmp_path, seed=1, times=1)
+    killer.start()
+    result = train(spec(tmp_path, **changes))
+    first, second = accounts(result)
+    assert len(killer.killed) == 1
+    assert (first["in_memory"], second["in_memory"]) == (False, False)
+    assert second["from_step"] <= first["last_step"]
+    assert result.weights_digest == train(spec(tmp_path / "whole", **changes), local=True).weights_digest
 
 
 @pytest.mark.exact  # a minute

@@ -196,6 +196,8 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
     ("changes", "restarts"),
     [
         pytest.param({}, 0, marks=pytest.mark.scenario, id="trials"),
+        # It is Tune's own actor.
+        pytest.param({"lost": "ray::ResourceTrainable"}, 1, marks=pytest.mark.exact, id="rank-0"),
         pytest.param(
             {"scheduler": {"name": "pbt", "every_steps": 20, "quantile": 0.5}, "epochs": 8},
             0,
@@ -211,6 +213,7 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
 ) -> None:
     """Tune does not hear of it, the trial's bits are those of one that lost nothing, and the trials after it have all workers again."""
     changes = dict(changes)
+    lost = changes.pop("lost", "ray::Peer")
     spec = {
         "workers": {"min": 3},
         "reduction": changes.pop("reduction", "exact"),
@@ -227,7 +230,7 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
             for path in tmp_path.glob("disturbed/runs/*/journal.jsonl")
         ):  # not where a population decides
             time.sleep(0.05)
-        victim = named("ray::Peer")[-1]
+        victim = named(lost)[-1]
         victim.kill()
         killed.append(victim.pid)
 

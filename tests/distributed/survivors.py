@@ -115,6 +115,8 @@ class Outlived(NamedTuple):
     """By worker: the places that it passed, each with its step."""
     pids: dict[int, int]
     """Of each worker that was left."""
+    ended: tuple[float, ...]
+    """When each step was done, in Unix seconds."""
 
 
 class Told:
@@ -123,6 +125,8 @@ class Told:
     def __init__(self) -> None:
         self.steps: dict[int, Any] = {}
         self.evaluations: dict[int, Any] = {}
+        self.ended: dict[int, float] = {}
+        """When each step was done."""
 
     def take(self, event: Event) -> None:
         match event:
@@ -130,6 +134,7 @@ class Told:
                 for row in (*event.steps, *event.evaluations):
                     self.take(row)
             case StepRow():
+                self.ended[event.step] = event.wall_clock
                 self._put(
                     self.steps, event.step, bits({name: getattr(event, name) for name in DETERMINISTIC})
                 )
@@ -192,6 +197,7 @@ def outlive(
         {worker: begun for worker, (_, begun, _) in answers.items()},
         {worker: places for worker, (*_, places) in answers.items()},
         {worker: processes[worker].pid for worker in answers},
+        tuple(told.ended[step] for step in sorted(told.ended)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -62,15 +61,6 @@ class RankZeroRequests:
         return True
 
 
-def end_cut_off() -> None:
-    """End this process, whatever it waits for: it cannot reach its run any more, as beyond a cut of the network. The others go on without it."""
-    os.write(
-        2,
-        b"lockstep: this worker cannot reach the run's mailbox any more, and ends; the others go on without it\n",
-    )
-    os._exit(1)
-
-
 class WorkerContext:
     """What a worker is in its run: its attempt, its number, which is the rank that it began with, and its link to the driver.
 
@@ -93,7 +83,7 @@ class WorkerContext:
         joined = listening(self._number) if self._joining_worker else None
         client = MailboxRendezvousClient(self._mailbox, self._first, self._number, joined)
         host = ray.util.get_node_ip_address()
-        return RendezvousHandler(self._first, self._number, host, self._secret, client, seated, end_cut_off)
+        return RendezvousHandler(self._first, self._number, host, self._secret, client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
         """The seat in a group: rank 0 reports the run's events, and receives what is asked of the run."""

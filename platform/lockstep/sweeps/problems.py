@@ -137,6 +137,14 @@ UNWRITTEN = Problem(
     advice="`lockstep record sync`, with the run ids of the trials",
 )
 
+RECORDERS_UNREACHABLE = Problem(
+    "sweep.recorders_unreachable",
+    SilentError,
+    "the process of the sweep's recorders cannot be reached",
+    cause="a cut network, as a worker of a trial sees it",
+    advice="look at the driver's node, and at the network",
+)
+
 RECORDERS_LOST = Problem(
     "sweep.recorders_lost",
     SilentError,

@@ -1,6 +1,6 @@
 """How the workers of a trial go on without one that is lost: their rendezvous, which are kept with the trial's recorder.
 
-Rank 0 is Tune's own actor, whose end is the end of the trial's attempt. Any other worker may be lost: the rest go on in memory, to the
+Rank 0 is Tune's own actor, with which Ray ends the actors that it has started: the other workers. Any of these may be lost: the rest go on in memory, to the
 trial's end or until Tune gives their processes to another trial, which begins with all workers again.
 """
 
@@ -18,6 +18,7 @@ from lockstep.clusters.bounded_calls import answer_of
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.record.events.union import Joined
+from lockstep.sweeps import problems
 from lockstep.training.elastic.membership import Answer, Arrival, Formation, RendezvousRounds
 from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.elastic.rendezvous import RendezvousHandler
@@ -102,6 +103,8 @@ class TrialRendezvousClient:
     def called(self) -> int | None:
         try:
             called: int | None = self._answer("called")
+        except ray.exceptions.ActorUnavailableError as error:
+            raise problems.RECORDERS_UNREACHABLE() from error
         except ray.exceptions.RayActorError:  # the sweep ends without them
             return None
         return called

@@ -9,6 +9,7 @@ each worker also asks now and then whether a rendezvous is on, and if so breaks 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,14 @@ CONNECT_S = 30.0
 """How long members of a new group may take to connect; one that is lost meanwhile never does."""
 
 
+def end_cut_off() -> None:
+    """End this process, whatever it waits for: it cannot reach its run any more, as beyond a cut of the network. The others go on without it."""
+    os.write(
+        2, b"lockstep: this worker cannot reach its run any more, and ends; the others go on without it\n"
+    )
+    os._exit(1)
+
+
 class RendezvousClient(Protocol):
     """One worker's way to the process that keeps the rendezvous (`training.elastic.membership.RendezvousRounds`)."""
 
@@ -66,7 +75,7 @@ class RendezvousHandler:
         secret: Secret,
         client: RendezvousClient,
         seated: Callable[[Group, int, Seat], Seat],
-        cut_off: Callable[[], object] = lambda: None,
+        cut_off: Callable[[], object] = end_cut_off,
     ) -> None:
         """`worker` is this worker's number, `host` its machine's address, `secret` what the workers recognise each other by. `seated` makes the new seat from the group, its attempt and the old seat.
 

@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lockstep import running_time
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret
+from lockstep.communication.group import Group
 from lockstep.errors import SilentError
+from lockstep.sweeps.trial_rendezvous import trial_rendezvous
 from lockstep.training.elastic import rendezvous
 from lockstep.training.elastic.membership import Answer, Arrival
+from lockstep.training.elastic.recovery import Seat
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 
 SILENT_S = 0.1
@@ -75,6 +79,32 @@ def test_one_answer_that_does_not_come_ends_nobody(answers: list[bool]) -> None:
     keeper = Keeper(iter(answers))
     listen(keeper, lambda: keeper.asked > 10, cut_off)
     assert not cut_off.is_set()
+
+
+def test_a_worker_of_a_trial_that_cannot_reach_its_sweep_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the same rule as a worker of a run: whoever opens a rendezvous has it."""
+    ended, codes = threading.Event(), list[int]()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    class Recorders(Keeper):
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(rendezvous.os, "_exit", end)
+    keeper = Recorders(iter([True, *[False] * 100]))
+    with trial_rendezvous(keeper, 1, 0, Secret(bytes(32)), no_seat) as handler:  # type: ignore[arg-type]
+        handler._begin_to_listen()
+        assert ended.wait(20)
+    assert codes == [1]
+    assert keeper.asked == 3  # one was answered, and two were not
+
+
+def no_seat(group: Group, origin: AttemptOrigin | None) -> Seat:
+    raise AssertionError("no group forms")
 
 
 def test_a_stop_of_the_worker_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
