@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -25,6 +26,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
 _MARKUP = re.compile(r"[\\`*\[\]<>|&~]|(?<!\w)_|_(?!\w)")
 """What begins something in Markdown within a line; an underscore within a word does not."""
 _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+_SEVERAL = re.compile(r"((?:metrics|artifacts) {2,}|  )(?=\S)")
+"""How a line begins that says several things, with two blanks between them: `metrics   train/loss 0.1  eval/loss 0.2`, or an item of a list."""
 
 
 def printable(text: str) -> str:
@@ -64,6 +67,30 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in shown
     )
+
+
+def folded(text: str, columns: int) -> str:
+    """A text for a terminal of so many columns: a line that says several things is broken between two of them, and not in a word."""
+    return "\n".join(_folded(line, columns) for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    match = _SEVERAL.match(line)
+    if match is None or len(line) <= columns:
+        return line
+    margin = " " * max(4, match.end())
+    lines, begun = [match[0]], False
+    for gap, entry in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
+        if begun and len(lines[-1]) + len(gap) + len(entry) > columns:
+            lines.append(margin)
+            gap = ""
+        words = textwrap.wrap(
+            entry, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
+        )
+        lines[-1] += gap + words[0]
+        lines += [margin + word for word in words[1:]]
+        begun = True
+    return "\n".join(lines)
 
 
 def write(text: str, stream: TextIO) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from lockstep.driver.options import RunOptions, declared
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
 from lockstep.exit_codes import ExitCode, code_of_signal
+from lockstep.printing import folded
 
 if TYPE_CHECKING:
     from lockstep.driver.result import Result
@@ -43,34 +42,6 @@ Storage = Annotated[Path, typer.Option(help="folder that contains the run folder
 RUNS = Path("runs")
 """Where run folders are looked for by default."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
-
-
-_SEVERAL = re.compile(r"((?:metrics|artifacts) {2,}|  )(?=\S)")
-"""How a line begins that says several things, with two blanks between them: `metrics   train/loss 0.1  eval/loss 0.2`, or an item of a list."""
-
-
-def folded(text: str, columns: int) -> str:
-    """A text for a terminal of so many columns: a line that says several things is broken between two of them, and not in a word."""
-    return "\n".join(_folded(line, columns) for line in text.split("\n"))
-
-
-def _folded(line: str, columns: int) -> str:
-    match = _SEVERAL.match(line)
-    if match is None or len(line) <= columns:
-        return line
-    margin = " " * max(4, match.end())
-    lines, begun = [match[0]], False
-    for gap, entry in re.findall(r"( *)(\S+(?: \S+)*)", line[match.end() :]):
-        if begun and len(lines[-1]) + len(gap) + len(entry) > columns:
-            lines.append(margin)
-            gap = ""
-        words = textwrap.wrap(
-            entry, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
-        )
-        lines[-1] += gap + words[0]
-        lines += [margin + word for word in words[1:]]
-        begun = True
-    return "\n".join(lines)
 
 
 def json_text(value: Any) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from lockstep.cli.answers import answered, folded, json_text
+from lockstep.cli.answers import answered, json_text
 from lockstep.errors import SpecError
+from lockstep.printing import folded
 from tests.forked import ROOT, script
 
 TEXT = """finished: step 55, epoch 5, 1 worker
