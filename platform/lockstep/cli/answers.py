@@ -21,7 +21,6 @@ from lockstep.driver.options import RunOptions, declared
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
 from lockstep.exit_codes import ExitCode, code_of_signal
-from lockstep.printing import folded
 
 if TYPE_CHECKING:
     from lockstep.driver.result import Result
@@ -87,7 +86,7 @@ def answered(as_json: bool, verbose: bool, unanswered: int = ExitCode.FAILED) ->
         sys.stdout.flush()
         line = json_text(value) if as_json else text()
         if not as_json and os.isatty(out):
-            line = folded(line, os.get_terminal_size(out).columns)
+            line = printing.folded(line, os.get_terminal_size(out).columns)
         if not _written(line, out):
             raise typer.Exit(code or unanswered)
 
