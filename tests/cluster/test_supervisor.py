@@ -433,7 +433,7 @@ def test_an_attempt_that_hangs_before_its_first_step_is_ended_and_the_next_goes_
     assert columns(result) == columns(whole)
     first, second = accounts(result)
     assert "no first step within 100 s (faults.longest_start_s)" in first["why"]
-    assert "in its stage preparation" in first["why"]
+    assert "in its stage data" in first["why"]
     assert second["why"] == "finished"
     assert 100 < second["lost_s"] < 1000  # from the beginning on: no step had been done
 

@@ -32,9 +32,9 @@ class Watchdog(SweepWatchdog):
     [
         (1, {}, problems.NO_PROGRESS, {}),
         (0, {"arrival": 1.0}, problems.NO_FIRST_STEP, {"stage": "checkpoint"}),
-        (0, {"arrival": 1.0, "checkpoint": 2.0}, problems.NO_FIRST_STEP, {"stage": "preparation"}),
+        (0, {"arrival": 1.0, "checkpoint": 2.0}, problems.NO_FIRST_STEP, {"stage": "data"}),
     ],
-    ids=["after a step", "while it reads its checkpoint", "while it is prepared"],
+    ids=["after a step", "while it reads its checkpoint", "while it opens its data"],
 )
 def test_a_trial_that_hangs_is_ended_once_and_told_as_an_attempt(
     signs: int, stage_ends: dict[str, float], problem: Any, facts: dict[str, str]
