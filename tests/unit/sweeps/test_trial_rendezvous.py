@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from lockstep.record.events.union import EvaluationRow, Restored
-from lockstep.sweeps.trial_rendezvous import TrialRendezvous
+from lockstep.sweeps import problems
+from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_run import TrialRun
 from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
+from tests.raised import raises
 
 
 @pytest.fixture
@@ -61,6 +64,26 @@ def test_a_loss_before_all_train_is_not_outlived() -> None:
     calls = TrialRendezvous(1, 2, lambda _: None)
     calls.ready(1)
     assert not calls.lose(1)
+
+
+class Unanswering:
+    """Recorders whose calls end with an error of Ray's."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.ask_rendezvous = SimpleNamespace(remote=self._fail)
+
+    def _fail(self, *_: object) -> None:
+        raise self._error
+
+
+def test_recorders_that_cannot_be_reached_are_silent_and_lost_ones_want_nothing() -> None:
+    """A worker beyond a cut counts the first as silence and ends itself; in the second case the sweep has ended without them."""
+    unreachable = ray.exceptions.ActorUnavailableError("the network is cut", b"x" * 16)
+    with raises(problems.RECORDERS_UNREACHABLE):
+        TrialRendezvousClient(Unanswering(unreachable), "trial", 1, 0).called()
+    lost = ray.exceptions.ActorDiedError()
+    assert TrialRendezvousClient(Unanswering(lost), "trial", 1, 0).called() is None
 
 
 class Recorders:
