@@ -22,7 +22,6 @@ from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal, end_command
 from lockstep.driver.stacks import stacks_on_signal
-from lockstep.driver.start_stages import StageEnds
 from lockstep.errors import LockstepError, RecordError, SilentError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
@@ -35,7 +34,6 @@ from lockstep.record.events.union import (
     Failed,
     Finished,
     Sampled,
-    StageEnded,
     Started,
     Straggling,
     TakenOver,
@@ -74,9 +72,8 @@ class LocalRun:
         attempt: int,
         guardian: Guardian,
         alerts: HeardAlerts,
-        start: StageEnds,
     ) -> None:
-        self._alerts, self._start = alerts, start
+        self._alerts = alerts
         self.recorder, self.view = recorder, RunView(attempt)
         self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
         self._named = self._stopped = False
@@ -103,8 +100,6 @@ class LocalRun:
             self._progress.say(f"warning: {event.text}")
         if isinstance(event, Finished):
             event = Finished({**event.summary, "signal": self._stop.number}, event.files)
-        if isinstance(event, StageEnded):
-            self._start.note(event.stage, event.at)
         self.view.take(event)
         self._guardian.alive(self.view.signs_of_life)
         self.recorder.tell(event)
@@ -228,7 +223,7 @@ def train_here(
         tracking_uri=spec.record.uri or "",
         folder=record.folder,
         began_at=options.began_at,
-        start=options.start.at,
+        start={**options.start.at, **run.view.stage_ends},
         warnings=[*warnings, *run.view.warnings],
         attempts=origin.attempt,
         signal_number=stop.number,
@@ -263,9 +258,7 @@ def _start(
     if origin.run_id is not None:  # it exists: how this attempt ends belongs to it
         recorder.start()
     alerts = HeardAlerts(options)
-    return LocalRun(
-        recorder, stop, options.progress, on_run_id, origin.attempt, guardian, alerts, options.start
-    )
+    return LocalRun(recorder, stop, options.progress, on_run_id, origin.attempt, guardian, alerts)
 
 
 def _fit_recorded(

@@ -65,6 +65,7 @@ class RecordedRun:
     folder: Path | None = None
     """Where the files of its weights are; those of a trial that another run stands for are with that one."""
     own_folder: Path | None = None
+    """The run's own, where another run stands for it: files of weights in it are looked at too."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What its job took from outside itself and its identity has not."""
 

@@ -48,37 +48,49 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
     cudnn = torch.backends.cudnn
     previous = (
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.benchmark,
     )
     settings = [Settings(torch.device(kind)) for kind in ("cpu", "cuda")]
     try:
-        with one_library_thread() if kind == "strict" else nullcontext():
+        with (
+            one_library_thread() if kind == "strict" else nullcontext(),
+            deterministic_algorithms(kind == "strict"),
+        ):
             torch.set_num_threads(threads)
-            set_deterministic_algorithms(kind == "strict")
             cudnn.benchmark = kind == "fast"
             # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
             with filled_memory(False):
                 yield
     finally:
         torch.set_num_threads(previous[0])
-        set_deterministic_algorithms(previous[1], warn_only=previous[2])
-        cudnn.benchmark = previous[3]
+        cudnn.benchmark = previous[1]
         for device_settings in settings:
             device_settings.put_back()
 
 
-def set_deterministic_algorithms(on: bool, *, warn_only: bool = False) -> None:
-    """What `torch.use_deterministic_algorithms` does, which imports the compiler to tell it: here it is told when it is imported."""
-    torch.set_deterministic_debug_mode(("warn" if warn_only else "error") if on else "default")
-    os.environ |= {_OF_INDUCTOR: str(int(on))}
-    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
-        inductor.deterministic = on  # type: ignore[attr-defined]
-
-
 _OF_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 """What the compiler reads as it is imported."""
+
+
+@contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    """What `torch.use_deterministic_algorithms` does, for a while. That imports the compiler to tell it: here it is told when it is imported."""
+    mode, variable = torch.get_deterministic_debug_mode(), os.environ.get(_OF_INDUCTOR)
+    inductor = sys.modules.get("torch._inductor.config")
+    compiled = bool(mode) if inductor is None else inductor.deterministic
+    _set_deterministic("error" if on else "default", str(int(on)), compiled=on)
+    try:
+        yield
+    finally:
+        _set_deterministic(mode, variable, compiled=compiled)
+
+
+def _set_deterministic(mode: int | str, variable: str | None, *, compiled: bool) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    os.environ.pop(_OF_INDUCTOR, None)
+    os.environ |= {} if variable is None else {_OF_INDUCTOR: variable}
+    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor.deterministic = compiled  # type: ignore[attr-defined]
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:

@@ -240,22 +240,22 @@ class FirstSteps:
             if (location := difference(before, after)) is not None:
                 raise problems.DATA_CHANGED(name=named(changed), where=location)
 
-    def _check_saving(self, before: Sequence[Memory]) -> None:
+    def _check_saving(self, earlier: Sequence[Memory]) -> None:
         """JobError where the state that a save takes depends on the saves before it: how often a run saves is placement.
 
         A value that is noted at a save alone is none of it, such as a cache or a time.
         """
         modules = self.state.model.modules()
-        own = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules)
-        if not own and not overrides(self.job, "state_dict"):
+        extra_state = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules)
+        if not extra_state and not overrides(self.job, "state_dict"):
             return
         saved = self._memories()
         noted = [
-            place for memory, old in zip(saved, before, strict=True) for place in memory.changed_since(old)
+            place for memory, old in zip(saved, earlier, strict=True) for place in memory.changed_since(old)
         ]
         if noted and tree_digest(self.state.sections()) != tree_digest(self.state.sections()):
-            again = _values(self._memories())
-            if moved := [place for place in noted if again.get(place) != _values(saved).get(place)]:
+            first, second = _values(saved), _values(self._memories())
+            if moved := [place for place in noted if first.get(place) != second.get(place)]:
                 raise problems.SAVING_CHANGES(name=named(moved))
 
     def _memories(self) -> list[Memory]:
