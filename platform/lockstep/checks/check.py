@@ -123,7 +123,7 @@ CHECKS: Sequence[Check] = (
     Check("gradients", lambda exam: model_checks.gradients(exam.first, exam.learning), ("loss", "same bits")),
     Check("overfit", Examination.overfit, ("loss", "same bits", "gradients")),
     Check("resume", lambda exam: run_checks.resume(exam.fixture), ("loss", "same bits", "evaluation")),
-    Check("loader", lambda exam: data_checks.loader(exam.fixture, exam.first.compute_s), ("loss",)),
+    Check("loader", lambda exam: data_checks.loader(exam.fixture), ("loss",)),
     Check("memory", Examination.memory, ("loss", "same bits", "gradients")),
 )
 

@@ -59,8 +59,6 @@ class FirstStep:
     """A module that the job's loss or metrics put into training mode in evaluation."""
     drops: str = ""
     """A function for dropout that was at work in evaluation."""
-    compute_s: float = float("inf")
-    """The fastest micro-batch, forward and backward, in all phases."""
 
 
 def walk(fixture: Fixture) -> FirstStep:
@@ -70,17 +68,14 @@ def walk(fixture: Fixture) -> FirstStep:
     first_step.phases = {module.phase.name: PhaseSeen() for module in modules}
     silent = {name for module in modules for name in module.names if name not in module.conditional}
     for key in fixture.step_keys():
-        spent = 0.0
         for module in modules:
             batch, modes, phase = (
                 fixture.fetch(key),
                 Modes(state.model),
                 first_step.phases[module.phase.name],
             )
-            began = time.perf_counter()
             with LossInputsMode(phase.loss_inputs):
                 loss = fixture.backward(module, state, batch, key)
-            spent += time.perf_counter() - began
             first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
             phase.total += number(loss.total)
             phase.weight += number(loss.weight)
@@ -91,7 +86,6 @@ def walk(fixture: Fixture) -> FirstStep:
             silent -= {name for name, gradient in gradients.items() if bool(numbers_of(gradient).any())}
             state.model.zero_grad(set_to_none=True)
             modes.restore()
-        first_step.compute_s = min(first_step.compute_s, spent)
     first_step.silent, first_step.written = frozenset(silent), fixture.written
     if fixture.evaluation_count:
         with DropoutSeen() as dropout:
