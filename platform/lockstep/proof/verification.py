@@ -20,6 +20,7 @@ from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.identity_changes import UNTOLD, Cause, causes
+from lockstep.proof.record_checks import record_disagreements, told_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
 from lockstep.proof.spans import Span
@@ -87,6 +88,10 @@ class Verified:
     spans: list[Span] = field(default_factory=list)
     weights: bool = False
     """Whether the run's last step was taken again, and led to the weights that its summary and its files have."""
+    ended: bool = False
+    """Whether the run has finished: of one that has not, neither its result nor the files beside its rows are compared."""
+    told: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What of its record nothing proves, by document; `*` is all of it."""
 
     @property
     def same(self) -> bool:
@@ -105,6 +110,8 @@ class Verified:
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
             "weights": self.weights,
+            "ended": self.ended,
+            "told": {name: list(fields) for name, fields in self.told.items()},
             "spans": [{"from": item.start + 1, "to": item.until} for item in self.spans],
         }
 
@@ -167,7 +174,7 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
 
     Checkpoints that the storage has no longer are downloaded into `aside`.
     """
-    answer = Verified(run.run_id)
+    answer = Verified(run.run_id, ended=bool(run.ended), told=told_of(run, aside))
     for span in spans:
         answer.spans.append(span._replace(start=max(span.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
@@ -185,6 +192,10 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
         _compare(run, span, replayed, aside, answer)
         if answer.first_difference is not None:
             return answer
+    wrong = next(record_disagreements(run, aside), None)
+    if wrong is not None:  # last, for most of what was changed is told better by the steps
+        answer.first_difference = FirstDifference(run.last_step, None, *wrong)
+        answer.cause = "the record was changed after it was written: all steps are equal"
     return answer
 
 
