@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.job.identity import DELAY, deciding_sections
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, json_value, yaml_value
 from lockstep.paths import read_beneath
 from lockstep.proof.recorded_run import RecordedRun
@@ -29,17 +30,19 @@ from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.seal import SEAL, Sealed, broken, sealed_files
 from lockstep.record.mirror.stores import find_files
 from lockstep.record.runs.check import check_folder, check_ledger
+from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
 from lockstep.spec.locations import RECORD_OFF
+from lockstep.spec.sample_ids import described
 
 TOLD: Mapping[str, Sequence[str]] = {
-    "spec.yaml": ("name", "workers", "data.loader_processes", "evaluate.beside", "sharding", "determinism.recheck", "checkpoint", "record", "faults"),
+    "spec.yaml": (*sorted(PLACEMENT), *(f"{section}.{name}" for section, name in PLACEMENT_FIELDS.items())),
     "environment.json": ("*",),
-    "summary.json": ("workers", "checkpoint", "unsaved", "first_step_at", "steps_per_s", "samples_per_s", "data_wait_share"),
+    "summary.json": ("workers", "checkpoint", "unsaved", "signal", "reused_from", "tested_at", "first_step_at", "steps_per_s", "samples_per_s", "data_wait_share"),
     "ledger.parquet": ("data_wait_s", "step_s", "wall_clock", "attempt"),
     "evaluations.parquet": ("seconds", "wall_clock"),
     "observations.parquet": ("*",),
-    "run.json": ("name", "started", "ended", "tags"),
-    "journal.jsonl": ("times", "processes", "machine", "observations", "checkpoints", "attempts", "warnings"),
+    "run.json": ("name", "status", "started", "params plan.eval_samples", "tags of its recorder"),
+    "journal.jsonl": ("all but steps, evaluations, identity, seeds and result",),
     **dict.fromkeys((
         "git.diff", "log.txt", "logs/*", "memory.json", "precision.json", "compile.json", "attempts.json", "diagnosis.json", "alerts.json",
         "figures/*", "evaluations/*", "model/*", "memory-*", "not-finite.json", "stacks-*", "error.txt",
@@ -61,6 +64,15 @@ _OF_IDENTITY = {
     "MKL_CBWR": "setting.MKL_CBWR",
 }
 """The facts of an environment that are fields of the identity too."""
+
+_PROVEN_OF_SUMMARY = (
+    "identity", "step", "epoch", "samples", "skipped", "stopped", "metrics", "weights_digest", "ema_digest", "best_digest", "best_step", "beside",
+    "test", "tested", "tested_step",
+)  # fmt: skip
+"""What of a summary follows from the steps, or from how the run ended."""
+
+_FROM_ELSEWHERE = {"initial_weights", "fork", DELAY}
+"""Fields of a spec of which the identity has something else: what lies there, and the delay only where it decides."""
 
 _TOLD_TAGS = {"lockstep.note", "lockstep.record_error", "lockstep.folder", "lockstep.job"}
 """Tags that are for people, or say where the run was recorded."""
@@ -132,17 +144,31 @@ def _of_spec(run: RecordedRun, folder: Path) -> Iterator[Disagreement]:
     """In what documents are not what the spec, the identity and the end of the run make them."""
     if run.summary.get("stopped"):
         yield Disagreement("stopped of the summary", run.summary["stopped"], False)
-    recorded = _document(folder, "seeds.json")
-    expected = [
-        seeds(run.spec.seed, phases=phases, frozen=frozen)
-        for phases, frozen in product((False, True), repeat=2)
-    ]
-    if recorded not in expected:
-        yield Disagreement("seeds.json", recorded, expected[0])
+    for name in sorted(run.summary.keys() - {*_PROVEN_OF_SUMMARY, *TOLD["summary.json"]}):
+        yield Disagreement(f"{name} of the summary", run.summary[name], None)
+    for name, tree in deciding_sections(run.spec).items():
+        if name not in _FROM_ELSEWHERE and run.fields and run.fields.get(name, tree) != tree:
+            yield Disagreement(f"spec.yaml: {name}", tree, run.fields.get(name))
+    for document, expected in {"seeds.json": _seeds(run), "without.json": [_left_out(run)]}.items():
+        if (recorded := _document(folder, document)) not in expected:
+            yield Disagreement(document, recorded, expected[0])
     environment = _document(folder, "environment.json")
     for name, field in _OF_IDENTITY.items():
         if field in run.fields and environment.get(name) != run.fields[field]:
             yield Disagreement(f"environment.json: {name}", environment.get(name), run.fields[field])
+
+
+def _seeds(run: RecordedRun) -> list[dict[str, str]]:
+    """What the seeds of a run may be: which of them it has follows from the job's methods, which nobody has called here."""
+    return [
+        seeds(run.spec.seed, phases=phases, frozen=frozen)
+        for phases, frozen in product((False, True), repeat=2)
+    ]
+
+
+def _left_out(run: RecordedRun) -> dict[str, str]:
+    without = run.spec.data.without
+    return {} if without is None else {"what": described(without), "ids": without}
 
 
 def _document(folder: Path, name: str) -> dict[str, Any]:

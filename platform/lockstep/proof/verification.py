@@ -46,7 +46,9 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 _ENOUGH = 5
 """So many steps that differ tell a value that was changed afterwards from a run that goes another way."""
 
-_OF_RESULT = ("weights_digest", "ema_digest", "best_digest", "best_step", "epoch", "samples", "skipped")
+_OF_RESULT = (
+    "weights_digest", "ema_digest", "best_digest", "best_step", "epoch", "samples", "skipped", "tested", "tested_step",
+)  # fmt: skip
 """What of a summary is the same in every execution of a run, beside its metrics."""
 
 _OF_SUMMARY = " of the summary"
@@ -281,9 +283,9 @@ def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterato
 def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
     """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights from its record."""
     last = run.last_step
-    recorded = {**run.summary, **(run.summary.get("metrics") or {})}
-    replayed = {**replayed, **(replayed.get("metrics") or {})}
-    metrics = {*(run.summary.get("metrics") or {}), *(replayed.get("metrics") or {})}
+    of_recorded, of_replayed = _metrics(run.summary), _metrics(replayed)
+    recorded, replayed = {**run.summary, **of_recorded}, {**replayed, **of_replayed}
+    metrics = {*of_recorded, *of_replayed}
     for name in DIGEST_OF:
         for result in (recorded, replayed):
             result[f"{_BESIDE}{name}"] = (result.get("beside") or {}).get(name)
@@ -297,6 +299,11 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
         if folder is not None:
             for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
                 yield FirstDifference(last, None, name, stated, actual)
+
+
+def _metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a summary, those of its test among them."""
+    return {**(summary.get("metrics") or {}), **(summary.get("test") or {})}
 
 
 def _row_differences(
@@ -408,7 +415,7 @@ def _within(difference: FirstDifference, tolerance: float) -> bool:
     if (
         difference.micro_batch is not None
         or "digest" in difference.quantity
-        or difference.quantity == f"best_step{_OF_SUMMARY}"
+        or difference.quantity in (f"best_step{_OF_SUMMARY}", f"tested_step{_OF_SUMMARY}")
     ):
         return True
     if difference.quantity in _EXACT or not all(
