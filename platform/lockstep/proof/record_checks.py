@@ -127,6 +127,8 @@ def record_disagreements(run: RecordedRun, aside: Path) -> Iterator[Disagreement
     if sealed is None:
         yield Disagreement(SEAL, "the seal of a finished run", None)
         return
+    if JOURNAL not in sealed:
+        yield Disagreement(JOURNAL, "sealed", None)
     if folder != run.own_folder:
         sealed = {
             name: file

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from lockstep.errors import LockstepError
 from lockstep.proof.record_checks import TOLD, record_disagreements
@@ -24,13 +23,11 @@ from lockstep.proof.spans import whole
 from lockstep.proof.verification import Verified, verify
 from lockstep.record.ledger import final_tables
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.mirror.documents import as_json, flat
-from lockstep.record.mirror.folder import run_in_folder
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.seal import SEAL, seal, sealed_files
 from lockstep.record.mirror.sync import spec_of
-from tests.unit.proof.forged_runs import trained
+from tests.unit.proof.forged_runs import put_state, trained
 
 Path_ = tuple[str | int, ...]
 """Where a value is in a document: names and positions."""
@@ -168,24 +165,15 @@ def test_whatever_is_changed_alone_in_a_finished_runs_folder_is_found(run: Path,
 def rewritten(run: Path, journal: list[bytes]) -> None:
     """Have all of a run's folder say what these lines of its journal say, by Lockstep's own hand, and seal it."""
     (run / "journal.jsonl").write_bytes(b"".join(journal))
-    spec = spec_of(run, "off")
     with closing(Journal(run)) as log:
-        projection = Projection(spec, run, log)
+        projection = Projection(spec_of(run, "off"), run, log)
         projection.fold(log.events)
         files = RunFiles(run, log, scaled=False)
-        files.write(projection.documents)
-        if projection.end is not None:
-            files.write(projection.end.documents)
+        files.write({**projection.documents, **(projection.end.documents if projection.end else {})})
         for name in ("ledger.parquet", "evaluations.parquet", "observations.parquet"):
             (run / name).unlink(missing_ok=True)
         assert list(final_tables.write(log, run))
-        state = run_in_folder(run.parent, run.name)
-        params = {**flat(yaml.safe_load((run / "spec.yaml").read_text())), **projection.params}
-        tags = {**state["tags"], **projection.tags(trouble="", figures=[], ended=True)}
-        status, at = projection.end[:2] if projection.end is not None else ("RUNNING", None)
-        (run / "run.json").write_text(
-            as_json({**state, "params": params, "tags": tags, "status": status, "ended": at})
-        )
+    put_state(run)
     seal(run)
 
 
