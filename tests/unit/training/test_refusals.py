@@ -37,8 +37,8 @@ from lockstep.training.run_facts import _own_fields
 from lockstep.training.state import restore_optimizer
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.closures import Closure
-from lockstep.training.step.full_sharding import FullSharding, _not_once, advised, diverged
 from lockstep.training.step.compiled import Program
+from lockstep.training.step.full_sharding import FullSharding, _not_once, advised, diverged
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.rows import StepRows
 from lockstep.training.step.sharded_modes import NoShards
