@@ -221,5 +221,6 @@ def _of_store(run: RecordedRun, folder: Path, journal: Journal) -> Iterator[Disa
     for name in sorted(expected.keys() - _TOLD_TAGS):
         if tags.get(name) != expected[name]:
             yield Disagreement(f"run.json: tags.{name}", expected[name], tags.get(name))
-    if projection.end is not None and (state["status"], state["ended"]) != projection.end[:2]:
-        yield Disagreement("run.json: its end", list(projection.end[:2]), [state["status"], state["ended"]])
+    status, ended = projection.end[:2] if projection.end is not None else (None, None)
+    if state["status"] != status or ended not in (None, state["ended"]):
+        yield Disagreement("run.json: its end", [status, ended], [state["status"], state["ended"]])

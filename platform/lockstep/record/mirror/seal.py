@@ -50,12 +50,21 @@ class Broken(NamedTuple):
     found: str | None
 
 
-def seal(folder: Path) -> Path:
+Known = dict[str, tuple[tuple[int, int, int], Sealed]]
+"""What was hashed before, with the file's inode, size and time of change: weights may be large."""
+
+
+def seal(folder: Path, known: Known | None = None) -> Path:
     """Write the seal of what is in a run's folder now. Returns its file. Raises OSError."""
-    path = folder / SEAL
-    files = {name: _digest(folder, name, None)._asdict() for name in _names(folder)}
-    write_text(path, as_json({"files": files}))
-    return path
+    known = {} if known is None else known
+    for name in _names(folder):
+        status = (folder / name).stat()
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        if name not in known or known[name][0] != state:
+            known[name] = state, _digest(folder, name, None)
+    files = {name: known[name][1]._asdict() for name in _names(folder)}
+    write_text(folder / SEAL, as_json({"files": files}))
+    return folder / SEAL
 
 
 def parsed(content: bytes) -> dict[str, Sealed]:
