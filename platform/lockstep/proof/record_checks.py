@@ -97,22 +97,21 @@ def documents_of(run: RecordedRun, aside: Path) -> tuple[Path, dict[str, Sealed]
         uri, nowhere = run.spec.record.uri or RECORD_OFF, aside / "nowhere"
         find_files(uri, run.run_id, (SEAL,), nowhere, folder)
         if (folder / SEAL).is_file():
-            names = [
-                name
-                for name in sealed_files(folder)
-                if name not in _IN_FOLDER and not name.startswith(_KEPT_APART)
-            ]
-            find_files(uri, run.run_id, names, nowhere, folder)
+            names = dict.fromkeys(name.partition("/")[0] for name in in_store(sealed_files(folder)))
+            find_files(uri, run.run_id, [*names], nowhere, folder)
     try:
         return folder, sealed_files(folder)
     except FileNotFoundError:
         return folder, None
 
 
-_IN_FOLDER = (JOURNAL,)
-"""Sealed files that no store has."""
-_KEPT_APART = ("model/", "weights/")
-"""Files that a store keeps in another way, or that are compared by the digests of the summary."""
+def in_store(sealed: Mapping[str, Sealed]) -> dict[str, Sealed]:
+    """The sealed files that a store has as they are: no journal, the model in another form, and weights, which the digests of the summary cover."""
+    return {
+        name: file
+        for name, file in sealed.items()
+        if name != JOURNAL and not name.startswith(("model/", "weights/"))
+    }
 
 
 def record_disagreements(run: RecordedRun, aside: Path) -> Iterator[Disagreement]:
@@ -130,11 +129,7 @@ def record_disagreements(run: RecordedRun, aside: Path) -> Iterator[Disagreement
     if JOURNAL not in sealed:
         yield Disagreement(JOURNAL, "sealed", None)
     if folder != run.own_folder:
-        sealed = {
-            name: file
-            for name, file in sealed.items()
-            if name not in _IN_FOLDER and not name.startswith(_KEPT_APART)
-        }
+        sealed = in_store(sealed)
     for name, stated, found in broken(folder, sealed):
         yield Disagreement(name, stated, found)
     yield from _of_spec(run, folder)
