@@ -79,7 +79,9 @@ _TOLD_TAGS = {"lockstep.note", "lockstep.record_error", "lockstep.folder", "lock
 
 
 def told_of(run: RecordedRun, aside: Path) -> dict[str, Sequence[str]]:
-    """What of a run's record is told and not proven, by the documents that it has; of one without a seal, whichever it may have."""
+    """What of a finished run's record is told and not proven, by the documents that it has; of one without a seal, whichever it may have."""
+    if not run.ended:
+        return {}  # nothing but its steps is compared
     with suppress(OSError, ValueError):
         folder, sealed = documents_of(run, aside)
         if sealed is not None:
