@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import Loss, Mean
 from lockstep.checkpoint.problems import UNSTORABLE
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.data import problems as data_problems
 from lockstep.errors import LockstepError, Problem
 from lockstep.problems import STORAGE_FAILED
@@ -898,6 +900,7 @@ def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool, 
 
 def test_a_fork_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     storage = {"storage": str(tmp_path), "every": None}
+    RunFolder.create(open_storage(str(tmp_path)), "b" * 32)
     with raises(problems.FORK_EMPTY, run="b" * 32):
         train(document(checkpoint=storage, fork={"run": "b" * 32, "storage": str(tmp_path)}))
 

@@ -46,7 +46,7 @@ def sparse(folder: Path) -> None:
         member = tarfile.TarInfo("0.txt")
         member.type = tarfile.GNUTYPE_SPARSE
         tar.addfile(member)
-    TarShards(str(folder), lambda sample: sample)
+    TarShards(str(folder))
 
 
 class Lengthy(Plain):

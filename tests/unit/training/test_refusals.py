@@ -29,9 +29,6 @@ from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.evaluation.messages import Beginning
 from lockstep.training.evaluation.serving import _serve
 from lockstep.training.identity_inputs import Inputs
-from lockstep.training.integrity import problems as integrity_problems
-from lockstep.training.integrity.resume_check.request import Request
-from lockstep.training.integrity.resume_check.resumed_step import _taken
 from lockstep.training.read_relay import Relay
 from lockstep.training.run_facts import _own_fields
 from lockstep.training.state import restore_optimizer
@@ -70,11 +67,6 @@ def leaves(folder: Path) -> None:
         handler.regroup(None, None)  # type: ignore[arg-type]
 
 
-def no_checkpoint(folder: Path) -> None:
-    context: Any = None
-    _taken(Request(spec(folder), "a" * 32, 1, "cpu", context), lambda _: None)
-
-
 def another_run(folder: Path) -> None:
     beginning = Beginning(spec(folder), "cpu", {"seed": 5}, {})
     _serve(SimpleNamespace(recv=lambda: beginning), 0)  # type: ignore[arg-type]
@@ -108,7 +100,9 @@ def other_inputs(folder: Path) -> None:
 
 def other_bytes(_: Path) -> None:
     """Rank 1 asks for another file than the one that rank 0 answers for."""
-    relay: Any = SimpleNamespace(reads=False, _group=SimpleNamespace(rank=1), move=lambda tensor: None)
+    relay: Any = SimpleNamespace(
+        reads=False, _group=SimpleNamespace(rank=1), move=lambda tensor: tensor.zero_()
+    )
     Relay.hand(relay, "manifest.json", lambda: None)
 
 
@@ -148,7 +142,7 @@ def no_rows(_: Path) -> None:
 
 def uncompiled(_: Path) -> None:
     """A machine without a compiler."""
-    Program(lambda x: x.sin() * 1.234567, {"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True})(
+    Program(lambda x: x.sin() * 1.234567, {"cpp.cxx": ("/nowhere/g++",), "fx_graph_cache": False})(
         torch.ones(3)
     )
 
@@ -164,7 +158,6 @@ def raised(error: BaseException) -> None:
 
 CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (leaves, elastic_problems.LEFT, {}),
-    (no_checkpoint, integrity_problems.CHECKPOINT_GONE, {"step": 1}),
     (another_run, problems.OTHER_EVALUATOR, {}),
     (torn, problems.AUXILIARY_UNREADABLE, {}),
     (of_phases, problems.FORK_PHASES, {"wanted": "['judge', 'maker']", "got": "[]"}),

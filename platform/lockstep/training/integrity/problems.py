@@ -64,14 +64,6 @@ RESUMED_OTHERWISE = Problem(
     advice="`state_dict` and `load_state_dict`, a buffer, or the optimizer's state; begin anew, or go on with `--fork`",
 )
 
-CHECKPOINT_GONE = Problem(
-    "integrity.checkpoint_gone",
-    LostFileError,
-    "checkpoint: there is none of step {step} any more",
-    cause="retention has deleted the checkpoint that a spare process was to take up; a later one is tried",
-    advice="nothing",
-)
-
 # --- the model ---------------------------------------------------------------------------------------------------
 
 NOTHING_LEARNS = Problem(
