@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.errors import LostFileError
 from lockstep.errors import (
     CorruptionError,
     DeterminismError,
