@@ -11,6 +11,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
                 )
                 if value is not None
             },
-            "files": {name: file._asdict() for name, file in _sealed(run).items()},
+            "files": {name: asdict(file) for name, file in _sealed(run).items()},
             "weights": {name: weights_digest(read_weights(path)) for name, path in files.items()},
             **(
                 {"beside": {name: tree_digest(load_beside(path)) for name, path in beside_files.items()}}

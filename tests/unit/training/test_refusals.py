@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,9 +143,11 @@ def no_rows(_: Path) -> None:
 
 def uncompiled(_: Path) -> None:
     """A machine without a compiler."""
-    Program(lambda x: x.sin() * 1.234567, {"cpp.cxx": ("/nowhere/g++",), "fx_graph_cache": False})(
-        torch.ones(3)
-    )
+    with warnings.catch_warnings():  # of torch's own imports
+        warnings.simplefilter("ignore", DeprecationWarning)
+        Program(lambda x: x.sin() * 1.234567, {"cpp.cxx": ("/nowhere/g++",), "fx_graph_cache": False})(
+            torch.ones(3)
+        )
 
 
 def summed_alone(_: Path) -> None:

@@ -10,11 +10,12 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from lockstep.files import write_text
-from lockstep.parsing import MOST_BYTES, conforms, json_document
+from lockstep.parsing import MOST_BYTES, conforms, flat_record, json_document
 from lockstep.paths import open_beneath, read_beneath
 from lockstep.record.ledger.journal_file import NAME as JOURNAL
 from lockstep.record.mirror.documents import as_json
@@ -35,7 +36,8 @@ hidden files, such as those that are being written."""
 _PIECE = 1 << 20
 
 
-class Sealed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sealed:
     """A file as it was sealed: its first `bytes` have this sha256."""
 
     bytes: int
@@ -57,26 +59,23 @@ Known = dict[str, tuple[tuple[int, int, int], Sealed]]
 def seal(folder: Path, known: Known | None = None) -> Path:
     """Write the seal of what is in a run's folder now. Returns its file. Raises OSError."""
     known = {} if known is None else known
-    for name in _names(folder):
+    names = _names(folder)
+    for name in names:
         status = (folder / name).stat()
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if name not in known or known[name][0] != state:
             known[name] = state, _digest(folder, name, None)
-    files = {name: known[name][1]._asdict() for name in _names(folder)}
+    files = {name: asdict(known[name][1]) for name in names}
     write_text(folder / SEAL, as_json({"files": files}))
     return folder / SEAL
 
 
 def parsed(content: bytes) -> dict[str, Sealed]:
     """The files of a seal that was written. ValueError where it is none."""
-    files: Any = json_document(content).get("files")
-    if not conforms(files, Mapping[str, Mapping[str, Any]]):
-        raise ValueError("it has no files")
-    sealed = {name: (file.get("bytes"), file.get("sha256")) for name, file in files.items()}
-    for name, file in sealed.items():
-        if not conforms(file, tuple[int, str]):
-            raise ValueError(f"it has no digest of {name!r}")
-    return {name: Sealed(*file) for name, file in sealed.items()}
+    document = json_document(content)
+    if not conforms(document, Mapping[str, Mapping[str, Mapping[str, Any]]]) or document.keys() != {"files"}:
+        raise ValueError("it has no files, or more than these")
+    return {name: flat_record(Sealed, file) for name, file in document["files"].items()}
 
 
 def sealed_files(folder: Path) -> dict[str, Sealed]:
