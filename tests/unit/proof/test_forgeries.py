@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from lockstep.calls.verify import verify
 from lockstep.errors import LockstepError
 from lockstep.proof import signatures
+from lockstep.proof.record_checks import record_disagreements
+from lockstep.proof.recorded_run import recorded_run
 from lockstep.record.events.codec import to_line
 from lockstep.record.events.union import Warned
 from lockstep.record.mirror.seal import seal
@@ -442,10 +444,21 @@ ALONE: dict[str, Callable[[Forger], None]] = {
 """Values that no step computes."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.scenario] if i else []) for i, kind in enumerate(ALONE)],
-)
+@pytest.mark.parametrize("kind", list(ALONE))
+def test_a_value_that_no_step_computes_is_found_in_the_record_alone(
+    forger: Forger, tmp_path: Path, kind: str
+) -> None:
+    def wrong() -> Any:
+        run = recorded_run(forger.run.name, "off", forger.run.parent)
+        return next(record_disagreements(run, tmp_path), None)
+
+    assert wrong() is None
+    ALONE[kind](forger)
+    assert wrong() is not None
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("kind", list(ALONE))
 def test_what_no_step_computes_is_not_changed_alone(forger: Forger, kind: str) -> None:
     """Neither in a record that nobody has stated, nor after it was stated; the control is verified."""
     forger.sign()

@@ -175,7 +175,6 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (not_gathered, step_problems.ONLY_GATHERED, {"got": re.compile("^add of a parameter that is not gathered")}),
     (twice_differentiated, step_problems.GRADIENT_WENT_ON, {"name": "0.weight", "where": "step 1"}),
     (no_rows, step_problems.NO_ROWS, {"label": "job.embed"}),
-    (uncompiled, step_problems.NOT_COMPILED, {}),
     (lambda _: raised(diverged("step 3")), step_problems.DIVERGED, {"where": "step 3"}),
     (lambda _: raised(_not_once(["a.weight"], 2, "step 3")), step_problems.COMPUTED_AGAIN, {"name": "a.weight", "got": 2}),
     (summed_alone, step_problems.SUMMED_ALONE, {"where": "step 1"}),
@@ -188,6 +187,12 @@ def test_a_refusal_is_told_as_its_problem(
 ) -> None:
     with raises(problem, **facts):
         call(tmp_path)
+
+
+@pytest.mark.scenario
+def test_a_machine_without_a_compiler_compiles_nothing(tmp_path: Path) -> None:
+    with raises(step_problems.NOT_COMPILED):
+        uncompiled(tmp_path)
 
 
 PROCESS = """
@@ -205,8 +210,8 @@ except LockstepError as error:
     ("kind", "threads", "variables", "code"),
     [
         ("strict", 1, {"PYTHONHASHSEED": "7"}, problems.HASH_SEED.code),
-        ("fast", 2, {"OMP_THREAD_LIMIT": "1"}, problems.THREADS.code),
-        ("fast", 2, {}, "set"),
+        pytest.param("fast", 2, {"OMP_THREAD_LIMIT": "1"}, problems.THREADS.code, marks=pytest.mark.scenario),
+        pytest.param("fast", 2, {}, "set", marks=pytest.mark.scenario),
     ],
 )
 def test_a_process_that_cannot_be_made_deterministic_is_refused(
