@@ -19,9 +19,9 @@ from lockstep.job.identity import DELAY, deciding_sections
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, json_value, yaml_value
 from lockstep.paths import read_beneath
 from lockstep.proof.recorded_run import RecordedRun
-from lockstep.proof.summary_checks import Disagreement
+from lockstep.proof.summary_checks import DIGEST_OF, Disagreement
 from lockstep.randomness import seeds
-from lockstep.record.events.union import Delivered, Opened, SetAside
+from lockstep.record.events.union import Delivered, InputsFound, Opened, Recorded, SetAside, Started
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME as JOURNAL
 from lockstep.record.mirror.documents import flat
@@ -145,6 +145,8 @@ def _of_spec(run: RecordedRun, folder: Path) -> Iterator[Disagreement]:
         yield Disagreement("stopped of the summary", run.summary["stopped"], False)
     for name in sorted(run.summary.keys() - {*_PROVEN_OF_SUMMARY, *TOLD["summary.json"]}):
         yield Disagreement(f"{name} of the summary", run.summary[name], None)
+    for name in sorted((run.summary.get("beside") or {}).keys() - DIGEST_OF.keys()):
+        yield Disagreement(f"beside.{name} of the summary", run.summary["beside"][name], None)
     for name, tree in deciding_sections(run.spec).items():
         if name not in _FROM_ELSEWHERE and run.fields and run.fields.get(name, tree) != tree:
             yield Disagreement(f"spec.yaml: {name}", tree, run.fields.get(name))
@@ -190,6 +192,9 @@ def _of_journal(run: RecordedRun, folder: Path, sealed: Sealed | None) -> Iterat
                     yield Disagreement(
                         JOURNAL, "nothing of the run after its end", type(entry.event).__name__
                     )
+            begun_as = [identity for event in journal.events if (identity := _identity(event)) is not None]
+            if begun_as[-1:] != [run.summary.get("identity")]:
+                yield Disagreement(f"{JOURNAL}: identity", begun_as[-1:], [run.summary.get("identity")])
             for difference in (
                 *check_ledger(folder, journal),
                 *check_folder(folder, journal, None, run.spec),
@@ -200,6 +205,16 @@ def _of_journal(run: RecordedRun, folder: Path, sealed: Sealed | None) -> Iterat
                 yield from _of_store(run, folder, journal)
     except LockstepError as error:
         yield Disagreement(JOURNAL, "a journal that can be read", str(error))
+
+
+def _identity(event: Recorded) -> Any:
+    """The identity that an event gives a run; None for most."""
+    match event:
+        case Started():
+            return event.facts.get("identity")
+        case InputsFound():
+            return event.identity
+    return None
 
 
 def _of_store(run: RecordedRun, folder: Path, journal: Journal) -> Iterator[Disagreement]:

@@ -125,7 +125,8 @@ def changes_alone(run: Path) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name}: byte {i}", lambda p=path, t=flipped: p.write_bytes(t)
         yield f"{name}: gone", lambda p=path: p.unlink()
     yield "added.json: all of it", lambda: (run / "added.json").write_text("{}") and None
-    yield "figures/added.png: all of it", lambda: (run / "figures" / "added.png").write_text("") and None
+    (run / "logs").mkdir(exist_ok=True)
+    yield "logs/added.txt: all of it", lambda: (run / "logs" / "added.txt").write_text("more") and None
 
 
 TOLD_ALONE = (
