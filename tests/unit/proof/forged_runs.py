@@ -33,6 +33,7 @@ from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.record.mirror.documents import as_json, flat
 from lockstep.record.mirror.folder import run_in_folder
 from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.seal import seal
 from lockstep.record.mirror.sync import spec_of
 
@@ -106,13 +107,14 @@ def sealed_again(run: Path) -> None:
 
 
 def put_state(run: Path) -> None:
-    """Write run.json as the run's spec and journal have it."""
+    """Write the documents and run.json as the run's spec and journal have them."""
     with closing(Journal(run, read_only=True)) as journal:
         projection = Projection(spec_of(run, "off"), run, journal)
         projection.fold(journal.events)
         state = run_in_folder(run.parent, run.name)
         end = projection.end
         assert end is not None
+        RunFiles(run, journal, scaled=False).write({**projection.documents, **end.documents})
         state["params"] = {**flat(yaml.safe_load((run / "spec.yaml").read_text())), **projection.params}
         state["tags"] |= projection.tags(trouble="", figures=[], ended=True)
     (run / "run.json").write_text(as_json({**state, "status": end.status, "ended": end.at}))

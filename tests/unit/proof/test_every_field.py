@@ -23,10 +23,7 @@ from lockstep.proof.spans import whole
 from lockstep.proof.verification import Verified, verify
 from lockstep.record.ledger import final_tables
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.mirror.projection import Projection
-from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.seal import SEAL, seal, sealed_files
-from lockstep.record.mirror.sync import spec_of
 from tests.unit.proof.forged_runs import put_state, trained
 
 Path_ = tuple[str | int, ...]
@@ -165,13 +162,9 @@ def test_whatever_is_changed_alone_in_a_finished_runs_folder_is_found(run: Path,
 def rewritten(run: Path, journal: list[bytes]) -> None:
     """Have all of a run's folder say what these lines of its journal say, by Lockstep's own hand, and seal it."""
     (run / "journal.jsonl").write_bytes(b"".join(journal))
-    with closing(Journal(run)) as log:
-        projection = Projection(spec_of(run, "off"), run, log)
-        projection.fold(log.events)
-        files = RunFiles(run, log, scaled=False)
-        files.write({**projection.documents, **(projection.end.documents if projection.end else {})})
-        for name in ("ledger.parquet", "evaluations.parquet", "observations.parquet"):
-            (run / name).unlink(missing_ok=True)
+    for name in ("ledger.parquet", "evaluations.parquet", "observations.parquet"):
+        (run / name).unlink(missing_ok=True)
+    with closing(Journal(run, read_only=True)) as log:
         assert list(final_tables.write(log, run))
     put_state(run)
     seal(run)
