@@ -113,7 +113,7 @@ def changes_alone(run: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         elif path.suffix == ".jsonl":
             lines = content.splitlines()[:-1]  # what it says of the store comes after the seal
             for i in range(len(lines)):
-                forged = content.replace(lines[i], lines[i][:-9].replace(b"1", b"2") + lines[i][-9:])
+                forged = content.replace(lines[i], lines[i][:5] + bytes([lines[i][5] ^ 1]) + lines[i][6:])
                 yield f"{name}: line {i}", lambda p=path, t=forged: p.write_bytes(t)
             yield f"{name}: added", lambda p=path, t=content + lines[3] + b"\n": p.write_bytes(t)
         else:
