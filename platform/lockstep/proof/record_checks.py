@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.job.identity import DELAY, deciding_sections
-from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, json_value, yaml_value
+from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, yaml_value
 from lockstep.paths import read_beneath
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.summary_checks import DIGEST_OF, Disagreement
@@ -41,7 +41,7 @@ TOLD: Mapping[str, Sequence[str]] = {
     "ledger.parquet": ("data_wait_s", "step_s", "wall_clock", "attempt"),
     "evaluations.parquet": ("seconds", "wall_clock"),
     "observations.parquet": ("*",),
-    "run.json": ("name", "status", "started", "params plan.eval_samples", "tags of its recorder"),
+    "run.json": ("name", "status", "started", "params of placement", "tags of its recorder"),
     "journal.jsonl": ("all but steps, evaluations, identity, seeds and result",),
     **dict.fromkeys((
         "git.diff", "log.txt", "logs/*", "memory.json", "precision.json", "compile.json", "attempts.json", "diagnosis.json", "alerts.json",
@@ -217,6 +217,12 @@ def _identity(event: Recorded) -> Any:
     return None
 
 
+def _is_placement(name: str) -> bool:
+    """Whether a parameter is a field of the spec on which no bits depend."""
+    section, _, field = name.partition(".")
+    return section in PLACEMENT or PLACEMENT_FIELDS.get(section) == field
+
+
 def _of_store(run: RecordedRun, folder: Path, journal: Journal) -> Iterator[Disagreement]:
     """In what a run.json is not what the run's spec and journal make of it."""
     state = run_in_folder(folder.parent, folder.name)
@@ -225,9 +231,9 @@ def _of_store(run: RecordedRun, folder: Path, journal: Journal) -> Iterator[Disa
     projection.fold(journal.events)
     spec = yaml_value(read_beneath(folder, "spec.yaml", MOST_YAML_BYTES).decode())
     params = {**flat(spec), **projection.params}
-    resumed_with = json_value(tags.get("lockstep.changed", "{}"))  # the first value stays
-    for name in sorted({*params, *state["params"]} - resumed_with.keys()):
-        if params.get(name) != state["params"].get(name):
+    for name in sorted({*params, *state["params"]}):
+        # A resume may have another placement; a store keeps the first one.
+        if not _is_placement(name) and params.get(name) != state["params"].get(name):
             yield Disagreement(f"run.json: params.{name}", params.get(name), state["params"].get(name))
     expected = projection.tags(trouble="", figures=[], ended=True)
     for name in sorted(expected.keys() - _TOLD_TAGS):
