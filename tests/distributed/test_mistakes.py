@@ -925,7 +925,7 @@ def train_without_time(document: Document) -> None:
 
 def test_units_that_no_process_finds_out(pool: Pool) -> None:
     with raises(integrity_problems.UNITS_UNKNOWN):
-        pool.run(2, train_without_time, document(sharding="full"))
+        pool.run(2, train_without_time, document(sharding="full", rehearsal="off"))
 
 
 def test_what_one_worker_refuses_all_tell(pool: Pool, tmp_path: Path) -> None:
