@@ -412,6 +412,7 @@ RECORDS: dict[str, Callable[[Forger], None]] = {
     "a row too much": rows(lambda table: pa.concat_tables([table, table.slice(7)])),
     "an end cut off": rows(lambda table: table.slice(0, 6)),
     "an evaluation": metrics,
+    "a metric of the test": lambda forger: forger.json("summary.json", test={"test/loss": 0.001, "test/one": 0.001}),
     "weights in every place": weights,
     "weights behind a link": linked_weights,
     "weights that no digest covers": added_weights,
