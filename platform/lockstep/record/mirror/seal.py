@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -59,13 +60,16 @@ Known = dict[str, tuple[tuple[int, int, int], Sealed]]
 def seal(folder: Path, known: Known | None = None) -> Path:
     """Write the seal of what is in a run's folder now. Returns its file. Raises OSError."""
     known = {} if known is None else known
-    names = _names(folder)
-    for name in names:
-        status = (folder / name).stat()
-        state = status.st_ino, status.st_size, status.st_mtime_ns
-        if name not in known or known[name][0] != state:
-            known[name] = state, _digest(folder, name, None)
-    files = {name: asdict(known[name][1]) for name in names}
+    files = {}
+    for name in _names(folder):
+        with suppress(
+            FileNotFoundError, ValueError
+        ):  # a link that leads out, or nowhere, is no file of the record
+            status = (folder / name).stat()
+            state = status.st_ino, status.st_size, status.st_mtime_ns
+            if name not in known or known[name][0] != state:
+                known[name] = state, _digest(folder, name, None)
+            files[name] = asdict(known[name][1])
     write_text(folder / SEAL, as_json({"files": files}))
     return folder / SEAL
 
