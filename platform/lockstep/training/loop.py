@@ -232,7 +232,10 @@ def report_end(
 ) -> dict[str, Any]:
     """Report the end of the run, with the memory that it took and the files that are kept. Returns its summary."""
     summary = summarise(run, clock, checkpoints, stopped=stopped)
-    if not stopped and (seat.origin is None or seat.origin.replay is None):
+    replay = None if seat.origin is None else seat.origin.replay
+    if not stopped and (
+        replay is None or replay.weights is not None
+    ):  # a result that is compared has its test
         summary |= tested(run, seat.tell)
     peaks = run.group.gather(peak_memory(run.group.device))
     seat.tell(PeakMemory(peaks))
