@@ -20,6 +20,7 @@ from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.problems import UNANSWERED
 from lockstep.driver.run_view import RunView
 from lockstep.record.events.union import Warned
+from lockstep.record.mirror.stores import find_run
 from lockstep.spec.fields import Faults
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps import trial, trial_watchdog
@@ -47,10 +48,12 @@ class Recorders:
         self._rendezvous, self._let = TrialRendezvous(4, 2, lambda _: None), threading.Event()
         self._asked = 0
 
+    @ray.method(concurrency_group="ask")
     def ask_rendezvous(self, key: str, attempt: int, name: str, *arguments: Any) -> Any:
         assert (key, attempt) == ("3", 4)
         return getattr(self._rendezvous, name)(*arguments)
 
+    @ray.method(concurrency_group="views")
     def views(self) -> dict[int, RunView]:
         self._asked += 1
         self._let.wait()
@@ -65,9 +68,14 @@ class Recorders:
 
 @pytest.fixture
 def recorders(cluster: None) -> Iterator[Any]:
-    actor = ray.remote(num_cpus=0, max_concurrency=9)(Recorders).remote()
+    actor = started()
     yield actor
     ray.kill(actor)
+
+
+def started() -> Any:
+    """The actor; each group of its methods answers in the order of the calls."""
+    return ray.remote(num_cpus=0, concurrency_groups={"ask": 1, "views": 1})(Recorders).remote()
 
 
 def test_a_worker_is_answered_by_the_rendezvous_of_its_trial(recorders: Any) -> None:
@@ -144,7 +152,7 @@ def test_the_others_go_on_without_a_rank_whose_process_is_lost(recorders: Any, l
     client = TrialRendezvousClient(recorders, "3", 4, 0)
     for worker in (0, 1):
         TrialRendezvousClient(recorders, "3", 4, worker).ready()
-    actor = ray.remote(num_cpus=0)(Recorders).remote()
+    actor = started()
     work = actor.views.remote() if lost else recorders.fail.remote()
     ray.kill(actor)
     training._others = {1: work, 2: recorders.let.remote()}
@@ -189,6 +197,10 @@ def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_ano
         run_id = left.run_id
         assert trained[-1] == (4, "finished", digest, run_id)
         assert run_of_name(LocalStorage(tmp_path / "runs"), name) == run_id
+        until = time.monotonic() + 60
+        while find_run("off", run_id, spec.folder).status != "FINISHED":  # its recorder is being closed
+            assert time.monotonic() < until
+            time.sleep(0.02)
         assert given(began(0)) == [(2, None, None, run_id), (4, "finished", digest, run_id)]
         *_, reused = given(began(1, may_reuse=True))
         assert reused[:3] == (4, "reused", digest) and reused[3] != run_id
@@ -208,14 +220,14 @@ def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_ano
 def test_the_next_trial_is_told_whether_its_peers_are_all_there(
     recorders: Any, monkeypatch: pytest.MonkeyPatch, others: list[str], outlived: bool, all_there: bool
 ) -> None:
-    monkeypatch.setattr(trial, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(trial, "PATIENCE_S", 0.5 if "silent" in others else 60.0)
     works = {name: recorders.let.remote() if name == "ended" else None for name in others}
     if "failed" in works:
         works["failed"] = recorders.fail.remote()
     if "silent" in works:
-        works["silent"] = ray.remote(num_cpus=0)(Recorders).remote().views.remote()
+        works["silent"] = started().views.remote()
     if "lost" in works:
-        actor = ray.remote(num_cpus=0)(Recorders).remote()
+        actor = started()
         works["lost"] = actor.views.remote()
         ray.kill(actor)
     training, left = without_thread(), list[bool]()
