@@ -192,6 +192,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Reconciler._send_reference: constant changed: 0 -> (1)": "the number of publications is only compared with the one before",
     },
     "sweeps/trial.py": {
+        "Training._history: constant changed: 0 -> (-1) #2": _STEPS,
         "Training.leave: constant changed: 1 -> (2)": "a process that fails is lost, whatever its exit code",
     },
     "sweeps/trial_watchdog.py": {
