@@ -73,6 +73,7 @@ COVERED = {
         "tests/unit/record/test_going_on.py",
     ],
     "record/mirror/reconciler.py": [
+        "tests/unit/record/mirror/test_reconciler.py",
         "tests/unit/record/mirror/test_delivery_lanes.py",
         "tests/unit/record/test_recorder.py",
         "tests/unit/record/test_kept_checkpoints.py",
