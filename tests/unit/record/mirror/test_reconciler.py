@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.errors import RecordError
+from lockstep.record.errors import UnavailableError
+from lockstep.record.events.metrics import Point
 from lockstep.record.events.union import CheckpointRow, Finished
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.folder import FolderStore
@@ -32,6 +36,11 @@ class Noting(FolderStore):
         self.checkpoints_of: dict[int, list[str]] = {}
         self.measured: dict[int, list[float]] = {}
         self.models: list[int] = []
+        self.takes_points = True
+
+    def log_metrics(self, points: Sequence[Point]) -> None:
+        if not self.takes_points:
+            raise UnavailableError("it does not answer")
 
     def log_checkpoint(
         self,
@@ -85,3 +94,19 @@ def test_the_final_model_is_sent_or_it_is_told_why_there_is_none(spec: Specs, wh
         why
     )
     assert json.loads((folder / "run.json").read_text())["status"] == "FINISHED"
+
+
+@pytest.mark.parametrize("takes_points", [True, False])
+def test_a_run_whose_points_are_not_all_sent_is_not_told_to_have_finished(
+    spec: Specs, takes_points: bool
+) -> None:
+    """A reader takes FINISHED for a whole history: it waits until the rest is sent."""
+    store = Noting(spec().folder)
+    store.takes_points = takes_points
+    recorder = Recorder(spec(), lambda _: store, patience_s=0.1)
+    recorder.start()
+    recorder.tell(step_row(1), Finished({"step": 1}))
+    with nullcontext() if takes_points else pytest.raises(RecordError):
+        recorder.close(timeout_s=0.5)
+    status = json.loads((recorder.run_folder() / "run.json").read_text())["status"]
+    assert status == ("FINISHED" if takes_points else "RUNNING")
