@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from lockstep.record.events.union import EvaluationRow, Restored
+from lockstep.errors import StorageError
+from lockstep.record.events.union import CheckpointRow, EvaluationRow, Restored
 from lockstep.sweeps import problems
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_run import TrialRun
@@ -150,3 +152,27 @@ def test_an_evaluation_that_is_told_after_another_waits_until_tune_has_decided_b
     assert given == [15]
     assert trial.is_dismissed is not goes_on
     assert [event.step for event in recorders.events] == ([15, 20] if goes_on else [15])
+
+
+@pytest.mark.parametrize("error", [None, "no room"])
+def test_a_population_waits_until_the_checkpoint_is_published_or_given_up(error: str | None) -> None:
+    """That of the step which it takes over: another one that is published meanwhile is none."""
+    trial = TrialRun(Recorders(), "0", {}, lambda _: None)
+    sender, waited = trial.begin(1), list[str]()
+
+    def wait() -> None:
+        try:
+            trial.wait_for_checkpoint(4)
+            waited.append("")
+        except StorageError as refused:
+            waited.append(refused.facts["got"])
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    for step in (2, 4):
+        waiting.join(0.1)
+        assert waited == []
+        trial.tell(CheckpointRow(step, "uri", error if step == 4 else None, 1, 0.0, 0.0, 0.0, 1.0))
+    waiting.join(20)
+    assert waited == [error or ""]
+    sender.close()
