@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,7 @@ class Asked(NoRequests):
         self.asked += 1
         return self.asked == self._regroup
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         self.looked += 1
         return self._wanted is None or self.looked <= self._wanted
 
