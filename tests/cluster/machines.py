@@ -45,11 +45,17 @@ class Machines:
     """Machine 0 has the head, which has no worker; each of the others has one CPU."""
 
     def __init__(
-        self, names: Sequence[tuple[str, str]], folder: Path, settings: Mapping[str, str], *, redis: bool
+        self,
+        names: Sequence[tuple[str, str]],
+        folder: Path,
+        settings: Mapping[str, str],
+        *,
+        redis: bool,
+        jobs: bool,
     ) -> None:
         self.names = [name for name, _ in names]
         self.addresses = [address for _, address in names]
-        self.folder, self.redis = folder, redis
+        self.folder, self.redis, self.jobs = folder, redis, jobs
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.others: list[subprocess.Popen[bytes]] = []
         self.booted: list[subprocess.Popen[bytes]] = []
@@ -136,9 +142,10 @@ class Machines:
                     subprocess.Popen(self.on(0, *words), stdout=log, stderr=log, start_new_session=True)
                 )
         self.start_head()
-        self.wait_for(1)
-        for machine in range(1, len(self.names)):
+        self._wait_until_started(0)
+        for machine in range(1, len(self.names)):  # one after another: Ray gives a node up that takes 30 s
             self._node(machine, f"--address={self.address}", "--num-cpus=1")
+            self._wait_until_started(machine)
         self.wait_for(len(self.names))
 
     def start_head(self) -> None:
@@ -147,7 +154,8 @@ class Machines:
             "--head",
             f"--port={PORT}",
             f"--temp-dir={self.folder}/ray",
-            "--include-dashboard=false",
+            f"--include-dashboard={str(self.jobs).lower()}",
+            "--dashboard-host=0.0.0.0",
             "--num-cpus=0",
         )
 
@@ -162,6 +170,12 @@ class Machines:
                 self.on(machine, str(BIN / "ray"), "start", *words, *common),
                 env=self.environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    def _wait_until_started(self, machine: int) -> None:
+        log = Path(self.folder, f"node-{machine}.log")
+        while "Ray runtime started" not in (text := log.read_text()):
+            assert self.nodes[machine].poll() is None, text[-2000:]
+            time.sleep(0.1)
 
     def wait_for(self, count: int) -> None:
         wait_for_nodes(self.on(0), self.address, count, self.environment)
@@ -190,7 +204,8 @@ class Machines:
 
     def lockstep(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
         """A command on a machine and this cluster; its answer is the file `<log>.json`."""
-        words += ("--address", self.address, "--json")
+        address = f"http://{self.addresses[0]}:8265" if words[0] == "submit" else self.address
+        words += ("--address", address, "--json")
         with log.open("w") as err, log.with_suffix(".json").open("w") as out:
             return subprocess.Popen(
                 self.on(machine, sys.executable, "-m", "lockstep", *words),
@@ -209,11 +224,11 @@ class Machines:
 
 
 @contextmanager
-def running(machines: int, *, redis: bool = False, **settings: str) -> Iterator[Machines]:
-    """So many machines with their nodes, for the length of a block; `settings` are variables of their environment."""
+def running(machines: int, *, redis: bool = False, jobs: bool = False, **settings: str) -> Iterator[Machines]:
+    """So many machines with their nodes, for the length of a block; `settings` are variables of their environment, and `jobs` can be sent to the head if it is asked to take them."""
     folder = Path(tempfile.mkdtemp(prefix="lsm-"))
     with switched(machines, 1000) as names:
-        found = Machines(names, folder, settings, redis=redis)
+        found = Machines(names, folder, settings, redis=redis, jobs=jobs)
         try:
             found.start()
             yield found
