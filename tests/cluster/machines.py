@@ -74,6 +74,7 @@ class Machines:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "120",  # of 30 s: three nodes that start on two busy cores take longer
             "RAY_TMPDIR": str(folder / "ray"),
             "GLOO_SOCKET_IFNAME": WIRE,
             **settings,
@@ -143,7 +144,7 @@ class Machines:
                 )
         self.start_head()
         self._wait_until_started(0)
-        for machine in range(1, len(self.names)):  # one after another: Ray gives a node up that takes 30 s
+        for machine in range(1, len(self.names)):
             self._node(machine, f"--address={self.address}", "--num-cpus=1")
             self._wait_until_started(machine)
         self.wait_for(len(self.names))
