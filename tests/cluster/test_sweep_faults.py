@@ -254,13 +254,17 @@ def test_a_population_goes_on_without_workers_that_are_lost_between_an_evaluatio
     spec = {"workers": {"min": 2}, "length": {"steps": 24}}
     scheduler = {"name": "pbt", "every_steps": 8, "quantile": 0.5}
     results = {}
-    for name in ("undisturbed", "disturbed"):
-        given = document(tmp_path / name, trials=2, spec=dict(spec), scheduler=scheduler)
+    for name, lost in {"undisturbed": {}, "disturbed": {"evaluated": 8, "save": 16}}.items():
+        space = {"clip_norm": {"uniform": [0.05, 0.3]}}
+        given = document(tmp_path / name, trials=2, spec=dict(spec), space=space, scheduler=scheduler)
         given["spec"]["job"] = {
             "use": "tests.cluster.broken_jobs:LostBeforeSave",
-            "params": {"width": 4, "folder": str(tmp_path) if name == "disturbed" else ""},
+            "params": {"width": 4, "lost": lost},
         }
         results[name] = sweep(given)
-    assert {"evaluated", "save"} <= {path.name for path in tmp_path.iterdir()}
+    journals = "".join(path.read_text() for path in tmp_path.glob("disturbed/runs/*/journal.jsonl"))
+    assert len(re.findall(r"rank 1 of trial [01] was lost: .*; the others go on without it", journals)) >= 2
     assert outcome(results["disturbed"]) == outcome(results["undisturbed"])
-    assert [trial["restarts"] for trial in results["disturbed"].trials] == [0, 0]
+    assert [(trial["status"], trial["restarts"]) for trial in results["disturbed"].trials] == [
+        ("finished", 0)
+    ] * 2
