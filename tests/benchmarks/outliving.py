@@ -101,8 +101,8 @@ def report(run: Disturbed, killed: int, tags: dict[str, str]) -> bool:
     seconds = rows[-1].wall_clock - rows[0].wall_clock + rows[0].step_s
     losses = [now for before, now in pairwise(accounts) if "lost" in str(before["why"])]
     lost_s = sorted(account["lost_s"] for account in losses) or [0.0]
-    alone = digest_alone(run.folder, rows[-1].step)
-    control = digest_alone(run.folder, rows[-1].step, "seed=1")
+    alone = digest_alone(run.folder / "alone", rows[-1].step)
+    control = digest_alone(run.folder / "control", rows[-1].step, "seed=1")
     same = alone == tags["lockstep.weights_digest"] != control
     print(
         f"{run.workers} workers, {killed} of them killed one after another in {seconds / 60:.1f} min: {float(tags['lockstep.effective']):.1%} of the time went into "
