@@ -3,8 +3,8 @@
     python -m tests.benchmarks.outliving --minutes 5 --every 60
 
 Each worker has a one-CPU node of one local cluster. Any of them is killed by SIGKILL, rank 0 included; the others go on in memory, and another one joins. After
-so many minutes the run is stopped, and as many steps are trained in one process. Told is the share of the time since the run began that went into steps that
-count, its start included; and how many steps it took, beside the number at the pace that it has with all workers: with one less a step takes longer.
+so many minutes the run is stopped, and as many steps are trained in one process. Told is the share of the time that went into steps that count, from the
+first step on and from the start of the run; and how many steps it took, beside the number at the pace that it has with all workers: with one less a step takes longer.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def report(run: Disturbed, killed: int, tags: dict[str, str]) -> bool:
     control = digest_alone(run.folder / "control", rows[-1].step, "seed=1")
     same = alone == tags["lockstep.weights_digest"] != control
     print(
-        f"{run.workers} workers, {killed} of them killed one after another in {seconds / 60:.1f} min: {float(tags['lockstep.effective']):.1%} of the time went into "
-        f"steps that count; {len(rows)} steps, {len(rows) * pace_s / seconds:.1%} of those at the pace with all workers ({pace_s:.3f} s); from the last step "
+        f"{run.workers} workers, {killed} of them killed one after another in {seconds / 60:.1f} min: {sum(row.step_s for row in rows) / seconds:.1%} of the time went into "
+        f"steps that count, {float(tags['lockstep.effective']):.1%} with the start; {len(rows)} steps, {len(rows) * pace_s / seconds:.1%} of those at the pace with all workers ({pace_s:.3f} s); from the last step "
         f"before a loss to the end of the next: median {statistics.median(lost_s):.1f} s ({lost_s[0]:.1f} … {lost_s[-1]:.1f}); "
         f"{sum(account['repeated'] for account in losses)} steps repeated, {sum(not account['in_memory'] for account in losses)} of {len(losses)} losses not "
         f"outlived in memory; bits of step {rows[-1].step} beside a run left alone: {'the same' if same else 'OTHER'}; load {os.getloadavg()[0]:.1f}"
