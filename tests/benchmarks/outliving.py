@@ -42,6 +42,7 @@ def words(folder: Path, pause_s: float, *more: str) -> list[str]:
     return [
         "-m", "lockstep", "train", "jobs/digits/train.yaml", "--uri", "off", "job.use=tests.cluster.broken_jobs:SlowDigits",
         f"job.params={{width: 32, pause_s: {pause_s}}}", "checkpoint.every.steps=100", "evaluate.every.steps=500",
+        "schedule={name: constant}",  # others depend on the length of the run, which is not known before it is stopped
         f"checkpoint.storage={folder}/runs", *more,
     ]  # fmt: skip
 
