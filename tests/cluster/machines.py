@@ -51,11 +51,10 @@ class Machines:
         settings: Mapping[str, str],
         *,
         redis: bool,
-        jobs: bool,
     ) -> None:
         self.names = [name for name, _ in names]
         self.addresses = [address for _, address in names]
-        self.folder, self.redis, self.jobs = folder, redis, jobs
+        self.folder, self.redis = folder, redis
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.others: list[subprocess.Popen[bytes]] = []
         self.booted: list[subprocess.Popen[bytes]] = []
@@ -155,8 +154,7 @@ class Machines:
             "--head",
             f"--port={PORT}",
             f"--temp-dir={self.folder}/ray",
-            f"--include-dashboard={str(self.jobs).lower()}",
-            "--dashboard-host=0.0.0.0",
+            "--include-dashboard=false",
             "--num-cpus=0",
         )
 
@@ -205,8 +203,7 @@ class Machines:
 
     def lockstep(self, machine: int, log: Path, *words: str) -> subprocess.Popen[str]:
         """A command on a machine and this cluster; its answer is the file `<log>.json`."""
-        address = f"http://{self.addresses[0]}:8265" if words[0] == "submit" else self.address
-        words += ("--address", address, "--json")
+        words += ("--address", self.address, "--json")
         with log.open("w") as err, log.with_suffix(".json").open("w") as out:
             return subprocess.Popen(
                 self.on(machine, sys.executable, "-m", "lockstep", *words),
@@ -225,11 +222,11 @@ class Machines:
 
 
 @contextmanager
-def running(machines: int, *, redis: bool = False, jobs: bool = False, **settings: str) -> Iterator[Machines]:
-    """So many machines with their nodes, for the length of a block; `settings` are variables of their environment, and `jobs` can be sent to the head if it is asked to take them."""
+def running(machines: int, *, redis: bool = False, **settings: str) -> Iterator[Machines]:
+    """So many machines with their nodes, for the length of a block; `settings` are variables of their environment."""
     folder = Path(tempfile.mkdtemp(prefix="lsm-"))
     with switched(machines, 1000) as names:
-        found = Machines(names, folder, settings, redis=redis, jobs=jobs)
+        found = Machines(names, folder, settings, redis=redis)
         try:
             found.start()
             yield found

@@ -91,27 +91,6 @@ def test_a_run_goes_on_through_the_loss_of_a_head_whose_state_is_in_redis(tmp_pa
     assert told["weights_digest"] == alone(tmp_path, 400)
 
 
-@pytest.mark.exact  # minutes: the job and its restarter are lost with the head
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="wants redis-server")
-def test_a_submitted_run_is_started_again_where_the_lost_head_comes_back(tmp_path: Path) -> None:
-    """Its driver was on the head. The cluster knows the job and the driver restarter from Redis, which starts the run again by its name."""
-    log, storage = tmp_path / "log", tmp_path / "runs"
-    with running(3, redis=True, jobs=True) as machines:
-        run = machines.lockstep(1, log, "submit", *words(storage, 400, 0.05), "--run", "night")
-        wait_until(run, log, lambda: saved(storage) >= 20)
-        machines.kill_node(0)
-        time.sleep(5)
-        machines.start_head()
-        until = time.monotonic() + 300
-        while not (ended := list(storage.glob("*/summary.json"))):
-            assert time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(0.5)
-        print(run.wait(60), log.read_text()[-6000:])
-    (folder,) = [path.parent for path in ended]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["weights_digest"] == alone(tmp_path, 400)
-
-
 @pytest.mark.scenario
 def test_two_machines_that_are_lost_at_once_are_outlived(tmp_path: Path) -> None:
     log = tmp_path / "log"
