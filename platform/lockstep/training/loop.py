@@ -190,9 +190,10 @@ def take_steps(
     pace, watch = Pace(run.group), Watch(run, origin)
     evaluated_before = run.state.counters.evaluated
     over = evaluations.catch_up()
-    if not goes_on(run, requests):
-        return "unwanted"
+    # Before the gate, as in a step: a population decides about a state that is saved.
     checkpoints.make_up(evaluated=run.state.counters.evaluated > evaluated_before)
+    if not goes_on(run, requests, ends=over or run.state.counters.step == run.plan.total_steps):
+        return "unwanted"
     for position in run.ahead(over):
         is_last = position.number == run.plan.total_steps
         watch.begin(position)
@@ -250,9 +251,9 @@ def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
     return origin is not None and origin.replay is not None and position.number >= origin.replay.until
 
 
-def goes_on(run: Run, requests: Requests) -> bool:
+def goes_on(run: Run, requests: Requests, *, ends: bool = False) -> bool:
     """Whether to go on; `requests.go_on` may wait. All ranks leave together: one that left alone would break the others' next collective."""
-    decision = requests.go_on() if run.group.rank == 0 else True
+    decision = requests.go_on(run.group.waits.look, ends=ends) if run.group.rank == 0 else True
     return bool(run.group.gather(decision)[0])
 
 

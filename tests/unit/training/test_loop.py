@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import (
+    CheckpointRow,
     Document,
+    EvaluationRow,
     Event,
     Finished,
     Observation,
@@ -31,7 +34,7 @@ from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError
 from lockstep.training.elastic.membership import Progress
-from lockstep.training.elastic.recovery import Seat
+from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.loop import fit, goes_on, join, tell_compiled
 from lockstep.training.step.compiled import NAME as COMPILED
 from tests.distributed.small_jobs import Plain, points
@@ -73,7 +76,7 @@ class Asked(NoRequests):
         self.asked += 1
         return self.asked == self._regroup
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         self.looked += 1
         return self._wanted is None or self.looked <= self._wanted
 
@@ -234,6 +237,67 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     assert len(told.losses()) == steps
     assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
     assert asked.looked == min(wanted + 1, 2)
+
+
+class Deciding(Asked):
+    """Decides like a population, once the state is saved; the group is broken off while it does so for the first time. `ends` is what it was told each time."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self.told, self.ends = told, list[bool]()
+
+    def run_id(self) -> str:
+        return "a" * 32
+
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
+        self.ends.append(ends)
+        if len(self.ends) == 2:
+            raise BROKEN_OFF
+        until = time.monotonic() + 30
+        while len(self.told.of(CheckpointRow)) < len(self.ends) - 1:
+            assert time.monotonic() < until, "nobody saves what is to be decided about"
+            time.sleep(0.01)
+        return True
+
+
+BROKEN_OFF = RuntimeError("connection closed by peer: the group was broken off")
+
+
+def test_workers_that_go_on_save_before_others_decide_and_leave_nothing_to_decide_at_the_end(
+    tmp_path: Path,
+) -> None:
+    """A group is broken off while a population decides after step 2, and the next one as the last evaluation is told."""
+    job = {"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}}
+    every = {"every": {"steps": 2}}
+    spec = spec_of(job=job, evaluate=every, checkpoint={"storage": str(tmp_path), **every})
+    whole, wanted = fitted(spec, Asked())
+    told, lost = Told(), list[int]()
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, EvaluationRow) and event.step == STEPS and not lost:
+            lost.append(event.step)
+            raise BROKEN_OFF
+
+    class Regrouping(Rendezvous):
+        def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+            super().regroup(seat, progress)
+            return seat._replace(origin=next_attempt(seat.origin, len(self.came) + 1))
+
+    asked = Deciding(told)
+    summary = fit(
+        spec,
+        load_job(job["use"], job["params"]),  # type: ignore[arg-type]
+        ALONE,
+        tell,
+        asked,
+        AttemptOrigin(),
+        Regrouping(True, True),
+    )
+    assert asked.ends == [False, False, False, True]
+    assert summary is not None and whole is not None
+    assert summary["weights_digest"] == whole["weights_digest"]
+    assert told.losses() == wanted.losses()
 
 
 class WithTest(Evaluated):
