@@ -32,6 +32,13 @@ SETTINGS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def tried() -> None:
+    """The trial of torch's kernels steps optimizers itself."""
+    for kind, dtype in product((AdamW, Adam), (torch.float32, torch.float64)):
+        direct_update._agrees_with_torch(kind, dtype)
+
+
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     return [
