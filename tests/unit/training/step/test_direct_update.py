@@ -144,7 +144,7 @@ def test_it_goes_without_torchs_step(kind: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (AdamW, {"fused": True}), (AdamW, {"foreach": True}), (AdamW, {"amsgrad": True}), (AdamW, {"differentiable": True}),
+        (AdamW, {"fused": True}), (AdamW, {"foreach": True}), (AdamW, {"amsgrad": True}),
         (AdamW, {"maximize": True}), (AdamW, {"lr": torch.tensor(0.1)}), (AdamW, {"dtype": torch.bfloat16}),
         (Adam, {"weight_decay": 0.1}), (SGD, {}), (SGD, {"momentum": 0.9}),
     ],
