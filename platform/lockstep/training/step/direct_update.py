@@ -71,11 +71,9 @@ class DirectUpdate:
             torch.cat([state[name].reshape(-1) for state in states]) for name in ("exp_avg", "exp_avg_sq")
         )
         self._work = torch.empty_like(self._first)
+        sizes = [shape.numel() for shape in shapes]
         self._first_views, self._second_views, self._work_views = (
-            [
-                part.view(shape)
-                for part, shape in zip(row.split([s.numel() for s in shapes]), shapes, strict=True)
-            ]
+            [part.view(shape) for part, shape in zip(torch.split(row, sizes), shapes, strict=True)]
             for row in (self._first, self._second, self._work)
         )
         for state, first, second in zip(states, self._first_views, self._second_views, strict=True):
