@@ -49,11 +49,13 @@ class DirectUpdate:
         """The same by parameter. The state has those of the moments."""
 
     def __call__(self) -> None:
-        states = [self._optimizer.state.get(p, {}) for p in self._optimizer.param_groups[0]["params"]]
-        if _is_ordinary(self._optimizer, states):
-            self.take(states)
-        else:
-            self._optimizer.step()
+        optimizer = self._optimizer
+        if _is_ordinary(optimizer):
+            states = [optimizer.state.get(p, {}) for p in optimizer.param_groups[0]["params"]]
+            if all(states) and len({state["step"].item() for state in states}) == 1:  # none was passed by
+                self.take(states)
+                return
+        optimizer.step()
 
     @torch.no_grad()
     def take(self, states: Sequence[dict[str, Any]]) -> None:
@@ -94,8 +96,8 @@ class DirectUpdate:
         torch._foreach_addcdiv_(parameters, self._first_views, self._work_views, -(rate / (1 - beta1**step)))
 
 
-def _is_ordinary(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an update can be taken without `step`, and nothing would notice."""
+def _is_ordinary(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update, but for the first one, can be taken without `step`, and nothing would notice."""
     kind, group = type(optimizer), optimizer.param_groups[0]
     parameters: list[Tensor] = group["params"]
     return (
@@ -110,8 +112,6 @@ def _is_ordinary(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[str,
         and all(map(_is_plain, parameters))
         and len({parameter.dtype for parameter in parameters}) == 1
         and sum(map(Tensor.numel, parameters)) <= MOST_ELEMENTS
-        and all(states)
-        and len({state["step"].item() for state in states}) == 1  # not where one was passed by
         and _agrees_with_torch(kind, parameters[0].dtype)
     )
 
