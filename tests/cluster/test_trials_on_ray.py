@@ -128,7 +128,8 @@ def test_a_trial_that_waits_for_a_rank_which_has_ended_is_begun_again(
 ) -> None:
     """Where rank 0 finds out by itself in time, that is what it tells."""
     monkeypatch.setattr(trial, "PATIENCE_S", 30.0 if over else 0.1)
-    training, is_over = without_thread(), threading.Event()
+    training, is_over, told = without_thread(), threading.Event(), list[str]()
+    training._rank_zero = SimpleNamespace(broke=told.append)
     training._others = {1: recorders.fail.remote()}
     client = TrialRendezvousClient(recorders, "3", 4, 0)
     watching = threading.Thread(target=training._watch, args=(client, is_over), daemon=True)
@@ -139,9 +140,10 @@ def test_a_trial_that_waits_for_a_rank_which_has_ended_is_begun_again(
     watching.join(20)
     assert not watching.is_alive()
     if over:
-        assert training.results.empty()
+        assert training.results.empty() and not told
     else:
         assert training.results.get(timeout=20)["lost"].startswith("a worker of the trial")
+        assert len(told) == 1 and told[0].startswith("a worker of the trial"), told
 
 
 @pytest.mark.parametrize("lost", [True, False])
