@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,9 @@ from lockstep.data.indexed_shards import LitShards
 from lockstep.data.node_folder import NodeFolder
 from lockstep.data.table_files import TableFiles
 from lockstep.data.tar_shards import TarShards
-from lockstep.errors import Problem
 from lockstep.training.job_data import lengths_of
 from tests.distributed.small_jobs import Plain
-from tests.raised import raises
+from tests.raised import Refusal, check_refusal, each_refusal, raises
 
 ROWS = pa.table({"x": [1.0]})
 LONG = "x" * 300
@@ -64,7 +62,7 @@ def streamed(url: str | None, folder: Path) -> Any:
     return LitShards(SimpleNamespace(input_dir=SimpleNamespace(path=str(folder), url=url)))
 
 
-CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
+CALLS: list[Refusal] = [
     (lambda folder: DataLocation(str(folder / LONG), (".x",)).files(), problems.CANNOT_LIST, {}),
     (lambda folder: DataLocation(str(folder / LONG), (".x",)).folders(), problems.CANNOT_LIST, {}),
     (lambda folder: DataLocation(str(folder), (".x",)).named([LONG]), problems.CANNOT_LOOK, {}),
@@ -79,12 +77,9 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "problem", "facts"), CALLS, ids=[problem.code for _, problem, _ in CALLS])
-def test_a_refusal_is_told_as_its_problem(
-    call: Callable[[Path], Any], problem: Problem[Any], facts: dict[str, Any], tmp_path: Path
-) -> None:
-    with raises(problem, **facts):
-        call(tmp_path)
+@each_refusal(CALLS)
+def test_a_refusal_is_told_as_its_problem(refusal: Refusal, tmp_path: Path) -> None:
+    check_refusal(refusal, tmp_path)
 
 
 def test_rows_that_no_folder_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

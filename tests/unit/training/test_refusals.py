@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from torch import nn
 from lockstep import Mean
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
-from lockstep.errors import Problem
 from lockstep.spec.loading import load_spec
 from lockstep.training import problems
 from lockstep.training.auxiliary_state import beside_path, load_beside
@@ -43,7 +41,7 @@ from lockstep.training.step.sharded_modes import NoShards
 from lockstep.training.step.statistics import own_statistics
 from lockstep.training.step.weight_average import Average
 from tests.distributed.small_jobs import Plain
-from tests.raised import raises
+from tests.raised import Refusal, check_refusal, each_refusal, raises
 
 USE = "tests.distributed.small_jobs:Plain"
 CPU = torch.device("cpu")
@@ -159,7 +157,7 @@ def raised(error: BaseException) -> None:
     raise error
 
 
-CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
+CALLS: list[Refusal] = [
     (leaves, elastic_problems.LEFT, {}),
     (another_run, problems.OTHER_EVALUATOR, {}),
     (torn, problems.AUXILIARY_UNREADABLE, {}),
@@ -181,12 +179,9 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "problem", "facts"), CALLS, ids=[problem.code for _, problem, _ in CALLS])
-def test_a_refusal_is_told_as_its_problem(
-    call: Callable[[Path], Any], problem: Problem[Any], facts: dict[str, Any], tmp_path: Path
-) -> None:
-    with raises(problem, **facts):
-        call(tmp_path)
+@each_refusal(CALLS)
+def test_a_refusal_is_told_as_its_problem(refusal: Refusal, tmp_path: Path) -> None:
+    check_refusal(refusal, tmp_path)
 
 
 @pytest.mark.scenario
