@@ -93,8 +93,14 @@ def time_spent(
     )
 
 
+def _rounded(effective: float, away_s: float, lost_worker_h: float) -> tuple[float, float, float]:
+    """The figures as tags keep them; a text is made of these, so that a figure is never rounded from another value elsewhere."""
+    return round(effective, 4), round(away_s, 3), round(lost_worker_h, 6)
+
+
 def time_text(effective: float, away_s: float, interruptions: int, lost_worker_h: float) -> str:
-    """What became of a run's time, for a person."""
+    """What became of a run's time, for a person: the same from the event as from the run's tags."""
+    effective, away_s, lost_worker_h = _rounded(effective, away_s, lost_worker_h)
     parts = [f"{effective:.1%} of its time went into steps that count"]
     if away_s >= 1:
         parts.append(f"no command was at it for {duration_text(away_s)}")
@@ -111,11 +117,12 @@ def spent_text(spent: TimeSpent) -> str:
 
 def time_tags(spent: TimeSpent) -> dict[str, float | int]:
     """The tags of a run with what became of its time, without the prefix of all."""
+    effective, away_s, lost_worker_h = _rounded(spent.effective, spent.away_s, spent.lost_worker_h)
     return {
-        "effective": round(spent.effective, 4),
-        "away_s": round(spent.away_s, 3),
+        "effective": effective,
+        "away_s": away_s,
         "interruptions": spent.interruptions,
-        "lost_worker_h": round(spent.lost_worker_h, 6),
+        "lost_worker_h": lost_worker_h,
     }
 
 

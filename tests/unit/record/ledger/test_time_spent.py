@@ -184,3 +184,13 @@ def test_the_tags_say_what_the_event_does() -> None:
     assert spent_text(found) == text
     assert text_of_tags({**tags, "lockstep.effective": ""}) == ""
     assert text_of_tags({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("counted_s", "away_s", "lost_worker_h"),
+    [(29.5512, 0.0, 0.25), (29.56, 0.9996, 0.25), (29.56, 0.0, 0.0145000004), (29.56, 0.0, 0.0144999997)],
+)
+def test_a_rounded_tag_is_not_rounded_again(counted_s: float, away_s: float, lost_worker_h: float) -> None:
+    account = TimeSpent(BEGAN + 100, 100.0, counted_s, away_s, 1, 10.0, lost_worker_h)
+    tags = {f"lockstep.{name}": json.dumps(value) for name, value in time_tags(account).items()}
+    assert text_of_tags(tags) == spent_text(account)
