@@ -233,10 +233,12 @@ class TrainState:
         for phase, optimizer in sharded_of(self.optimizer).items():
             assert isinstance(optimizer, FullyShardedOptimizer)
             names = [name for of_group in self.order[phase] for name in of_group]
-            optimizer.take(names, local, whole, mirrors, mirrored, group)
+            optimizer.take(names, local, whole, mirrors, mirrored, group, sharding and sharding.host)
         if self.average is not None:
             self.average.local = {} if sharding is None else local
             self.average.mirrored = mirrors
+            if sharding is not None:
+                self.average.host, self.average.rows = sharding.host, sharding.shards
 
     @property
     def shared_by(self) -> Group | None:

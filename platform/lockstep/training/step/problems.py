@@ -394,6 +394,15 @@ CLOSURE_FP16 = Problem(
     advice="bf16 or fp32",
 )
 
+CLOSURE_OFFLOAD = Problem(
+    "step.closure.offload",
+    SpecError,
+    "sharding.offload: got true, and {name} evaluates the loss again within an update, for which its rows lie on the device while the model is gathered from host memory",
+    "set sharding.offload=false",
+    cause="an optimizer that evaluates the loss again, with its rows in host memory",
+    advice="`sharding.offload=false`",
+)
+
 # --- settings that an optimizer, a phase or a resting parameter does not allow -----------------------------------
 
 MIRROR = Problem(

@@ -153,7 +153,10 @@ class ShardedNorm(GradientNorm):
         """A block, from its parts here and elsewhere."""
         rank = self._group.rank
         pieces = [self._piece(gradients, part) if part.holder == rank else received[part] for part in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self._type) for piece in pieces])
+        return pieces[0] if len(pieces) == 1 else torch.cat([self._sendable(piece) for piece in pieces])
+
+    def _sendable(self, piece: Tensor) -> Tensor:
+        return piece.to(device=self._group.device, dtype=self._type)
 
     def _piece(self, gradients: Sequence[Tensor], part: _Part) -> Tensor:
         begin = self._starts[part.parameter]
@@ -161,7 +164,7 @@ class ShardedNorm(GradientNorm):
 
     def _exchanged(self, gradients: Sequence[Tensor], one: _Round) -> dict[_Part, Tensor]:
         """The parts of this rank's blocks that other ranks hold."""
-        outgoing = [[self._piece(gradients, part).to(self._type) for part in parts] for parts in one.sent]
+        outgoing = [[self._sendable(self._piece(gradients, part)) for part in parts] for parts in one.sent]
         sizes_out = [sum(map(len, parts)) for parts in outgoing]
         sizes_in = [sum(part.stop - part.start for part in parts) for parts in one.received]
         device = self._group.device
