@@ -283,6 +283,11 @@ def test_a_computation_in_host_memory_is_noticed(pool: Pool, broken: str, operat
         assert operator in seen, seen
 
 
+def test_one_worker_is_told_that_it_offloads_nothing() -> None:
+    (told,) = [text for text in train(offloaded(kinds("adamw"))).warnings if text.startswith("sharding")]
+    assert told.startswith("sharding.offload: one worker shares nothing out")
+
+
 # --- what it does not go with -------------------------------------------------------------------------------------
 
 
