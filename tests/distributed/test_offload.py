@@ -231,7 +231,7 @@ def watched(document: Document, broken: str = "") -> tuple[set[str], int]:
         mock.patch.object(HostMemory, "empty", kept),
         mock.patch.object(FullSharding, "__init__", noted),
         mock.patch.object(Stepper, "__call__", taken),
-        mock.patch.multiple(HostMemory, **BROKEN.get(broken, {})),
+        mock.patch.multiple(HostMemory, **BROKEN[broken]),
     ):
         train(document)
     return watch.seen, watch.moved
@@ -250,6 +250,7 @@ def _as_it_is(self: HostMemory, tensor: Tensor) -> Tensor:
 
 
 BROKEN: dict[str, dict[str, Any]] = {
+    "": {"update": HostMemory.update},
     "update": {"update": _update_where_they_lie},
     "in_turn": {"in_turn": _compute_where_they_lie},
     "on_device": {"on_device": _as_it_is},

@@ -243,7 +243,7 @@ class PhaseStep:
                 self.module.parameters_that_learn = self.sharding.as_computed(learning)
                 self.parameters = [self.sharding.local[name] for name in names]
                 self.norm = (
-                    ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
+                    ShardedNorm(names, self.parameters, self.sharding.shards, self._group, self.sharding.host)
                     if names
                     else GradientNorm([], device=self._group.device)
                 )

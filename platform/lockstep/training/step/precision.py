@@ -47,7 +47,7 @@ class _Scaler(GradScaler):
 
 def _with_gradient(gradient: Tensor) -> Tensor:
     """A tensor of next to no memory that has this gradient."""
-    tensor = gradient.new_empty(1).expand(gradient.shape)
+    tensor = gradient.new_empty(()).expand(gradient.shape)
     tensor.grad = gradient
     return tensor
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication.group import Group
+from lockstep.training.step.host_memory import HostMemory
 from lockstep.training.step.norm import BLOCK, GradientNorm, workspace_bytes
 from lockstep.training.step.real_view import real_view
 from lockstep.training.step.shards import Shard, element_ranges
@@ -100,9 +101,15 @@ class ShardedNorm(GradientNorm):
     """The norm over gradients of which this worker has the rows in `shards`, by parameter, and the others whole. All ranks call it together."""
 
     def __init__(
-        self, names: Sequence[str], local: Sequence[Tensor], shards: Mapping[str, Shard], group: Group
+        self,
+        names: Sequence[str],
+        local: Sequence[Tensor],
+        shards: Mapping[str, Shard],
+        group: Group,
+        host: HostMemory | None = None,
     ) -> None:
-        self._group = group
+        """`host` is where the rows are, if not on the device."""
+        self._group, self._host = group, host
         self._starts = [shards[name].elements.start if name in shards else 0 for name in names]
         every = [
             part
@@ -156,7 +163,7 @@ class ShardedNorm(GradientNorm):
         return pieces[0] if len(pieces) == 1 else torch.cat([self._sendable(piece) for piece in pieces])
 
     def _sendable(self, piece: Tensor) -> Tensor:
-        return piece.to(device=self._group.device, dtype=self._type)
+        return (piece if self._host is None else self._host.on_device(piece)).to(self._type)
 
     def _piece(self, gradients: Sequence[Tensor], part: _Part) -> Tensor:
         begin = self._starts[part.parameter]
