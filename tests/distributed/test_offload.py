@@ -158,28 +158,10 @@ def test_a_checkpoint_holds_what_it_does_without(pool: Pool, tmp_path: Path) -> 
 # --- nothing is computed in host memory ---------------------------------------------------------------------------
 
 _MOVES = frozenset(
-    [
-        "copy_",
-        "_to_copy",
-        "_foreach_copy_",
-        "clone",
-        "detach",
-        "alias",
-        "view",
-        "_unsafe_view",
-        "as_strided",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "narrow",
-        "select",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "empty_like",
-        "new_empty",
-        "all_gather_copy_in",
-    ]
+    ("copy_", "_to_copy", "_foreach_copy_", "clone", "all_gather_copy_in")
+    + ("empty_like", "new_empty", "new_empty_strided")
+    + ("detach", "alias", "view", "_unsafe_view", "as_strided", "slice", "split", "split_with_sizes")
+    + ("narrow", "select", "permute", "expand", "unsqueeze")
 )
 """What may be done with a tensor in host memory: all that moves its values, or looks at it in another shape. FSDP itself copies rows to the device as it gathers them."""
 
@@ -269,7 +251,7 @@ def watched_document(precision: str) -> Document:
 def test_nothing_is_computed_with_rows_in_host_memory(pool: Pool, precision: str) -> None:
     for seen, moved in pool.run(2, watched, watched_document(precision)):
         assert seen == set()
-        assert moved > 1000
+        assert moved > 500
 
 
 @pytest.mark.scenario
