@@ -157,12 +157,10 @@ def test_a_checkpoint_holds_what_it_does_without(pool: Pool, tmp_path: Path) -> 
 
 # --- nothing is computed in host memory ---------------------------------------------------------------------------
 
-_MOVES = frozenset(
-    ("copy_", "_to_copy", "_foreach_copy_", "clone", "all_gather_copy_in")
-    + ("empty_like", "new_empty", "new_empty_strided")
-    + ("detach", "alias", "view", "_unsafe_view", "as_strided", "slice", "split", "split_with_sizes")
-    + ("narrow", "select", "permute", "expand", "unsqueeze")
-)
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_", "clone", "all_gather_copy_in"}
+_MEMORY = {"empty_like", "new_empty", "new_empty_strided"}
+_VIEWS = {"detach", "alias", "view", "_unsafe_view", "as_strided", "narrow", "select", "permute", "expand"}
+_MOVES = _COPIES | _MEMORY | _VIEWS | {"slice", "split", "split_with_sizes", "unsqueeze"}
 """What may be done with a tensor in host memory: all that moves its values, or looks at it in another shape. FSDP itself copies rows to the device as it gathers them."""
 
 
