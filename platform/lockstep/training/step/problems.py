@@ -397,7 +397,7 @@ CLOSURE_FP16 = Problem(
 CLOSURE_OFFLOAD = Problem(
     "step.closure.offload",
     SpecError,
-    "sharding.offload: got true, and {name} evaluates the loss again within an update, for which its rows lie on the device while the model is gathered from host memory",
+    "sharding.offload: got true, and {name} evaluates the loss again within an update: its rows are on the device then, and the model would be gathered from those in host memory",
     "set sharding.offload=false",
     cause="an optimizer that evaluates the loss again, with its rows in host memory",
     advice="`sharding.offload=false`",
