@@ -105,6 +105,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.orders
 	$(BIN)/python -m tests.benchmarks.restart --kills worker --workers 2,3,4 --rounds $(ROUNDS) --per-run 5 --calm 20
 	$(BIN)/python -m tests.benchmarks.restart --kills node
+	$(BIN)/python -m tests.benchmarks.outliving --minutes 3 --every 30
 	$(BIN)/python -m tests.benchmarks.sweeps
 	$(BIN)/python -m tests.benchmarks.trials
 

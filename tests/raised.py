@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from lockstep.errors import LockstepError, Problem
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)
+
+Refusal = tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]
+"""A call, given an empty folder, the problem that it raises, and some of its facts."""
 
 
 def raises(problem: Problem[ErrorT], **facts: object) -> pytest.RaisesExc[ErrorT]:
@@ -26,3 +31,15 @@ def raises(problem: Problem[ErrorT], **facts: object) -> pytest.RaisesExc[ErrorT
         return True
 
     return pytest.raises(problem.error, check=is_it)
+
+
+def each_refusal(refusals: Sequence[Refusal]) -> pytest.MarkDecorator:
+    """Run a test with each of them as its `refusal`."""
+    return pytest.mark.parametrize("refusal", refusals, ids=[problem.code for _, problem, _ in refusals])
+
+
+def check_refusal(refusal: Refusal, folder: Path) -> None:
+    """Fail unless the call raises its problem with these facts."""
+    call, problem, facts = refusal
+    with raises(problem, **facts):
+        call(folder)

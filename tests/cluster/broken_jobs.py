@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 import lockstep
@@ -322,3 +323,39 @@ class KilledOnce(SlowDigits):
         self.steps = state["steps"]
         if "JoiningWorker" in psutil.Process().cmdline()[0]:
             self._reach("join")
+
+
+class _Reported(ReduceLROnPlateau):
+    """Lowers no rate in a short run; it tells the job that an evaluation has decided."""
+
+    job: LostBeforeSave
+
+    def step(self, metrics: Any, epoch: int | None = None) -> None:
+        super().step(metrics, epoch)
+        type(self).job.reach("evaluated")
+
+
+class LostBeforeSave(SlowDigits):
+    """Every worker of a trial that is not rank 0 is killed at two steps with an evaluation and a save: when the evaluation has decided, and as the state is copied."""
+
+    class Params(SlowDigits.Params):
+        lost: lockstep.Placement[dict[str, int]] = {}  # noqa: RUF012 - pydantic copies it
+        """The step at which it is killed, by moment."""
+
+    params: Params
+    steps = 0
+
+    def reach(self, moment: str) -> None:
+        if self.params.lost.get(moment) == self.steps and "ray::Peer" in psutil.Process().cmdline()[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.steps = step
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        _Reported.job = self
+        return _Reported(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.reach("save")
+        return {}

@@ -45,7 +45,12 @@ class Machines:
     """Machine 0 has the head, which has no worker; each of the others has one CPU."""
 
     def __init__(
-        self, names: Sequence[tuple[str, str]], folder: Path, settings: Mapping[str, str], *, redis: bool
+        self,
+        names: Sequence[tuple[str, str]],
+        folder: Path,
+        settings: Mapping[str, str],
+        *,
+        redis: bool,
     ) -> None:
         self.names = [name for name, _ in names]
         self.addresses = [address for _, address in names]
@@ -68,6 +73,7 @@ class Machines:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "120",  # of 30 s: three nodes that start on two busy cores take longer
             "RAY_TMPDIR": str(folder / "ray"),
             "GLOO_SOCKET_IFNAME": WIRE,
             **settings,
@@ -136,9 +142,10 @@ class Machines:
                     subprocess.Popen(self.on(0, *words), stdout=log, stderr=log, start_new_session=True)
                 )
         self.start_head()
-        self.wait_for(1)
+        self._wait_until_started(0)
         for machine in range(1, len(self.names)):
             self._node(machine, f"--address={self.address}", "--num-cpus=1")
+            self._wait_until_started(machine)
         self.wait_for(len(self.names))
 
     def start_head(self) -> None:
@@ -162,6 +169,12 @@ class Machines:
                 self.on(machine, str(BIN / "ray"), "start", *words, *common),
                 env=self.environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    def _wait_until_started(self, machine: int) -> None:
+        log = Path(self.folder, f"node-{machine}.log")
+        while "Ray runtime started" not in (text := log.read_text()):
+            assert self.nodes[machine].poll() is None, text[-2000:]
+            time.sleep(0.1)
 
     def wait_for(self, count: int) -> None:
         wait_for_nodes(self.on(0), self.address, count, self.environment)

@@ -131,7 +131,7 @@ def test_a_worker_of_a_trial_beyond_a_cut_ends_by_itself_and_the_others_go_on(tm
     document = {
         "spec": {
             "job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 8, "pause_s": 0.03}},
-            "length": {"steps": 1500},
+            "length": {"steps": 400},
             "batch": {"global": 192, "micro": 32},
             "workers": {"min": 3},
             "checkpoint": {"storage": f"{tmp_path}/runs", "every": {"steps": 20}},

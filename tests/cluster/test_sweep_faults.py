@@ -244,3 +244,27 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
     assert any(re.search(outlived, text) for text in journals) == (not restarts)
     tags = [json.loads(path.read_text())["tags"] for path in (tmp_path / "disturbed").glob("runs/*/run.json")]
     assert sum(int(each["lockstep.interruptions"]) for each in tags if "lockstep.interruptions" in each) == 1
+
+
+@pytest.mark.scenario
+def test_a_population_goes_on_without_workers_that_are_lost_between_an_evaluation_and_its_save(
+    tmp_path: Path,
+) -> None:
+    """Tune waits for the checkpoint of that step and rank 0 for Tune, while the lost worker's part of it never comes."""
+    spec = {"workers": {"min": 2}, "length": {"steps": 24}}
+    scheduler = {"name": "pbt", "every_steps": 8, "quantile": 0.5}
+    results = {}
+    for name, lost in {"undisturbed": {}, "disturbed": {"evaluated": 8, "save": 16}}.items():
+        space = {"clip_norm": {"uniform": [0.05, 0.3]}}
+        given = document(tmp_path / name, trials=2, spec=dict(spec), space=space, scheduler=scheduler)
+        given["spec"]["job"] = {
+            "use": "tests.cluster.broken_jobs:LostBeforeSave",
+            "params": {"width": 4, "lost": lost},
+        }
+        results[name] = sweep(given)
+    journals = "".join(path.read_text() for path in tmp_path.glob("disturbed/runs/*/journal.jsonl"))
+    assert len(re.findall(r"rank 1 of trial [01] was lost: .*; the others go on without it", journals)) >= 2
+    assert outcome(results["disturbed"]) == outcome(results["undisturbed"])
+    assert [(trial["status"], trial["restarts"]) for trial in results["disturbed"].trials] == [
+        ("finished", 0)
+    ] * 2

@@ -229,6 +229,25 @@ class DrawsAsNobody(Gan):
         return [Phase("judge", self.judged, ["judge"]), Phase("maker", self.made, ["maker"], None, "jugde")]
 
 
+class OneOptimizerForBoth(Gan):
+    def phases(self) -> Sequence[Phase]:
+        shared: list[torch.optim.Optimizer] = []
+
+        def once(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+            if not shared:
+                shared.append(torch.optim.SGD(own, lr=0.1))
+            return shared[0]
+
+        return [Phase("judge", self.judged, ["judge"], once), Phase("maker", self.made, ["maker"], once)]
+
+
+class PhaseOfWhatRests(Gan):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("maker").requires_grad_(False)
+        return model
+
+
 class OptimizerOverTheOther(Gan):
     def phases(self) -> Sequence[Phase]:
         stolen: list[Any] = []
@@ -354,6 +373,11 @@ REFUSED: dict[type[Kind], Refusal] = {
         step_problems.DRAWS_AS,
         {"name": "maker", "got": "jugde", "hint": "; did you mean 'judge'?"},
     ),
+    OneOptimizerForBoth: (
+        step_problems.OPTIMIZER_TWICE,
+        {"label": "job.phases: the optimizer of phase 'maker'"},
+    ),
+    PhaseOfWhatRests: (step_problems.PHASE_LEARNS_NOTHING, {"got": "maker"}),
     OptimizerOverTheOther: (
         step_problems.STRANGE_PARAMETER,
         {"label": "job.phases: the optimizer of phase 'maker'", "wanted": "the phase's"},

@@ -46,6 +46,13 @@ class Plain(lockstep.Job):
         return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
+class OwnAdamW(Plain):
+    """An optimizer that the spec could name as well."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 class Counting(Plain):
     """Counts its own calls, which its loss depends on: on one worker, that is; a checkpoint has to keep the count."""
 

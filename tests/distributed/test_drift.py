@@ -52,6 +52,7 @@ class Attempted(NamedTuple):
     """What an attempt came to: its error, the digest of its weights, and what it told of wrong bits."""
 
     error: str
+    code: str
     weights: str
     corrupted: list[Corrupted]
 
@@ -60,15 +61,15 @@ def attempted(document: Document, origin: AttemptOrigin) -> Attempted:
     """One attempt as a worker of the pool, whose end by wrong bits is an answer."""
     spec, told = load_spec(document), list[Event]()
     group = Group.join(torch.device("cpu"))
-    error, weights = "", ""
+    error, code, weights = "", "", ""
     try:
         summary = fit(
             spec, load_job(spec.job.use, spec.job.params), group, told.append, Kept([], None, RUN), origin
         )
         weights = (summary or {})["weights_digest"]
     except CorruptionError as wrong:
-        error = str(wrong)
-    return Attempted(error, weights, [event for event in told if isinstance(event, Corrupted)])
+        error, code = str(wrong), wrong.code
+    return Attempted(error, code, weights, [event for event in told if isinstance(event, Corrupted)])
 
 
 @pytest.mark.thinned(2)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,13 +24,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import Loss, Mean
 from lockstep.checkpoint.problems import UNSTORABLE
+from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.data import problems as data_problems
 from lockstep.errors import LockstepError, Problem
 from lockstep.problems import STORAGE_FAILED
 from lockstep.training import problems
 from lockstep.training.integrity import problems as integrity_problems
+from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.optimizer_step import Stepper
+from tests.distributed.kinds import document as document_of_kind
+from tests.distributed.mode_kinds import ScheduleFree
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, train, train_job, train_mixed_numerics
@@ -890,6 +896,36 @@ def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool, 
         there=re.compile("^on rank [01]$"),
     ):
         pool.run(2, train, document(use, {"claim": str(tmp_path / "claim")}))
+
+
+def test_a_fork_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    storage = {"storage": str(tmp_path), "every": None}
+    RunFolder.create(open_storage(str(tmp_path)), "b" * 32)
+    with raises(problems.FORK_EMPTY, run="b" * 32):
+        train(document(checkpoint=storage, fork={"run": "b" * 32, "storage": str(tmp_path)}))
+
+
+def test_an_average_beside_weights_of_the_optimizers_own() -> None:
+    with raises(problems.EMA_BESIDE, got="0.9", name="ScheduleFreeSGD"):
+        train(document_of_kind(ScheduleFree, ema=0.9))
+
+
+def test_no_sample_is_left_to_rehearse_on() -> None:
+    run = document(length={"steps": 1}, data={"shuffle": "none", "without": "0-7"})
+    with raises(integrity_problems.NO_SAMPLE_TO_REHEARSE):
+        train(run)
+    train({**run, "data": {"shuffle": "none", "without": "0-5,7"}})
+
+
+def train_without_time(document: Document) -> None:
+    """What is found out about a model in another process takes longer than it may."""
+    with mock.patch.object(StepRehearsal, "_limit_s", lambda self: 0.0):
+        train(document)
+
+
+def test_units_that_no_process_finds_out(pool: Pool) -> None:
+    with raises(integrity_problems.UNITS_UNKNOWN):
+        pool.run(2, train_without_time, document(sharding="full", rehearsal="off"))
 
 
 def test_what_one_worker_refuses_all_tell(pool: Pool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import lockstep.training.step.full_sharding as full_sharding
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.randomness import digest64
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.sdc_check import assigned_again, is_chosen, odd_ones
 from lockstep.training.step.optimizer_step import Stepper
 from tests.distributed import test_same_bits
@@ -133,6 +134,7 @@ def test_of_three_the_one_that_lies_is_named(pool: Pool, tmp_path: Path, seed: i
     (told,) = found[0].corrupted
     assert (told.wrong, told.how) == ((rank,), "majority")
     assert f"rank {rank} (host " in str(told)
+    assert found[0].code == problems.OTHER_GRADIENTS.code
     assert f"step {told.step}, micro-batch {told.micro_batch}, " in found[0].error
 
 

@@ -599,6 +599,7 @@ def test_a_save_that_fails_ends_no_run(tmp_path: Path) -> None:
     assert trained.summary["checkpoint"] is None
     assert len(trained.warnings) == 3  # of steps 4, 8 and the end
     assert all("could not be saved" in text for text in trained.warnings)
+    assert [(row.uri, row.nbytes) for row in trained.checkpoints] == [(None, 0)] * 3
     assert trained.summary["unsaved"].startswith("the checkpoint of step ")
 
 

@@ -26,6 +26,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ResumeError
 from lockstep.spec.loading import load_spec
+from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check import launch
 from lockstep.training.integrity.resume_check.check import is_checked
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Request, Taken
@@ -73,7 +74,7 @@ def check_found(kind: type[late_kinds.Late], folder: Path, seed: int) -> None:
     with forked():
         ended = run(late(kind, folder, seed))
     assert isinstance(ended.error, ResumeError), (ended.step, ended.warnings)
-    assert str(ended.error).startswith(f"resume: a process that took up the checkpoint of step {STEP} c")
+    assert (ended.error.code, ended.error.facts["step"]) == (problems.RESUMED_OTHERWISE.code, str(STEP))
     assert kind.named in str(ended.error)
     assert ended.checkpoints[-1] == ended.step
     assert not ended.checked

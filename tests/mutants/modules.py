@@ -74,6 +74,7 @@ COVERED = {
         "tests/unit/record/test_going_on.py",
     ],
     "record/mirror/reconciler.py": [
+        "tests/unit/record/mirror/test_reconciler.py",
         "tests/unit/record/mirror/test_delivery_lanes.py",
         "tests/unit/record/test_recorder.py",
         "tests/unit/record/test_kept_checkpoints.py",
@@ -112,16 +113,29 @@ COVERED = {
         "tests/unit/sweeps/test_schedulers.py",
         "tests/unit/sweeps/test_population.py",
         "tests/unit/sweeps/test_trial_rendezvous.py",
+        "tests/cluster/test_trials_on_ray.py",
+        "tests/cluster/test_sweep.py",
+        "tests/cluster/test_sweep_faults.py",
     ],
-    "sweeps/trial_rendezvous.py": ["tests/unit/sweeps/test_trial_rendezvous.py"],
+    "sweeps/trial_rendezvous.py": [
+        "tests/unit/sweeps/test_trial_rendezvous.py",
+        "tests/cluster/test_trials_on_ray.py",
+        "tests/cluster/test_sweep_faults.py",
+    ],
     "sweeps/trial_run.py": [
         "tests/unit/sweeps/test_trial_rendezvous.py",
         "tests/unit/sweeps/test_refusals.py",
         "tests/unit/sweeps/test_resumption.py",
+        "tests/cluster/test_trials_on_ray.py",
+        "tests/cluster/test_sweep.py",
     ],
     "sweeps/trial_standings.py": ["tests/unit/sweeps/test_record.py"],
-    "sweeps/trial_watchdog.py": ["tests/unit/test_trial_watchdog.py"],
+    "sweeps/trial_watchdog.py": [
+        "tests/unit/test_trial_watchdog.py",
+        "tests/cluster/test_trials_on_ray.py",
+    ],
     "training/start.py": [
+        "tests/unit/training/test_start.py",
         "tests/unit/training/test_determinism.py",
         "tests/distributed/test_initial_weights.py",
         "tests/distributed/test_resume.py",
@@ -178,6 +192,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "record/mirror/reconciler.py": {
         "Reconciler._send_reference: constant changed: 0 -> (1)": "the number of publications is only compared with the one before",
+    },
+    "sweeps/trial.py": {
+        "Training._history: constant changed: 0 -> (-1) #2": _STEPS,
+        "Training.leave: constant changed: 1 -> (2)": "a process that fails is lost, whatever its exit code",
+    },
+    "sweeps/trial_watchdog.py": {
+        "SweepWatchdog._views: comparison swapped: running_s() - self._asked_at >= ASK_S -> (running_s() - self._asked_at > ASK_S)": _PACE,
+    },
+    "training/checkpoints.py": {
+        "Checkpoints.__init__: constant changed: 1 -> (0)": "no checkpoint is of step 0",
     },
     "training/elastic/recovery.py": {
         "with_past: constant changed: 0 -> (-1)": "any of the differences may be named",

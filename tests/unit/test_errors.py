@@ -139,9 +139,6 @@ def test_an_error_is_of_a_problem() -> None:
     assert lines_in_place() == PASSED_ON
 
 
-UNTESTED_ROOMS = {"data", "record", "training"}
-"""Rooms whose tests still go by the words of some problems."""
-
 UNTESTED = {
     # that a run has to be trained first, twice or on a cluster
     "calls/problems.py": {
@@ -186,11 +183,7 @@ def test_every_problem_is_raised_in_a_test() -> None:
     for name in PROBLEMS.keys() - named_in_tests():
         file, _, entry = name.partition(":")
         unnamed.setdefault(file, set()).add(entry)
-    rooms = {file.partition("/")[0] for file in unnamed}
-    assert rooms >= UNTESTED_ROOMS, "a room whose problems are all raised is no exemption"
-    assert {
-        file: names for file, names in unnamed.items() if file.partition("/")[0] not in UNTESTED_ROOMS
-    } == UNTESTED
+    assert unnamed == UNTESTED
 
 
 def made(file: Path) -> Iterator[tuple[int, str, set[str]]]:

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lockstep.errors import Problem
 from lockstep.parsing import MOST_YAML_BYTES
 from lockstep.spec import problems
 from lockstep.spec.loading import load_spec
 from lockstep.spec.schedules import WarmupStableDecay
 from lockstep.spec.sweep import load_sweep
-from tests.raised import raises
+from tests.raised import Refusal, check_refusal, each_refusal
 
 PLAIN = {"job": {"use": "a:B"}}
 
@@ -35,7 +32,7 @@ def given(*overrides: str) -> Callable[[Path], Any]:
     return lambda _: load_spec(PLAIN, overrides)
 
 
-CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
+CALLS: list[Refusal] = [
     (file(""), problems.EMPTY, {"file": re.compile("train.yaml$")}),
     (file("- 1"), problems.NO_MAPPING, {"got": "[1]"}),
     (file("a: b: c"), problems.NOT_YAML, {"what": re.compile("train.yaml")}),
@@ -66,9 +63,6 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "problem", "facts"), CALLS, ids=[problem.code for _, problem, _ in CALLS])
-def test_what_is_no_spec_is_refused_by_name(
-    call: Callable[[Path], Any], problem: Problem[Any], facts: dict[str, Any], tmp_path: Path
-) -> None:
-    with raises(problem, **facts):
-        call(tmp_path)
+@each_refusal(CALLS)
+def test_what_is_no_spec_is_refused_by_name(refusal: Refusal, tmp_path: Path) -> None:
+    check_refusal(refusal, tmp_path)

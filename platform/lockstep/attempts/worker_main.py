@@ -53,7 +53,7 @@ class RankZeroRequests:
     def run_id(self) -> str:
         return wait_for_run_id(self._mailbox)
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         """Wait, before the first step, until the run's id is announced: from then on a run that is stopped can be resumed."""
         if not self._named:
             wait_until_named(self._mailbox)

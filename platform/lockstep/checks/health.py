@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checks.findings import Finding, failed, passed, warned
+from lockstep.printing import size_text
 from lockstep.record.versions import versions
 
 SLOW = 0.7
@@ -251,7 +252,7 @@ def _unwell(vitals: Vitals, fleet: Mapping[str, Vitals]) -> list[str]:
                 f"{device} computes {rate:.3g} matrix products a second, the median is {median:.3g}"
             )
     if vitals.disk_free_bytes < LITTLE_DISK:
-        faults.append(f"{vitals.disk_free_bytes / 1e9:.2g} GB are free on the disk of the runs")
+        faults.append(f"{size_text(vitals.disk_free_bytes)} are free on the disk of the runs")
     if vitals.disk_bytes_per_s == 0.0:
         faults.append("the disk of the runs cannot be written")
     if abs(vitals.clock_offset_s) > SKEW_S + vitals.clock_error_s:
@@ -271,7 +272,7 @@ def _unwell(vitals: Vitals, fleet: Mapping[str, Vitals]) -> list[str]:
         and vitals.link.bytes_per_s < SLOW / 2 * statistics.median(links)
     ):
         faults.append(
-            f"its link carries {vitals.link.bytes_per_s / 1e6:.3g} MB/s, the median is {statistics.median(links) / 1e6:.3g}"
+            f"its link carries {_rate(vitals.link.bytes_per_s)}, the median is {_rate(statistics.median(links))}"
         )
     return faults
 
@@ -282,12 +283,12 @@ def _remarks(vitals: Vitals, fleet: Mapping[str, Vitals]) -> list[str]:
     memory = statistics.median(machine.available_bytes for machine in machines)
     if vitals.available_bytes < LITTLE_MEMORY * memory:
         remarks.append(
-            f"{vitals.available_bytes / 1e9:.3g} GB of memory are available, the median is {memory / 1e9:.3g}"
+            f"{size_text(vitals.available_bytes)} of memory are available, the median is {size_text(int(memory))}"
         )
     disk = statistics.median(machine.disk_bytes_per_s for machine in machines)
     if vitals.disk_bytes_per_s < SLOW / 2 * disk:
         remarks.append(
-            f"the disk of the runs writes {vitals.disk_bytes_per_s / 1e6:.3g} MB/s, the median is {disk / 1e6:.3g}"
+            f"the disk of the runs writes {_rate(vitals.disk_bytes_per_s)}, the median is {_rate(disk)}"
         )
     if len({machine.kinds.get("cuda:0", machine.kinds.get("cpu")) for machine in machines}) > 1:
         remarks.append(f"the fleet is mixed; this is {', '.join(sorted(set(vitals.kinds.values())))}")
@@ -319,12 +320,16 @@ def findings(fleet: Sequence[Health]) -> list[Finding]:
 def shown(vitals: Vitals) -> str:
     """The figures of a machine in one line."""
     parts = [f"{rate:.4g} products/s on {device}" for device, rate in vitals.products_per_s.items()]
-    parts.append(f"{vitals.available_bytes / 1e9:.3g} GB of memory")
-    parts.append(f"{vitals.disk_free_bytes / 1e9:.3g} GB of disk at {vitals.disk_bytes_per_s / 1e6:.3g} MB/s")
+    parts.append(f"{size_text(vitals.available_bytes)} of memory")
+    parts.append(f"{size_text(vitals.disk_free_bytes)} of disk at {_rate(vitals.disk_bytes_per_s)}")
     if vitals.clock_error_s:
         parts.append(f"clock {vitals.clock_offset_s * 1e3:+.0f} ms")
     if vitals.link is not None and vitals.link.bytes_per_s:
-        parts.append(f"link {vitals.link.delay_s * 1e6:.0f} µs, {vitals.link.bytes_per_s / 1e6:.4g} MB/s")
+        parts.append(f"link {vitals.link.delay_s * 1e6:.0f} µs, {_rate(vitals.link.bytes_per_s)}")
     if vitals.link is not None:
         parts.append(f"all-reduce of {LINK_BYTES >> 20} MiB {vitals.link.all_reduce_s * 1e3:.3g} ms")
     return ", ".join(parts)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{size_text(int(bytes_per_s))}/s"

@@ -65,17 +65,14 @@ def optimizer(fixture: Fixture) -> list[Finding]:
                 "give the parameters of norms a group of their own with weight_decay=0 in job.optimizer, or lower optimizer.weight_decay",
             )
         ]
+    in_groups = f"in {len(groups)} group{'s' if len(groups) != 1 else ''}"
     if len(every) > 1:
         kinds = ", ".join(
             f"{type(phase_optimizer).__name__} in phase {phase!r}" for phase, phase_optimizer in every.items()
         )
-        return [passed("optimizer", f"{kinds} hold {trainable:,} trainable numbers, in {len(groups)} groups")]
+        return [passed("optimizer", f"{kinds} hold {trainable:,} trainable numbers, {in_groups}")]
     kind = type(state.optimizer).__name__
-    return [
-        passed(
-            "optimizer", f"{kind} holds each of {trainable:,} trainable numbers once, in {len(groups)} groups"
-        )
-    ]
+    return [passed("optimizer", f"{kind} holds each of {trainable:,} trainable numbers once, {in_groups}")]
 
 
 def _pull_on_norms(fixture: Fixture, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, str]:

@@ -489,6 +489,10 @@ def as_text(verified: Verified) -> str:
         lines.append(f"taken again       steps {steps} of run {verified.run_id}")
         if within:
             lines.append(f"compared          {within.strip()}, relative to the recorded number")
+    if not verified.ended:
+        lines.append(
+            "not finished      so there is no result, and the files beside its rows are not compared"
+        )
     if verified.elsewhere:
         lines.append(f"bits may differ   {'; '.join(verified.elsewhere)}")
     if verified.fields is None:
@@ -500,4 +504,10 @@ def as_text(verified: Verified) -> str:
     if verified.facts:
         more = [f"and {len(verified.facts) - _MOST_FACTS} more"] if len(verified.facts) > _MOST_FACTS else []
         lines.append(f"taken otherwise   {'; '.join([*map(str, verified.facts[:_MOST_FACTS]), *more])}")
+    if verified.told:
+        of_each = (
+            name if "*" in fields else f"{name} ({', '.join(fields)})"
+            for name, fields in verified.told.items()
+        )
+        lines.append(f"told, not proven  {', '.join(of_each)}")
     return "\n".join(lines)

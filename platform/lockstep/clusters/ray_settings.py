@@ -13,6 +13,7 @@ RAY_SETTINGS = {
     # A node asks its object store before that listens, every second time. It asks again after 50 ms, 1 s by default, and gives up after 10 s, as by default.
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
+    "RAY_raylet_start_wait_time_s": "120",  # on a busy machine a node does not start in 30 s, the default
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so relative paths in a job mean the same in a worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

@@ -148,7 +148,7 @@ class LocalRun:
     def run_id(self) -> str:
         return self.recorder.run_id()
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         """Called before the first step, once the run's id is shown: from then on a run that is stopped can be resumed."""
         if not self._named:
             self._named = True

@@ -19,6 +19,9 @@ from lockstep.process import started
 STACKS_S = 3.0
 """How long a process may take to write its stacks; one that is stopped or gone never does."""
 
+_streams: list[TextIO] = []
+"""The file that this process writes to now."""
+
 
 def write_stacks_on_signal() -> Path:
     """Have this process write its stacks on SIGUSR1. Returns the file into which it does, which is deleted when the process ends."""
@@ -49,6 +52,9 @@ def _registered() -> tuple[Path, TextIO]:
     # A handler of the caller's is called too. The default action would end the process.
     chain = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN, None)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=chain)
+    for former in _streams:
+        former.close()  # faulthandler has let go of it
+    _streams[:] = [stream]
     return path, stream
 
 

@@ -107,16 +107,18 @@ def shown(tree: Any) -> str:
 def changed_fields(old: Spec, new: Spec) -> list[Difference]:
     """The fields with a say in the bits in which two specs differ. The job is imported only if its params differ as written."""
     same = text(encoded(old.job.params)) == text(encoded(new.job.params))
-    old_fields, new_fields = ({**_sections(spec), **({} if same else _params(spec))} for spec in (old, new))
+    old_fields, new_fields = (
+        {**deciding_sections(spec), **({} if same else _params(spec))} for spec in (old, new)
+    )
     return differences(old_fields, new_fields)
 
 
 def deciding(spec: Spec) -> dict[str, Any]:
     """The fields of a spec that decide about bits, its job's params among them as the job gets them."""
-    return {**_sections(spec), **_params(spec)}
+    return {**deciding_sections(spec), **_params(spec)}
 
 
-def _sections(spec: Spec) -> dict[str, Any]:
+def deciding_sections(spec: Spec) -> dict[str, Any]:
     """The fields of a spec that decide, but for the job's params. An `early_stop` that is left out gives none."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
     origin = {name: encoded(document.pop(name)) for name in _ORIGIN}

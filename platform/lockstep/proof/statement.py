@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lockstep.job.recorded_source import source_digest
 from lockstep.parsing import json_document, one_line
 from lockstep.paths import component, shown
 from lockstep.proof import problems
+from lockstep.proof.record_checks import record_disagreements
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.summary_checks import (
     DIGEST_OF,
@@ -35,6 +38,7 @@ from lockstep.proof.summary_checks import (
 from lockstep.record.events.union import VERSION, EvaluationRow, StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.ledger.tables import DETERMINISTIC
+from lockstep.record.mirror.seal import Sealed, sealed_files
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
 
@@ -83,6 +87,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
                 )
                 if value is not None
             },
+            "files": {name: asdict(file) for name, file in _sealed(run).items()},
             "weights": {name: weights_digest(read_weights(path)) for name, path in files.items()},
             **(
                 {"beside": {name: tree_digest(load_beside(path)) for name, path in beside_files.items()}}
@@ -91,6 +96,14 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
             ),
         },
     }
+
+
+def _sealed(run: RecordedRun) -> dict[str, Sealed]:
+    """The seal of a run's folder; nothing where it has none, which is a contradiction."""
+    try:
+        return sealed_files(run.own_folder) if run.own_folder is not None else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def plain(value: Mapping[str, Any]) -> bytes:
@@ -119,7 +132,7 @@ def disagreements(stated: Mapping[str, Any], recomputed: Mapping[str, Any]) -> I
 
 
 def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
-    """In what a record contradicts itself: its identity and source against its fields, its rows, summary and weights against each other."""
+    """In what a record contradicts itself: its identity and source against its fields, its rows, summary and weights against each other, its files against its seal and journal."""
     identity = identity_digest(run.fields)
     if identity != summary["identity"]:
         yield Disagreement("identity", summary["identity"], identity)
@@ -138,6 +151,8 @@ def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -
         summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None
     )
     yield from file_disagreements(summary, folder, run.steps[max(run.steps)])
+    with tempfile.TemporaryDirectory(prefix="lockstep-attest-") as aside:
+        yield from record_disagreements(run, Path(aside))
 
 
 def _rows(run: RecordedRun) -> Iterator[Disagreement]:

@@ -20,6 +20,7 @@ from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.identity_changes import UNTOLD, Cause, causes
+from lockstep.proof.record_checks import record_disagreements, told_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
 from lockstep.proof.spans import Span
@@ -45,7 +46,9 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 _ENOUGH = 5
 """So many steps that differ tell a value that was changed afterwards from a run that goes another way."""
 
-_OF_RESULT = ("weights_digest", "ema_digest", "best_digest", "best_step", "epoch", "samples", "skipped")
+_OF_RESULT = (
+    "weights_digest", "ema_digest", "best_digest", "best_step", "epoch", "samples", "skipped", "tested", "tested_step",
+)  # fmt: skip
 """What of a summary is the same in every execution of a run, beside its metrics."""
 
 _OF_SUMMARY = " of the summary"
@@ -87,6 +90,10 @@ class Verified:
     spans: list[Span] = field(default_factory=list)
     weights: bool = False
     """Whether the run's last step was taken again, and led to the weights that its summary and its files have."""
+    ended: bool = False
+    """Whether the run has finished: of one that has not, neither its result nor the files beside its rows are compared."""
+    told: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What of its record nothing proves, by document; `*` is all of it."""
 
     @property
     def same(self) -> bool:
@@ -105,6 +112,8 @@ class Verified:
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
             "weights": self.weights,
+            "ended": self.ended,
+            "told": {name: list(fields) for name, fields in self.told.items()},
             "spans": [{"from": item.start + 1, "to": item.until} for item in self.spans],
         }
 
@@ -167,7 +176,7 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
 
     Checkpoints that the storage has no longer are downloaded into `aside`.
     """
-    answer = Verified(run.run_id)
+    answer = Verified(run.run_id, ended=bool(run.ended), told=told_of(run, aside))
     for span in spans:
         answer.spans.append(span._replace(start=max(span.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
@@ -185,6 +194,10 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
         _compare(run, span, replayed, aside, answer)
         if answer.first_difference is not None:
             return answer
+    wrong = next(record_disagreements(run, aside), None)
+    if wrong is not None:  # last, for most of what was changed is told better by the steps
+        answer.first_difference = FirstDifference(run.last_step, None, *wrong)
+        answer.cause = "the record was changed after it was written: all steps are equal"
     return answer
 
 
@@ -270,9 +283,9 @@ def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterato
 def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
     """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights from its record."""
     last = run.last_step
-    recorded = {**run.summary, **(run.summary.get("metrics") or {})}
-    replayed = {**replayed, **(replayed.get("metrics") or {})}
-    metrics = {*(run.summary.get("metrics") or {}), *(replayed.get("metrics") or {})}
+    of_recorded, of_replayed = _metrics(run.summary), _metrics(replayed)
+    recorded, replayed = {**run.summary, **of_recorded}, {**replayed, **of_replayed}
+    metrics = {*of_recorded, *of_replayed}
     for name in DIGEST_OF:
         for result in (recorded, replayed):
             result[f"{_BESIDE}{name}"] = (result.get("beside") or {}).get(name)
@@ -286,6 +299,11 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
         if folder is not None:
             for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
                 yield FirstDifference(last, None, name, stated, actual)
+
+
+def _metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a summary, those of its test among them."""
+    return {**(summary.get("metrics") or {}), **(summary.get("test") or {})}
 
 
 def _row_differences(
@@ -397,7 +415,7 @@ def _within(difference: FirstDifference, tolerance: float) -> bool:
     if (
         difference.micro_batch is not None
         or "digest" in difference.quantity
-        or difference.quantity == f"best_step{_OF_SUMMARY}"
+        or difference.quantity in (f"best_step{_OF_SUMMARY}", f"tested_step{_OF_SUMMARY}")
     ):
         return True
     if difference.quantity in _EXACT or not all(

@@ -25,6 +25,7 @@ from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.reconciler import Reconciler
 from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import RunStore
+from lockstep.record.mirror.seal import SEAL
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -120,6 +121,7 @@ class OpenRecord:
         if spec.record.private:  # also if the folder existed
             self.folder.chmod(0o700)
         if not request.replay:
+            (self.folder / SEAL).unlink(missing_ok=True)  # the run goes on
             with contextlib.suppress(UnavailableError):  # the first beat sets it
                 self.store.set_status("RUNNING")
         lost = self._has_lost()

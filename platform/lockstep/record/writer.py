@@ -171,6 +171,7 @@ class Writer:
                     break
                 self._end_without_result()
         self._guarded(self._record.files.keep_output)
+        self._guarded(self._record.reconciler.seal)
         self._finish()
 
     @property

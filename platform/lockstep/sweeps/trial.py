@@ -383,6 +383,7 @@ class Training:
         ):  # where it is the recorders', the driver ends the sweep
             error = problems.PROCESS_LOST(what="a process of the sweep", got=why_lost(str(error)))
         lockstep_error = as_lockstep_error(error, "rank 0")
+        self._rank_zero.broke(str(lockstep_error))
         if isinstance(lockstep_error, TransientStorageError):  # Tune begins at once with the next attempt
             self._rank_zero.pause(FIRST_STORAGE_PAUSE_S)
         if isinstance(lockstep_error, ClusterError | CorruptionError | TransientStorageError):

@@ -70,7 +70,6 @@ class TrialRendezvous:
     def end(self, worker: int) -> None:
         """A worker has ended by itself: nobody goes on without it."""
         with self._lock:
-            self._calls.end(worker)
             self._calls.refuse(f"worker {worker} has ended by itself")
 
     def _follow(self) -> None:

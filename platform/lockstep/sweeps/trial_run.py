@@ -40,8 +40,12 @@ class TrialRun:
         self._attempt = 0
         self._given_step = -1
         """The step of the last evaluation that Tune was given."""
-        self._result_wanted = threading.Event()
+        self._given = self._wanted = 0
+        """How many evaluations Tune was given, and how many results it has asked for: it has decided about one when it asks for the next."""
+        self._verdict = threading.Condition()
         self._dismissed = threading.Event()
+        self._broken: str | None = None
+        """Why the training has ended early, if it has."""
         self._save_errors: dict[int, str | None] = {}
         self._saved = threading.Condition()
 
@@ -61,7 +65,9 @@ class TrialRun:
 
     def want(self) -> None:
         """Tune wants the next result."""
-        self._result_wanted.set()
+        with self._verdict:
+            self._wanted += 1
+            self._verdict.notify_all()
 
     @property
     def is_dismissed(self) -> bool:
@@ -71,17 +77,28 @@ class TrialRun:
     def leave(self) -> None:
         """Tune wants no more of this trial."""
         self._dismissed.set()
-        self._result_wanted.set()
+        with self._verdict:
+            self._verdict.notify_all()
+
+    def broke(self, why: str) -> None:
+        """The training has ended early: nothing is saved any more."""
+        with self._saved:
+            self._broken = why
+            self._saved.notify_all()
 
     def pause(self, seconds: float) -> None:
         """Wait, but no longer than until Tune wants no more of this trial."""
         self._dismissed.wait(seconds)
 
     def wait_for_checkpoint(self, step: int) -> None:
-        """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
+        """Until the checkpoint of a step is published. StorageError where the save failed, the training ends without it, or nobody saves the state."""
+
+        def is_over() -> bool:
+            return step in self._save_errors or self._broken is not None
+
         with self._saved:
-            wait_for(partial(self._saved.wait_for, lambda: step in self._save_errors), SAVE_S)
-        error = self._save_errors.get(step, f"no result of the save after {SAVE_S:.0f} s")
+            wait_for(partial(self._saved.wait_for, is_over), SAVE_S)
+        error = self._save_errors.get(step, self._broken or f"no result of the save after {SAVE_S:.0f} s")
         if error is not None:
             raise problems.UNSAVED(step=step, got=error)
 
@@ -95,9 +112,12 @@ class TrialRun:
             case Started():
                 event = Started({**event.facts, **self._facts})
             case Restored():
-                for row in event.evaluations:
-                    if self.pending is None or self.pending.step != row.step:
-                        self._give_once(row)
+                for row in event.evaluations[:-1]:
+                    self._give_once(row)
+                for row in event.evaluations[
+                    -1:
+                ]:  # Tune may not have decided about it: it waits for the gate
+                    self.pending = row
             case EvaluationRow():
                 self._let_decide_before(event)
                 if self._dismissed.is_set():
@@ -124,36 +144,44 @@ class TrialRun:
         run_id: str = answer_of(self._recorders.run_id.remote(self._key), RECORDER, ANSWER_S)
         return run_id
 
-    def go_on(self) -> bool:
-        """The gate: a new run waits for its name, an evaluation for Tune's verdict. False for a run that has both, or that Tune ends."""
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
+        """The gate: a new run waits for its name, an evaluation for Tune's verdict. False for a run that has both, or that Tune ends.
+
+        Where the run `ends`, its last evaluation comes with the end, and Tune decides nothing.
+        """
         if self.on_run_id is not None and not self._learn():
             return False
-        self._hold()
+        if not ends:
+            self._hold(look)
         return not self._dismissed.is_set()
 
-    def _hold(self) -> None:
-        """Give Tune the evaluation that it has not been given yet, if any, and wait until it has decided."""
-        if self.pending is None:
-            return
-        self._result_wanted.clear()
+    def _hold(self, look: Callable[[], object] = lambda: None) -> None:
+        """Give Tune the evaluation that it has not been given yet, if any, and wait until it has decided about all that it was given."""
         row, self.pending = self.pending, None
-        if not self._give_once(row):  # workers that go on in memory have evaluated it again
-            return
-        while not self._dismissed.is_set() and not self._result_wanted.wait(ALIVE_S):
+        if row is not None:
+            self._give_once(row)
+        while not self._decided(ALIVE_S):
             self._sender.tell(Alive())  # held, and not hung
+            look()
+
+    def _decided(self, limit_s: float) -> bool:
+        """Whether Tune has decided about all that it was given, or wants no more; waits so long for that."""
+        with self._verdict:
+            return self._verdict.wait_for(
+                lambda: self._wanted > self._given or self._dismissed.is_set(), limit_s
+            )
 
     def _let_decide_before(self, row: EvaluationRow) -> None:
         """Have Tune decide by an earlier evaluation that is told after the same step: a delayed one, before that of the run's last weights."""
         if self.pending is not None and self.pending.step != row.step:
             self._hold()
 
-    def _give_once(self, row: EvaluationRow) -> bool:
-        """Give Tune an evaluation, unless it had it. Whether it was given."""
-        if row.step <= self._given_step:
-            return False
-        self._given_step = row.step
-        self._give(row)
-        return True
+    def _give_once(self, row: EvaluationRow) -> None:
+        """Give Tune an evaluation, unless it had it: workers that go on in memory tell it again, and may have made it again."""
+        if row.step > self._given_step:
+            self._given_step = row.step
+            self._given += 1
+            self._give(row)
 
     def _learn(self) -> bool:
         """Take in the id of a new run. False where a finished one stands for it."""

@@ -96,6 +96,8 @@ class Checkpoints:
         self._last = last or LastSave()
         self._before = self._last.at
         """When the state was saved before the save in flight."""
+        self._gave_up = False
+        """Whether the save in flight was given up because the group ends."""
 
     def wanted(self) -> bool:
         """Whether this rank votes to save after this step. Only rank 0 does: on request, or if the cadence counts seconds and one is due."""
@@ -200,7 +202,7 @@ class Checkpoints:
     def _give_up(self, saver: AsyncSaver, grace_s: float) -> None:
         """End the save in flight, after so many seconds at most. One that is given up does not count."""
         if not saver.wait(grace_s):
-            self._last.at = self._before
+            self._last.at, self._gave_up = self._before, True
         saver.close(abandon=True)
 
     def _evaluated_now(self) -> dict[str, float]:
@@ -299,5 +301,6 @@ class Checkpoints:
         if self.group.rank > 0:
             return
         self.unsaved = f"the checkpoint of step {failed.step} could not be saved: {failed.error}"
-        self.tell(CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time()))
+        if not self._gave_up:  # else whoever waits for it waits on: those that go on save the state again
+            self.tell(CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time()))
         self.tell(Warned(f"{self.unsaved}; training goes on"))

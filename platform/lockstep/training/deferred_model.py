@@ -7,8 +7,10 @@ the same kernels with the same arguments, and so the same bits. What cannot be r
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,9 @@ _DRAWS = frozenset(
     for name in ("uniform_", "normal_", "random_", "exponential_", "rand", "randn", "randint", "randperm")
 )
 """Operators whose draws depend on their sizes and numbers alone."""
+
+_STORAGES = "storages of fake tensors"
+"""What a deep copy has copied of them, in its memo: two copies of one memory would be one memory again."""
 
 
 class NotDeferredError(Exception):
@@ -193,6 +198,45 @@ class _Recorder(TorchDispatchMode):
         outputs = zip(call.outputs, tree_flatten(result)[0], strict=True)
         values.update((number, output) for number, output in outputs if number is not None)
 
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """In the block: have `copy.deepcopy` of a tensor be recorded. Torch's own copies what stands behind a fake one, and leaves the heap of the process damaged."""
+        usual = Tensor.__deepcopy__
+
+        def deep_copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+            from torch._subclasses.fake_tensor import FakeTensor
+
+            if id(tensor) not in memo:
+                if isinstance(tensor, FakeTensor):
+                    memo[id(tensor)] = self._deep_copied(tensor, memo)
+                else:
+                    with _disable_current_modes():
+                        usual(tensor, memo)  # type: ignore[no-untyped-call]
+            copied: Tensor = memo[id(tensor)]
+            return copied
+
+        Tensor.__deepcopy__ = deep_copied  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Tensor.__deepcopy__ = usual  # type: ignore[method-assign]
+
+    def _deep_copied(self, fake: Tensor, memo: dict[Any, Any]) -> Tensor:
+        storages = memo.setdefault(_STORAGES, set[int]())
+        storage = self.storage_of(self.number(fake))
+        if storage in storages or fake.nbytes != fake.untyped_storage().nbytes():
+            raise self._refused("it copies a tensor that is a part of other memory")
+        storages.add(storage)
+        with torch.no_grad():
+            copied = fake.clone()
+        if not fake.is_leaf or fake.grad is not None or copied.stride() != fake.stride():
+            raise self._refused("it copies a tensor that has a gradient, or lies apart in memory")
+        if isinstance(fake, nn.Parameter):  # its own copy takes nothing else along
+            return nn.Parameter(copied, fake.requires_grad)
+        further = {name: value for name, value in vars(fake).items() if name not in vars(copied)}
+        vars(copied).update(copy.deepcopy(further, memo))
+        return copied.requires_grad_(fake.requires_grad)
+
     def _refused(self, why: str) -> NotDeferredError:
         self.why_not = self.why_not or why
         return NotDeferredError(why)
@@ -217,7 +261,7 @@ class DeferredModel:
 
         self._recorder = _Recorder()
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), self._recorder:
+            with FakeTensorMode(allow_non_fake_inputs=True), self._recorder, self._recorder.copies():
                 self.model = make()
         except Exception as error:
             if self._recorder.why_not or not isinstance(self.__dict__.get("model"), nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -20,8 +21,11 @@ class Requests(Protocol):
     def run_id(self) -> str:
         """Wait until the run exists in its record, and return its id. RecordError where it never will."""
 
-    def go_on(self) -> bool:
-        """Wait until the run may go on; called before the first step and after each evaluation. False where nobody wants more of the run."""
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
+        """Wait until the run may go on; called before the first step and after each evaluation. False where nobody wants more of the run.
+
+        `look` is called now and then meanwhile, and its RuntimeError ends the wait: the group is broken off. `ends`: the run takes no more steps.
+        """
 
 
 class NoRequests:
@@ -39,5 +43,5 @@ class NoRequests:
     def run_id(self) -> str:
         raise NotImplementedError("this run is not recorded, so it has no id")
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         return True

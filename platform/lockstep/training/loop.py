@@ -190,9 +190,10 @@ def take_steps(
     pace, watch = Pace(run.group), Watch(run, origin)
     evaluated_before = run.state.counters.evaluated
     over = evaluations.catch_up()
-    if not goes_on(run, requests):
-        return "unwanted"
+    # Before the gate, as in a step: a population decides about a state that is saved.
     checkpoints.make_up(evaluated=run.state.counters.evaluated > evaluated_before)
+    if not goes_on(run, requests, ends=over or run.state.counters.step == run.plan.total_steps):
+        return "unwanted"
     for position in run.ahead(over):
         is_last = position.number == run.plan.total_steps
         watch.begin(position)
@@ -232,7 +233,10 @@ def report_end(
 ) -> dict[str, Any]:
     """Report the end of the run, with the memory that it took and the files that are kept. Returns its summary."""
     summary = summarise(run, clock, checkpoints, stopped=stopped)
-    if not stopped and (seat.origin is None or seat.origin.replay is None):
+    replay = None if seat.origin is None else seat.origin.replay
+    if not stopped and (
+        replay is None or replay.weights is not None
+    ):  # a result that is compared has its test
         summary |= tested(run, seat.tell)
     peaks = run.group.gather(peak_memory(run.group.device))
     seat.tell(PeakMemory(peaks))
@@ -247,9 +251,9 @@ def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
     return origin is not None and origin.replay is not None and position.number >= origin.replay.until
 
 
-def goes_on(run: Run, requests: Requests) -> bool:
+def goes_on(run: Run, requests: Requests, *, ends: bool = False) -> bool:
     """Whether to go on; `requests.go_on` may wait. All ranks leave together: one that left alone would break the others' next collective."""
-    decision = requests.go_on() if run.group.rank == 0 else True
+    decision = requests.go_on(run.group.waits.look, ends=ends) if run.group.rank == 0 else True
     return bool(run.group.gather(decision)[0])
 
 

@@ -31,11 +31,11 @@ def fleet(**changed: Any) -> dict[str, Vitals]:
         ({"products_per_s": {"cpu": 69.0}}, "cpu computes 69 matrix products a second, the median is 100"),
         ({"digests": {"cpu": ["aa", "ab"]}}, "cpu computes one matrix product in 2 ways"),
         ({"digests": {"cpu": ["ab"]}}, "cpu computes another matrix product than 3 of 4 a cpu"),
-        ({"disk_free_bytes": 1000}, "1e-06 GB are free on the disk of the runs"),
+        ({"disk_free_bytes": 1000}, "1000 B are free on the disk of the runs"),
         ({"disk_bytes_per_s": 0.0}, "the disk of the runs cannot be written"),
         ({"clock_offset_s": -7.5}, "its clock differs from the driver's by -7.5 s"),
         ({"versions": {"torch": "2.12"}}, "torch is 2.12, on 3 of 4 machines 2.13"),
-        ({"link": Link(1e-4, 1e8, 0.1)}, "its link carries 100 MB/s, the median is 1e+03"),
+        ({"link": Link(1e-4, 1e8, 0.1)}, "its link carries 95.4 MiB/s, the median is 953.7 MiB/s"),
         ({"problem": "it did not answer"}, "it did not answer"),
     ],
 )

@@ -21,11 +21,10 @@ from lockstep.checks.lr_finder import lr_find
 from lockstep.checks.measurement_figures import destination
 from lockstep.checks.preflight import check_storage, find_initial_weights
 from lockstep.checks.tracking_store import store_answers
-from lockstep.errors import Problem
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.distributed.small_jobs import Plain
-from tests.raised import raises
+from tests.raised import Refusal, check_refusal, each_refusal, raises
 
 
 class AtRest(Plain):
@@ -66,7 +65,7 @@ def no_database(folder: Path) -> str:
 
 HERE = "tests.unit.checks.test_refusals"
 
-CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
+CALLS: list[Refusal] = [
     (lambda _: check_workers(spec_of(), [0], 3), problems.WORKER_COUNTS, {"got": "0"}),
     (lambda _: check_workers(spec_of(), [], 3), problems.WORKER_COUNTS, {"got": "none"}),
     (lambda _: check_workers(spec_of(), [2, 2], 3), problems.WORKER_COUNTS, {"got": "2, 2"}),
@@ -103,17 +102,12 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "problem", "facts"), CALLS, ids=[problem.code for _, problem, _ in CALLS])
+@each_refusal(CALLS)
 def test_what_cannot_be_checked_is_refused_by_name(
-    call: Callable[[Path], Any],
-    problem: Problem[Any],
-    facts: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with raises(problem, **facts):
-        call(tmp_path)
+    check_refusal(refusal, tmp_path)
 
 
 def test_more_processes_than_the_machine_has_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

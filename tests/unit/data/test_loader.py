@@ -703,6 +703,17 @@ def test_a_micro_batch_that_depends_on_its_process_is_refused() -> None:
             loader.close()
 
 
+def test_a_micro_batch_that_was_fetched_ahead_of_a_change_is_refused() -> None:
+    """As on a GPU, where the next one is copied while a step computes."""
+    stage = [0]
+    loader = Loader(MicroBatches(Samples(lambda index: stage[0]), list, seed=3, purpose="data"), KEYS, CPU)
+    batch = next(loader)
+    loader._compare(KEYS[0], batch)
+    stage[0] = 1
+    with raises(problems.FETCHED_AHEAD, where=re.compile("^step 1, micro-batch 0, differs ")):
+        loader._compare(KEYS[0], batch)
+
+
 def test_an_error_of_what_is_fetched_here_as_well_is_told() -> None:
     here = os.getpid()
 

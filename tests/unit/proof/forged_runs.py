@@ -6,10 +6,13 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -23,6 +26,16 @@ from lockstep.job.recorded_source import source_digest
 from lockstep.proof import signatures
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.statement import plain, statement
+from lockstep.record.events.codec import to_line
+from lockstep.record.events.union import EvaluationRow, Finished, Started, StepRow
+from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.tables import read_evaluations, read_parquet
+from lockstep.record.mirror.documents import as_json, flat
+from lockstep.record.mirror.folder import run_in_folder
+from lockstep.record.mirror.projection import Projection
+from lockstep.record.mirror.run_files import RunFiles
+from lockstep.record.mirror.seal import seal
+from lockstep.record.mirror.sync import spec_of
 
 JOB = """
 import torch, torch.nn.functional as F
@@ -39,6 +52,8 @@ class Small(lockstep.Job):
         return torch.utils.data.TensorDataset(
             torch.randn(64, 4, generator=g), torch.randint(0, 2, (64,), generator=g))
     def eval_data(self):
+        return self.train_data()
+    def test_data(self):
         return self.train_data()
     def loss(self, model, batch):
         total = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
@@ -65,6 +80,46 @@ def trained(folder: Path) -> Path:
         run = Path(train(document, local=True).folder)
     sys.modules.pop(MODULE, None)
     return run
+
+
+def sealed_again(run: Path) -> None:
+    """Have the journal and run.json of a run say what its documents and tables say, and seal all of it: what a forger does who has Lockstep."""
+    summary, fields, environment, seeds = (
+        json.loads((run / f"{name}.json").read_text())
+        for name in ("summary", "fields", "environment", "seeds")
+    )
+    rows = [*read_parquet(run / "ledger.parquet"), *read_evaluations(run / "evaluations.parquet")]
+    facts = {"identity": summary["identity"], "fields": fields, "environment": environment, "seeds": seeds}
+    lines = []
+    with closing(Journal(run, read_only=True)) as journal:
+        events = [entry.event for entry in journal.read(0) if entry.event is not None]
+    for event in events:
+        match event:
+            case StepRow() | EvaluationRow():
+                continue
+            case Started():
+                event = Started({**event.facts, **facts})
+            case Finished():
+                lines += [to_line(row, run) for row in rows]
+                event = replace(event, summary=summary)
+        lines.append(to_line(event, run))
+    (run / "journal.jsonl").write_bytes(b"".join(lines))
+    put_state(run)
+    seal(run)
+
+
+def put_state(run: Path) -> None:
+    """Write the documents and run.json as the run's spec and journal have them."""
+    with closing(Journal(run, read_only=True)) as journal:
+        projection = Projection(spec_of(run, "off"), run, journal)
+        projection.fold(journal.events)
+        state = run_in_folder(run.parent, run.name)
+        end = projection.end
+        assert end is not None
+        RunFiles(run, journal, scaled=False).write({**projection.documents, **end.documents})
+        state["params"] = {**flat(yaml.safe_load((run / "spec.yaml").read_text())), **projection.params}
+        state["tags"] |= projection.tags(trouble="", figures=[], ended=True)
+    (run / "run.json").write_text(as_json({**state, "status": end.status, "ended": end.at}))
 
 
 class Forger:
@@ -109,7 +164,8 @@ class Forger:
         self.source({f"{MODULE}.py": JOB.format(attack=f"print({RAN!r}, flush=True)\n{code}")})
 
     def sign(self) -> None:
-        """State the record as it is, also where it contradicts itself, which `lockstep attest` would refuse."""
+        """State the record as it is, also where it contradicts itself, which `lockstep attest` would refuse. Journal and seal are made to fit."""
+        sealed_again(self.run)
         run = recorded_run(self.run.name, "off", self.run.parent)
         summary = json.loads((self.run / "summary.json").read_text())
         envelope = signatures.signed(plain(statement(run, summary, self.run)), self.private)

@@ -17,8 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lockstep.calls.verify import verify
 from lockstep.errors import LockstepError
 from lockstep.proof import signatures
+from lockstep.proof.record_checks import record_disagreements
+from lockstep.proof.recorded_run import recorded_run
+from lockstep.record.events.codec import to_line
+from lockstep.record.events.union import Warned
+from lockstep.record.mirror.seal import seal
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.unit.proof.forged_runs import JOB, MODULE, RAN, Forger, Said, accepted, trained
 from tests.unit.proof.test_verify import change_ledger
@@ -406,6 +412,7 @@ RECORDS: dict[str, Callable[[Forger], None]] = {
     "a row too much": rows(lambda table: pa.concat_tables([table, table.slice(7)])),
     "an end cut off": rows(lambda table: table.slice(0, 6)),
     "an evaluation": metrics,
+    "a metric of the test": lambda forger: forger.json("summary.json", test={"test/loss": 0.001, "test/one": 0.001}),
     "weights in every place": weights,
     "weights behind a link": linked_weights,
     "weights that no digest covers": added_weights,
@@ -415,6 +422,59 @@ RECORDS: dict[str, Callable[[Forger], None]] = {
     "another fingerprint": field("data.train_fingerprint", "0" * 64),
     "another seed in the spec": spec("seed: 0", "seed: 1"),
 }  # fmt: skip
+
+
+def line_of_journal(forger: Forger) -> None:
+    """Another line that is whole, as its checksum says."""
+    path = forger.run / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    warned = to_line(Warned("nothing was out of the ordinary"), forger.run)
+    path.write_bytes(b"".join([lines[0], warned, *lines[1:]]))
+
+
+ALONE: dict[str, Callable[[Forger], None]] = {
+    "the workers of the summary": lambda forger: forger.json("summary.json", workers=64),
+    "a summary of a run that was stopped": lambda forger: forger.json("summary.json", stopped=True),
+    "a column of the observations": rows(
+        lambda table: table.append_column("layers/0/gradient_norm", pa.array([0.5] * len(table))), "observations.parquet"
+    ),
+    "another model's seed": lambda forger: forger.json("seeds.json", model="1"),
+    "another machine": lambda forger: forger.json("environment.json", hostname="elsewhere"),
+    "a line of the journal": line_of_journal,
+}  # fmt: skip
+"""Values that no step computes."""
+
+
+@pytest.mark.parametrize("kind", list(ALONE))
+def test_a_value_that_no_step_computes_is_found_in_the_record_alone(
+    forger: Forger, tmp_path: Path, kind: str
+) -> None:
+    def wrong() -> Any:
+        run = recorded_run(forger.run.name, "off", forger.run.parent)
+        return next(record_disagreements(run, tmp_path), None)
+
+    assert wrong() is None
+    ALONE[kind](forger)
+    assert wrong() is not None
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("kind", list(ALONE))
+def test_what_no_step_computes_is_not_changed_alone(forger: Forger, kind: str) -> None:
+    """Neither in a record that nobody has stated, nor after it was stated; the control is verified."""
+    forger.sign()
+    stated = forger.statement.read_bytes()
+    found = verify(forger.run.name, all_steps=True, uri="off", storage=forger.run.parent, local=True)
+    assert found.same and found.told, found
+    ALONE[kind](forger)
+    found = verify(forger.run.name, all_steps=True, uri="off", storage=forger.run.parent, local=True)
+    assert not found.same
+    assert found.cause == "the record was changed after it was written: all steps are equal"
+    seal(forger.run)
+    forger.statement.write_bytes(stated)
+    said = Said()
+    assert not accepted(forger, said)
+    assert "predicate.files" in said.lines[-1]
 
 
 @pytest.mark.thinned(11)

@@ -13,10 +13,12 @@ import pytest
 from lockstep import train
 from lockstep.calls import problems
 from lockstep.calls.promotion import Promoted, promote
+from lockstep.calls.verify import verify
 from lockstep.checkpoint.runs.pins import pinned
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import Problem, RecordError
+from lockstep.proof.verification import Verified
 from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.mlflow.models import Models
 from lockstep.record.mirror.stores import find_copies
@@ -297,3 +299,25 @@ def test_a_wrong_choice_is_refused(
         promoted(run, options.pop("uri", uri), target, **options)
     assert refused.value.exit_code == 2
     assert (registered(client), models(client, run)) == before
+
+
+@pytest.mark.scenario
+def test_a_record_that_only_its_store_has_is_compared_with_its_seal(
+    run: Path, uri: str, client: Any, tmp_path: Path
+) -> None:
+    artifacts = Path(client.get_run(run.name).info.artifact_uri.removeprefix("file://"))
+    aside = run.rename(run.with_name("aside"))
+
+    def verified() -> Verified:
+        return verify(run.name, all_steps=True, uri=uri, storage=tmp_path, local=True)
+
+    try:
+        found = verified()
+        assert found.same and found.ended and "environment.json" in found.told
+        kept = (artifacts / "environment.json").read_bytes()
+        (artifacts / "environment.json").write_bytes(kept.replace(b'"hostname": "', b'"hostname": "x'))
+        found = verified()
+        assert found.first_difference is not None and found.first_difference.quantity == "environment.json"
+        (artifacts / "environment.json").write_bytes(kept)
+    finally:
+        aside.rename(run)

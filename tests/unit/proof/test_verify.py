@@ -32,6 +32,7 @@ from lockstep.plan import Plan
 from lockstep.proof import problems
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified, _result_differences
+from lockstep.record.mirror.seal import seal
 from lockstep.spec.fields import Fork
 from lockstep.training import run_facts
 from lockstep.training.auxiliary_state import save_beside
@@ -39,6 +40,7 @@ from lockstep.training.integrity.state_digest import weights_digest
 from tests.in_process import here
 from tests.raised import raises
 from tests.unit.proof import verified_jobs
+from tests.unit.proof.forged_runs import sealed_again
 from tests.unit.proof.verified_jobs import PLANTED
 
 STEPS, GLOBAL, MICRO, SAMPLES = 12, 12, 3, 56
@@ -273,6 +275,7 @@ def test_rows_that_the_run_cannot_have_and_rows_that_are_there_twice_are_found(r
             with raises(problems.ROW_TWICE, run=run.name, kind=kind, step=12):
                 verified(run)
         pq.write_table(table, run / name)
+    seal(run)
     assert verified(run, all_steps=True).same
 
 
@@ -299,6 +302,7 @@ def test_a_row_without_the_digests_that_it_must_have_is_found(
     attempts = pa.array([1 if step < 8 else 2 for step in ledger["step"].to_pylist()])
     at = ledger.column_names.index("attempt")
     pq.write_table(ledger.set_column(at, "attempt", attempts), run / "ledger.parquet")
+    sealed_again(run)
     assert verified(run, from_step=6).same, "an attempt before may have taken them less often"
 
 
@@ -335,6 +339,7 @@ def test_a_result_to_which_the_steps_do_not_lead_is_found(
     found = verified(forged, steps=1)
     assert first(found) == (12, None, quantity)
     assert found.cause == "the weights or the summary were changed after they were written: all else is equal"
+    sealed_again(forged)
     before = verified(forged, from_step=1, steps=8)
     assert before.same and not before.weights
 
@@ -632,6 +637,9 @@ def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
 ) -> None:
     """Other data beside those that these steps use, or a record that was edited: neither shows in any bit."""
     edited_fields(run, **{"data.fingerprint": "another", "version.python": "3.9.1"})
+    environment = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps({**environment, "python": "3.9.1"}, indent=2))
+    sealed_again(run)
     found = verified(run, steps=1)
     assert found.same and found.same_bits
     assert [(one.field, one.recorded) for one in found.fields or ()] == [
@@ -648,7 +656,7 @@ def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
     assert other.startswith("bits may differ   version.python was '3.9.1' and is ")
     (run / "fields.json").unlink()
     code, out, _ = here(monkeypatch, capfd, tmp_path, *words)
-    assert code == 0
+    assert code == 1 and "fields.json is recorded as " in out
     assert "not known         whether versions, device, source and data are those of the run" in out
 
 

@@ -319,6 +319,26 @@ def test_a_heartbeat_that_is_late_takes_no_error_back(spec: Specs, tmp_path: Pat
     assert run_json(recorder)["tags"]["lockstep.error"] == "the loss of step 2 is nan"
 
 
+class Noteless(Shaky):
+    """Answers everything but the tags that say how the run stands."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        if "lockstep.note" in tags:
+            raise UnavailableError("record.uri: 'noteless' does not answer")
+        super().set_tags(tags)
+
+
+def test_a_store_that_cannot_be_told_how_the_run_stands_is_not_told_of_its_end(
+    spec: Specs, tmp_path: Path
+) -> None:
+    """A reader would take its record for complete."""
+    recorder = recorder_on(Noteless(tmp_path / "runs"), spec())
+    recorder.tell(step_row(1), Failed("the loss of step 2 is nan"))
+    with raises(problems.END_UNTOLD, remedy=re.compile("lockstep record sync")):
+        recorder.close(0.2)
+    assert run_json(recorder)["status"] == "RUNNING"
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_line(spec: Specs, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     recorder = Recorder(spec())

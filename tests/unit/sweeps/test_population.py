@@ -235,7 +235,11 @@ def test_a_run_of_an_earlier_session_is_found_by_its_configuration(tmp_path: Pat
     sweep = sweep_over({"ema": {"uniform": [0.9, 0.9999]}}, spec={"checkpoint": {"storage": str(tmp_path)}})
     config = {"trial": 1, "fields": {"ema": 0.95}, "fork": {"run": "run-0", "step": 5}}
     assert not was_begun(sweep, "sweep", 1, config)
-    give_name(LocalStorage(tmp_path), run_name("sweep", 1, spec_of(sweep, 1, config)), "run-1")
+    spec = spec_of(sweep, 1, config)
+    assert spec.fork is not None
+    assert (spec.fork.run, spec.fork.step, spec.fork.storage) == ("run-0", 5, str(tmp_path))
+    give_name(LocalStorage(tmp_path), run_name("sweep", 1, spec), "run-1")
     assert was_begun(sweep, "sweep", 1, config)
+    assert not was_begun(sweep, "sweep", 1, {"trial": 1, "fields": {"ema": 0.95}})
     assert not was_begun(sweep, "sweep", 1, {**config, "fields": {"ema": 0.96}})
     assert not was_begun(sweep, "sweep", 1, {**config, "fields": {"ema": 1.2}})

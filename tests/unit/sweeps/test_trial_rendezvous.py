@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from lockstep.record.events.union import EvaluationRow, Restored
+from lockstep.errors import StorageError
+from lockstep.record.events.union import CheckpointRow, EvaluationRow, Restored
 from lockstep.sweeps import problems
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_run import TrialRun
@@ -103,6 +106,19 @@ def row(step: int) -> EvaluationRow:
     return EvaluationRow(step, 0, {}, 0.1, 1.0)
 
 
+def saved(step: int, error: str | None = None) -> CheckpointRow:
+    return CheckpointRow(step, None if error else f"runs/step-{step}", error, 1, 0.0, 0.0, 0.0, 0.0)
+
+
+def goes_on(trial: TrialRun, *, ends: bool = False) -> bool:
+    """What the gate answers in a group that is whole."""
+    return trial.go_on(lambda: None, ends=ends)
+
+
+def broken_off() -> None:
+    raise RuntimeError("connection closed by peer: the group was broken off")
+
+
 def test_tune_is_given_each_evaluation_once_also_where_workers_go_on_in_memory() -> None:
     """What they report again of the newest row, and an evaluation that they have to make again, is no other result."""
     given: list[int] = []
@@ -113,20 +129,21 @@ def test_tune_is_given_each_evaluation_once_also_where_workers_go_on_in_memory()
 
     trial = TrialRun(Recorders(), "0", {}, give)
     trial.begin(1)
+    trial.want()
     trial.tell(Restored((), (row(2), row(4))))  # a resume
     trial.tell(row(6))
-    assert trial.go_on()
+    assert goes_on(trial)
     assert given == [2, 4, 6]
     trial.goes_on(2)
     trial.tell(Restored((), (row(6),)))
     trial.tell(row(6))
-    assert trial.go_on()
+    assert goes_on(trial)
     assert given == [2, 4, 6]
     trial.tell(row(8))
     trial.goes_on(3)
     trial.tell(Restored((), (row(8),)))  # not given yet: it waits for the gate
     assert given == [2, 4, 6]
-    assert trial.go_on()
+    assert goes_on(trial)
     assert given == [2, 4, 6, 8]
 
 
@@ -144,9 +161,75 @@ def test_an_evaluation_that_is_told_after_another_waits_until_tune_has_decided_b
     recorders = Recorders()
     trial = TrialRun(recorders, "0", {}, give)
     sender = trial.begin(1)
+    trial.want()
     trial.tell(row(15))
     trial.tell(row(20))
     sender.close()
     assert given == [15]
     assert trial.is_dismissed is not goes_on
     assert [event.step for event in recorders.events] == ([15, 20] if goes_on else [15])
+
+
+@pytest.mark.parametrize("error", [None, "no room"])
+def test_a_population_waits_until_the_checkpoint_is_published_or_given_up(error: str | None) -> None:
+    """That of the step which it takes over: another one that is published meanwhile is none."""
+    trial = TrialRun(Recorders(), "0", {}, lambda _: None)
+    sender, waited = trial.begin(1), list[str]()
+
+    def wait() -> None:
+        try:
+            trial.wait_for_checkpoint(4)
+            waited.append("")
+        except StorageError as refused:
+            waited.append(refused.facts["got"])
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    for step in (2, 4):
+        waiting.join(0.1)
+        assert waited == []
+        trial.tell(CheckpointRow(step, "uri", error if step == 4 else None, 1, 0.0, 0.0, 0.0, 1.0))
+    waiting.join(20)
+    assert waited == [error or ""]
+    sender.close()
+
+
+def test_a_broken_group_leaves_the_gate_and_the_next_one_waits_for_the_same_verdict() -> None:
+    """Tune may wait for a checkpoint in which the lost worker had a part: only those that go on can save the state again."""
+    given: list[int] = []
+    trial = TrialRun(Recorders(), "0", {}, lambda evaluation: given.append(evaluation.step))
+    trial.begin(1)
+    trial.want()
+    for attempt in (2, 3):
+        trial.tell(row(4))
+        with pytest.raises(RuntimeError, match="broken off"):
+            trial.go_on(broken_off, ends=False)
+        trial.goes_on(attempt)
+        trial.tell(Restored((), (row(4),)))
+    assert given == [4]
+    trial.want()
+    assert goes_on(trial)
+    assert given == [4]
+
+
+@pytest.mark.parametrize("broke", [False, True])
+def test_a_save_that_a_population_waits_for_comes_with_the_next_group_or_never(broke: bool) -> None:
+    trial = TrialRun(Recorders(), "0", {}, lambda evaluation: None)
+    trial.begin(1)
+    later = threading.Timer(0.1, *((trial.broke, ["rank 1 was lost"]) if broke else (trial.tell, [saved(4)])))
+    later.start()
+    with raises(problems.UNSAVED, step=4, got="rank 1 was lost") if broke else nullcontext():
+        trial.wait_for_checkpoint(4)
+    later.join()
+
+
+def test_the_last_evaluation_comes_with_the_end_of_the_run() -> None:
+    """Also where workers go on in memory, or a trial is begun again, after it: Tune would have decided about a trial that was over."""
+    given: list[int] = []
+    trial = TrialRun(Recorders(), "0", {}, lambda evaluation: given.append(evaluation.step))
+    trial.begin(1)
+    trial.want()
+    trial.tell(Restored((), (row(4), row(8))))
+    assert goes_on(trial, ends=True)
+    assert given == [4]
+    assert trial.pending == row(8)

@@ -68,3 +68,17 @@ def test_a_save_that_is_given_up_does_not_count(clock: Any, tmp_path: Path, done
         saving.save()
     saving.leave()
     assert of(before).wanted() is not done
+
+
+@pytest.mark.parametrize(("fork", "saves"), [(None, True), (True, True), (False, False)])
+def test_a_resumed_run_has_the_checkpoint_that_it_starts_from(
+    tmp_path: Path, fork: bool | None, saves: bool
+) -> None:
+    """It does not save that state again. A fork has none of its own yet."""
+    checkpoint = SimpleNamespace(checkpoint=SimpleNamespace(shown="there"))
+    start: Any = None if fork is None else SimpleNamespace(fork=fork, loaded=checkpoint)
+    checkpoints = of(replace(run(tmp_path), start=start))
+    assert checkpoints.newest == (None if saves else "there")
+    with mock.patch.object(Checkpoints, "_open", return_value=None) as opened:
+        checkpoints.save()
+    assert opened.called is saves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -72,7 +73,40 @@ def attributes() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(model)
 
 
-SOUND = [layers, tied, written_later, drawn_until_they_fit, generators, attributes]
+def with_a_teacher() -> nn.Module:
+    """Parameters, buffers, a number that torch keeps beside its fake tensor, and an attribute of a tensor."""
+    student = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    student.register_buffer("scale", torch.rand(3).requires_grad_(False))
+    student.scale.unit = "m"  # type: ignore[union-attr]
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    assert teacher.scale.unit == "m"  # type: ignore[union-attr]
+    student[0].weight.data.add_(1.0)  # type: ignore[operator, union-attr]
+    return nn.ModuleList([student, teacher, copy.deepcopy(nn.ModuleList([teacher, teacher]))])
+
+
+def copies_a_number() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("steps", copy.deepcopy(torch.tensor(0)))
+    return model
+
+
+PRETRAINED = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def copied_from_outside() -> nn.Module:
+    return nn.Sequential(copy.deepcopy(PRETRAINED), nn.Linear(3, 3))
+
+
+SOUND = [
+    with_a_teacher,
+    copied_from_outside,
+    layers,
+    tied,
+    written_later,
+    drawn_until_they_fit,
+    generators,
+    attributes,
+]
 
 
 def bits(model: nn.Module) -> dict[str, object]:
@@ -142,6 +176,19 @@ def shares_memory() -> nn.Module:
     return model
 
 
+def copies_a_part() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("rows", copy.deepcopy(torch.randn(4, 3)[:2]))
+    return model
+
+
+def copies_memory_twice() -> nn.Module:
+    numbers = torch.randn(6)
+    model = nn.Module()
+    model.plain, model.square = copy.deepcopy([numbers, numbers.view(2, 3)])
+    return model
+
+
 def hooks() -> nn.Module:
     model = nn.Linear(3, 3)
     model.weight.register_hook(lambda gradient: gradient)
@@ -167,6 +214,8 @@ def draws_by_values() -> nn.Module:
         (computes_with_one, "a tensor that is no parameter or buffer of a module stays in use"),
         (swaps_memory, "it gives a tensor other memory"),
         (shares_memory, "parameter 'weight' is a part of other memory"),
+        (copies_a_part, "it copies a tensor that is a part of other memory"),
+        (copies_memory_twice, "it copies a tensor that is a part of other memory"),
         (hooks, "parameter 'weight' has a hook"),
         (leaves_torch, "numpy"),
         (draws_by_values, "aten.bernoulli.default draws in a way of its own"),
@@ -175,6 +224,14 @@ def draws_by_values() -> nn.Module:
 def test_what_cannot_be_made_again_is_told(make: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(NotDeferredError, match=why):
         DeferredModel(make)
+
+
+def test_what_copies_a_tensor_is_put_back() -> None:
+    usual = Tensor.__deepcopy__
+    deferred(with_a_teacher)
+    with pytest.raises(NotDeferredError):
+        DeferredModel(copies_a_part)
+    assert Tensor.__deepcopy__ is usual
 
 
 def test_an_error_of_the_job_is_no_wrong_model() -> None:

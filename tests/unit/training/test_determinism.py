@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,10 @@ from lockstep.proof.identity_changes import causes
 from lockstep.threads import LIBRARIES, library_threads
 from lockstep.training import problems
 from lockstep.training.determinism import (
+    _numpy_results,
+    _probe_results,
     _reduced_precision,
+    _values,
     check_kept,
     determinism,
     filled_memory,
@@ -239,3 +243,15 @@ def test_what_the_probe_adds_on_cuda_is_finite_and_repeats() -> None:
         assert one.isfinite().all()
         assert one.count_nonzero()
         assert torch.equal(one, other)
+
+
+def test_the_probes_compute_what_they_did_when_runs_were_recorded() -> None:
+    """Another number in them would make every recorded run one of another machine. The last bits are the machine's: means of absolute values show what is computed."""
+    assert _values(CPU, 3).tolist() == [-0.623174250125885, 0.8728041648864746, 0.36878252029418945]
+    with determinism("strict", threads=1):
+        of_torch = [*_probe_results(CPU), *_reduced_precision(CPU)]
+    results = [(name, result.detach().double().numpy()) for name, result in of_torch]
+    recorded = json.loads(Path(__file__).with_name("probe_results.json").read_text())
+    for (name, result), (wanted, shape, mean) in zip([*results, *_numpy_results()], recorded, strict=True):
+        assert (name, list(np.shape(result))) == (wanted, shape)
+        assert float(np.abs(result).mean(dtype=np.float64)) == pytest.approx(mean, rel=1e-3), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,19 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
+from lockstep.errors import JobError
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Document, Event, Finished, Restored, Started, StepRow
+from lockstep.record.events.union import (
+    CheckpointRow,
+    Document,
+    EvaluationRow,
+    Event,
+    Finished,
+    Observation,
+    Restored,
+    Started,
+    StepRow,
+)
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training import clock
@@ -22,8 +34,8 @@ from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError
 from lockstep.training.elastic.membership import Progress
-from lockstep.training.elastic.recovery import Seat
-from lockstep.training.loop import fit, join, tell_compiled
+from lockstep.training.elastic.recovery import Seat, next_attempt
+from lockstep.training.loop import fit, goes_on, join, tell_compiled
 from lockstep.training.step.compiled import NAME as COMPILED
 from tests.distributed.small_jobs import Plain, points
 from tests.raised import raises
@@ -64,7 +76,7 @@ class Asked(NoRequests):
         self.asked += 1
         return self.asked == self._regroup
 
-    def go_on(self) -> bool:
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
         self.looked += 1
         return self._wanted is None or self.looked <= self._wanted
 
@@ -158,9 +170,62 @@ def test_a_run_that_cannot_go_on_in_memory_is_asked_nothing_and_says_nothing() -
     assert alone.asked == 0
 
 
-@pytest.mark.every(4)
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("wanted", "steps"), [(0, 0), (1, 2), (2, 4), (3, 4)])
+class Failing(Plain):
+    """Its loss fails in the second step."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 2:
+            raise ZeroDivisionError("of the job")
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_an_error_of_the_jobs_own_ends_the_run_and_brings_nobody_to_a_rendezvous(recovers: bool) -> None:
+    """The others would wait for this worker there, and fail as it did."""
+    recovery = Rendezvous()
+    spec = spec_of(job={"use": "tests.unit.training.test_loop:Failing", "params": {"samples": 16}})
+    with pytest.raises(JobError, match="of the job"):
+        fitted(spec, Asked(), recovery if recovers else None)
+    assert recovery.came == []
+
+
+def test_a_worker_of_a_run_that_meets_nowhere_ends_with_the_loss_of_another() -> None:
+    lost = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
+
+    class Losing(Asked):
+        def stop(self) -> bool:
+            raise lost
+
+    with pytest.raises(RuntimeError) as raised:
+        fitted(spec_of(), Losing())
+    assert raised.value is lost
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, False), (1, False), (0, True), (1, True)])
+def test_whether_a_run_goes_on_is_for_the_first_rank_to_say(rank: int, wanted: bool) -> None:
+    """The others do not ask, and leave where it does: each would break the next collective of the rest."""
+
+    class Two(Group):
+        __slots__ = ()
+
+        def gather(self, value: Any) -> list[Any]:
+            return [wanted, True] if self.rank else [value, True]
+
+    asked = Asked(wanted=1 if wanted else 0)
+    run: Any = SimpleNamespace(group=Two(rank, 2, CPU))
+    assert goes_on(run, asked) is wanted
+    assert asked.looked == (rank == 0)
+
+
+def test_a_run_tells_what_it_observes_and_the_memory_that_it_took() -> None:
+    _, told = fitted(spec_of(record={"uri": "off", "observe_every": 2}), Asked())
+    assert [event.step for event in told.of(Observation)] == [1, 2, 4]
+    assert [event.name for event in told.of(Document)].count("memory.json") == 1
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("wanted", "steps"), [(0, 0), (2, 4), (1, 2), (3, 4)])
 def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, steps: int) -> None:
     """Asked before the first step and after each evaluation, but for that of the last step, which leaves nothing to decide."""
     spec = spec_of(
@@ -172,6 +237,67 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     assert len(told.losses()) == steps
     assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
     assert asked.looked == min(wanted + 1, 2)
+
+
+class Deciding(Asked):
+    """Decides like a population, once the state is saved; the group is broken off while it does so for the first time. `ends` is what it was told each time."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self.told, self.ends = told, list[bool]()
+
+    def run_id(self) -> str:
+        return "a" * 32
+
+    def go_on(self, look: Callable[[], object], *, ends: bool) -> bool:
+        self.ends.append(ends)
+        if len(self.ends) == 2:
+            raise BROKEN_OFF
+        until = time.monotonic() + 30
+        while len(self.told.of(CheckpointRow)) < len(self.ends) - 1:
+            assert time.monotonic() < until, "nobody saves what is to be decided about"
+            time.sleep(0.01)
+        return True
+
+
+BROKEN_OFF = RuntimeError("connection closed by peer: the group was broken off")
+
+
+def test_workers_that_go_on_save_before_others_decide_and_leave_nothing_to_decide_at_the_end(
+    tmp_path: Path,
+) -> None:
+    """A group is broken off while a population decides after step 2, and the next one as the last evaluation is told."""
+    job = {"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}}
+    every = {"every": {"steps": 2}}
+    spec = spec_of(job=job, evaluate=every, checkpoint={"storage": str(tmp_path), **every})
+    whole, wanted = fitted(spec, Asked())
+    told, lost = Told(), list[int]()
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, EvaluationRow) and event.step == STEPS and not lost:
+            lost.append(event.step)
+            raise BROKEN_OFF
+
+    class Regrouping(Rendezvous):
+        def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+            super().regroup(seat, progress)
+            return seat._replace(origin=next_attempt(seat.origin, len(self.came) + 1))
+
+    asked = Deciding(told)
+    summary = fit(
+        spec,
+        load_job(job["use"], job["params"]),  # type: ignore[arg-type]
+        ALONE,
+        tell,
+        asked,
+        AttemptOrigin(),
+        Regrouping(True, True),
+    )
+    assert asked.ends == [False, False, False, True]
+    assert summary is not None and whole is not None
+    assert summary["weights_digest"] == whole["weights_digest"]
+    assert told.losses() == wanted.losses()
 
 
 class WithTest(Evaluated):

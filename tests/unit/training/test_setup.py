@@ -22,6 +22,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training import problems, setup
 from lockstep.training.driver_requests import NoRequests
+from lockstep.training.job_data import make_sampler
 from lockstep.training.loop import surroundings
 from lockstep.training.setup import Run, check_followed, check_metric, make_plan, prepare, watch_bits
 from lockstep.training.step import problems as step_problems
@@ -301,6 +302,40 @@ def test_an_attempt_that_says_so_saves_nothing() -> None:
         (None, False),
     ):
         assert (run.checkpoints(tell_nobody, NoRequests(), origin).origin is not None) == saves
+
+
+def test_samples_in_both_sets_are_looked_for_once_a_run() -> None:
+    """By the worker that begins it: one that joins gets the facts of the others."""
+    job = Evaluated(Evaluated.Params(samples=20))
+    assert isinstance(prepared(spec_of(), job).facts["leaked_rows"], int)
+    assert "leaked_rows" not in prepared(spec_of(), job, joining_worker=True).facts
+
+
+def test_a_step_names_the_samples_of_its_micro_batches() -> None:
+    """What an error of one of them tells."""
+    run = prepared(spec_of(), Plain(Plain.Params(samples=20)))
+    sampler = make_sampler(run.spec, run.plan, run.batches.samples)
+    named = [
+        list(run.step.samples(position, m)) for position in map(run.plan.position, (0, 3)) for m in (0, 1)
+    ]
+    assert named == [list(sampler.at(run.plan.position(step), m).ids) for step in (0, 3) for m in (0, 1)]
+    assert len({*map(tuple, named)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "compares"),
+    [
+        ({"rehearsal": "quick"}, True),
+        ({"rehearsal": "off"}, False),
+        ({"rehearsal": "quick", "determinism": "fast"}, False),
+    ],
+)
+def test_what_functions_over_the_whole_set_keep_is_looked_at_where_bits_are_promised(
+    sections: Mapping[str, Any], compares: bool
+) -> None:
+    run = prepared(spec_of(**sections), Evaluated(Evaluated.Params(samples=20)))
+    assert run.evaluate is not None
+    assert [each.over_all.compares for each in run.evaluate] == [compares]
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0, [1, 2, 4, 8, 11]), (3, [4, 5, 7, 11])])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from lockstep.record.events.union import Digests, EvaluationRow, StepRow
+from lockstep.record.events.union import Digests, EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC
 
 
@@ -70,7 +70,9 @@ def evaluation_difference(first: EvaluationRow, second: EvaluationRow) -> str:
     return ", ".join(map(str, differing_evaluation(first, second)))
 
 
-def same_row(first: StepRow | EvaluationRow, second: StepRow | EvaluationRow) -> bool:
+def same_row(
+    first: StepRow | EvaluationRow | Observation, second: StepRow | EvaluationRow | Observation
+) -> bool:
     """Whether all columns of two rows are equal, bit for bit."""
     return not any(
         difference for pair in zip(first, second, strict=True) for difference in _differing("", *pair)

@@ -141,8 +141,15 @@ class Reconciler:
             files.write_tables()
             for path in end.files:
                 files.keep(path)
+            self.seal()
             self._show_end()
             files.keep(files.folder / LOG)
+
+    def seal(self) -> None:
+        """Seal the folder of a run that has finished: before its store learns of the end, and once more when nothing is added to it. Raises OSError."""
+        end = self._projection.end
+        if end is not None and end.status == "FINISHED":
+            self._files.seal()
 
     def end_without_files(self) -> None:
         """Show the run's end although the disk refuses its files."""

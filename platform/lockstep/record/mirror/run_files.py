@@ -15,6 +15,7 @@ from lockstep.record import problems
 from lockstep.record.ledger import final_tables
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.run_texts import LOG, Texts
+from lockstep.record.mirror.seal import Known, seal
 
 Content = str | bytes
 
@@ -31,6 +32,7 @@ class RunFiles:
         self.folder, self._journal = folder, journal
         self._texts = Texts(folder)
         self.figures = final_tables.Figures(journal, folder, scaled=scaled, log=self.log)
+        self._hashed: Known = {}
         self.written: dict[str, Content] = {}
         """The documents that the folder has."""
         self.names: dict[str, object] = {}
@@ -75,6 +77,10 @@ class RunFiles:
         """Let the store have what the workers have printed, and the log."""
         for path in [*self._texts.end(), self.folder / LOG]:
             self.keep(path)
+
+    def seal(self) -> None:
+        """Seal what the folder of a finished run has now."""
+        self.keep(seal(self.folder, self._hashed))
 
     def log(self, text: str) -> None:
         """Add a line to log.txt, with its time. Any thread may call it."""

@@ -17,6 +17,7 @@ from lockstep.record.events.union import (
     EvaluationRow,
     Finished,
     Mended,
+    Observation,
     Opened,
     StepRow,
 )
@@ -118,6 +119,7 @@ def check_ledger(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
     for read, name, rows in (
         (tables.read_parquet, "ledger.parquet", list(journal.steps())),
         (tables.read_evaluations, "evaluations.parquet", journal.evaluations()),
+        (tables.read_observations, tables.OBSERVATIONS, journal.observations()),
     ):
         if rows and (difference := _other_rows(read, folder / name, rows)):
             yield RecordDifference("ledger", f"{name} {difference}")
@@ -128,9 +130,9 @@ def _ended(journal: Journal) -> bool:
 
 
 def _other_rows(
-    read: Callable[[Path], Sequence[StepRow | EvaluationRow]],
+    read: Callable[[Path], Sequence[StepRow | EvaluationRow | Observation]],
     path: Path,
-    recorded: Sequence[StepRow | EvaluationRow],
+    recorded: Sequence[StepRow | EvaluationRow | Observation],
 ) -> str:
     """How the rows of a file differ from the journal's (`recorded`), every column bit for bit; empty if they do not."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.errors import LostFileError
 from lockstep.errors import (
     CorruptionError,
     DeterminismError,
@@ -62,14 +61,6 @@ RESUMED_OTHERWISE = Problem(
     shown="resume: a process that took up the checkpoint of step … computes step … otherwise, first …; no checkpoint restores …`, `resume: a process that took up the checkpoint of step … cannot take step …: …",
     cause="state of the job that no checkpoint has, [found while the run trains](exact-step.md#before-the-first-step)",
     advice="`state_dict` and `load_state_dict`, a buffer, or the optimizer's state; begin anew, or go on with `--fork`",
-)
-
-CHECKPOINT_GONE = Problem(
-    "integrity.checkpoint_gone",
-    LostFileError,
-    "checkpoint: there is none of step {step} any more",
-    cause="retention has deleted the checkpoint that a spare process was to take up; a later one is tried",
-    advice="nothing",
 )
 
 # --- the model ---------------------------------------------------------------------------------------------------

@@ -122,7 +122,11 @@ class MemorySnapshot:
 
     def as_text(self) -> str:
         """For a person."""
-        lines = [f"{self.why} (step {self.step}, {self.phase})", self.summary, ""]
+        lines = [
+            f"{self.why} (step {self.step}, {self.phase})",
+            f"rank {self.rank} held {shown(self.held_bytes)}",
+            "",
+        ]
         lines += [f"{'owner':<26}{'held':>12}{'estimate':>12}"]
         for item in self.owners:
             expected = "" if item.estimate_bytes is None else shown(item.estimate_bytes)

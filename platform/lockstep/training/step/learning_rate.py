@@ -321,6 +321,12 @@ class Rates:
             raise problems.GROUPS_CHANGED(got=len(self.optimizer.param_groups), wanted=self._groups)
 
 
+def hooks_of_job(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks on an optimizer's updates but those of `Rates`."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
+
+
 def set_rates(optimizer: torch.optim.Optimizer, base: list[float], factor: float) -> float:
     """Set every group's rate to its base times `factor`. Returns the first group's, the one that is recorded."""
     for group, full in zip(optimizer.param_groups, base, strict=True):

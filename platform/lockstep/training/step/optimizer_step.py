@@ -803,7 +803,7 @@ class Stepper:
         if state.mirrored_shards is not None:
             state.mirrored_shards.pass_gradients(optimizer)
         with job_at(f"the update of step {position.number}"):
-            skipped = not state.precision.update(optimizer, closure)
+            skipped = not state.precision.update(optimizer, closure, direct=phase.direct_update)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
         }

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.communication.group import Group
 from lockstep.data.loader import map_tensors
 from lockstep.errors import LockstepError
-from lockstep.job.interface import Job, Loss
+from lockstep.job.interface import Job, Loss, overrides
 from lockstep.plan import Plan
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
@@ -31,10 +31,11 @@ from lockstep.training.step import problems as step_problems
 from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
+from lockstep.training.step.direct_update import DirectUpdate
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
-from lockstep.training.step.learning_rate import Rates
+from lockstep.training.step.learning_rate import Rates, hooks_of_job
 from lockstep.training.step.norm import GradientNorm, multiply_in_place
 from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of
@@ -205,6 +206,8 @@ class PhaseStep:
         self.phase, self.name = phase, phase.name
         self.optimizer = state.optimizer_of(phase.name)
         self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
+        named_by_spec = phase.optimizer is None and not overrides(job, "optimizer")
+        self.direct_update = DirectUpdate(self.optimizer) if named_by_spec else None
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.closure_calls = closure_calls(job, self.optimizer)
         """How often its optimizer may evaluate the loss again in one update."""
@@ -397,11 +400,10 @@ def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
     if isinstance(optimizer, ShardedOptimizer):  # it accepts none with hooks
         return any(not type(member).__module__.startswith("torch.optim.") for member in members_of(optimizer))
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
+    of_job = bool(hooks_of_job(optimizer))
     if isinstance(optimizer, JoinedOptimizer):
-        return bool(of_job) or any(map(runs_own_code, optimizer.members))
-    return bool(of_job) or not type(optimizer).__module__.startswith("torch.optim.")
+        return of_job or any(map(runs_own_code, optimizer.members))
+    return of_job or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def named_hook(reduction: Reduction) -> Any:

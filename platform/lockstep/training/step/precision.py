@@ -100,14 +100,20 @@ class Precision:
             if isinstance(optimizer, FullyShardedOptimizer):
                 optimizer.agree_on_overflow(self.scaler._found_inf_per_device(optimizer).values())
 
-    def update(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        direct: Callable[[], None] | None = None,
+    ) -> bool:
         """Step an optimizer whose gradients are unscaled. False where the step was skipped because gradients overflowed.
 
-        With fp16 there is no `closure`.
+        With fp16 there is no `closure`. `direct` takes the place of its `step`, where that gets none.
         """
         if not self.scaler.is_enabled():
             if closure is None:
-                optimizer.step()
+                (direct or optimizer.step)()
             else:
                 optimizer.step(closure)  # type: ignore[arg-type]
             return True

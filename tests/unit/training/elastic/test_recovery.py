@@ -247,20 +247,21 @@ def test_a_worker_with_mirrors_returns_to_the_step_of_the_others(
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, [2]), (1, [1, 2])])
 def test_a_worker_tells_what_the_record_may_lack(rank: int, rows: list[int]) -> None:
-    """Of the newest step, where it told the others itself; of all of them, where the first rank did, which may be the one that is lost."""
+    """Of the newest step, where it told the others itself; of all of them, where the first rank did, which may be the one that is lost. Not of a step that is taken again."""
     spec = load_spec(
         {**PLAIN, "batch": {"global": 8, "micro": 2}, "record": {"uri": "off"}, "rehearsal": "off"}
     )
     alone = Group(0, 1, CPU)
     with surroundings(spec):
         run = prepare(spec, load_job(spec.job.use, spec.job.params), alone, tell_nobody)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         run.history.add(step_row(step))
-    run.state.counters.step = 2
+    run.state.counters.step = 2  # that of a rank which has done less
     told: list[Event] = []
     seat = Seat(alone, told.append, NoRequests(), AttemptOrigin(attempt=2))
     before = Seat(Group(rank, 2, CPU), tell_nobody, NoRequests(), None)
-    assert taken_on(run, seat, before).start is None
+    taken = taken_on(run, seat, before)
+    assert (taken.start, taken.history.reached) == (None, 2)
     assert isinstance(told[0], Started)
     (restored,) = [event for event in told if isinstance(event, Restored)]
     assert [row.step for row in restored.steps] == rows

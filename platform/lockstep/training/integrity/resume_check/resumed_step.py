@@ -25,7 +25,6 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.spec.sharding import Sharding
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check.evidence import Evidence, held_values
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Refused, Request, Taken
 from lockstep.training.loop import surroundings
@@ -78,8 +77,6 @@ def _taken(request: Request, at_step: Callable[[str], None]) -> tuple[Evidence, 
     with surroundings(spec), variables_noted(reads_of(job)):
         origin = AttemptOrigin(request.run_id, step=request.step)
         run = prepare(spec, job, Group(0, 1, device), tell_nobody, origin)
-        if run.start is None:
-            raise problems.CHECKPOINT_GONE(step=request.step)
         values = held_values(run)
         at_step("")
         run.step.digests.note_all_in(request.step + 1)
