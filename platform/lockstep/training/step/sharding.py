@@ -366,7 +366,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.group.wait_for_messages(dist.batch_isend_irecv(calls))
         for target, received in copies:
             target.copy_(received.view(target.shape))
-        return place if assembled is None else assembled.to(self._parts[i].value.device)
+        if assembled is None:
+            return place
+        # where only the optimizer is sharded, a rank may write a state of which it has no part
+        part = self._parts.get(i)
+        return assembled.to(self.group.device if part is None else part.value.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
