@@ -224,8 +224,8 @@ def test_a_fully_sharded_run_is_verified_by_one_process(
     alone = taken_by(pool, 1, {})
     found = verify(run, SPANS, alone, tmp_path / "aside")
     assert found.same_bits and found.steps == 6 + 3 + 2
-    parts = [*(tmp_path / "runs" / RUN).glob("step-*4/model*.safetensors")]
-    assert len(parts) == by
+    parts = (tmp_path / "runs" / RUN).glob("step-*4/*.safetensors")
+    assert {path.suffixes[-2] for path in parts} == {f".r{rank:04}" for rank in range(by)}
     for signed, quantity in ((True, "weights_digest"), (False, "checkpoint")):
         flip(tmp_path / "runs" / RUN, 4, "model", signed=signed)
         found = verify(run, [Span(4, 6)], alone, tmp_path / f"aside-{signed}")
