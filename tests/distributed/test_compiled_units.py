@@ -166,10 +166,18 @@ def test_units_are_verified_by_the_command(
     assert code == 0, (shown, more)
 
 
+def train_by_new_programs(run: Document, folder: str) -> Trained:
+    """`train_in_folder`, which writes all programs there: inductor keeps those of an earlier run in this process, and writes none of them again."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+    return train_in_folder(run, folder)
+
+
 def train_with_modes(run: Document, folder: str) -> Trained:
     """The control: what Lockstep sets over a sharded model is traced into the programs."""
     with mock.patch.object(compiled, "only_of_job", nullcontext):
-        return train_in_folder(run, folder)
+        return train_by_new_programs(run, folder)
 
 
 def programs_in(folder: Path) -> list[str]:
@@ -182,8 +190,8 @@ def test_the_programs_of_a_sharded_run_are_those_of_a_whole_one(pool: Pool, tmp_
     """In the control a unit has other programs in its forward than where it is computed again, which torch notices."""
     run = small(length={"steps": 1})
     sharded = {**run, "sharding": "full", "rehearsal": "off"}
-    whole = train_in_folder(run, str(tmp_path / "whole"))
-    assert pool.run(2, train_in_folder, sharded, str(tmp_path / "sharded")) == [whole] * 2
+    whole = train_by_new_programs(run, str(tmp_path / "whole"))
+    assert pool.run(2, train_by_new_programs, sharded, str(tmp_path / "sharded")) == [whole] * 2
     assert programs_in(tmp_path / "sharded") == programs_in(tmp_path / "whole") != []
     with pytest.raises(JobError, match="Recomputed values"):
         pool.run(2, train_with_modes, sharded, str(tmp_path / "control"))

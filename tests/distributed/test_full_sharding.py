@@ -225,7 +225,7 @@ def test_what_is_a_unit_and_what_stays_whole(pool: Pool) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def saving(storage: Path, sharding: str, name: str = "adamw") -> Document:
+def saving(storage: Path, sharding: Any, name: str = "adamw") -> Document:
     return {
         **kinds(name),
         "sharding": sharding,
@@ -788,7 +788,7 @@ def phased_reference(kind: type[kinds_of_jobs.Kind], rehearsal: str) -> Any:
 
 
 def check_phased(
-    pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], sharding: str, workers: int, rehearsal: str = "off"
+    pool: Pool, kinds: Sequence[type[kinds_of_jobs.Kind]], sharding: Any, workers: int, rehearsal: str = "off"
 ) -> None:
     """Identity, digests, rows and evaluations are those of a run that shares nothing out."""
     for kind in kinds:

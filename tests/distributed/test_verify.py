@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import lockstep.checkpoint.snapshot as snapshot
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
@@ -25,10 +27,12 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
+from lockstep.training.step.sharding import FullyShardedOptimizer
 from tests.distributed.pool import Pool
 from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document
 from tests.executed_here import executed_here
+from tests.unit.proof.test_verify import flip
 from tests.unit.proof.verified_jobs import PLANTED
 
 RUN = "recorded"
@@ -70,13 +74,35 @@ def in_group(spec: Document, origin: AttemptOrigin, planted: dict[str, Any]) -> 
     return kept.found
 
 
-def recorded(pool: Pool, spec: Document, workers: int, planted: dict[str, Any]) -> RecordedRun:
-    found = pool.run(workers, in_group, spec, AttemptOrigin(), planted)[0]
+def recorded(
+    pool: Pool, spec: Document, workers: int, planted: dict[str, Any], record: Any = in_group
+) -> RecordedRun:
+    found = pool.run(workers, record, spec, AttemptOrigin(), planted)[0]
     loaded = load_spec(spec)
     saved = sorted(
         int(path.name.removeprefix("step-")) for path in Path(loaded.checkpoint.storage, RUN).glob("step-*")
     )
     return RecordedRun(RUN, loaded, found.steps, found.evaluations, found.fields, {}, saved, [])
+
+
+def in_group_with_an_altered_shard(
+    spec: Document, origin: AttemptOrigin, planted: dict[str, Any]
+) -> Replayed:
+    """`in_group`, where every rank writes a part of a checkpoint. After the update of step `planted["shard"]` a bit of the last rank's rows flips."""
+    step, updates = FullyShardedOptimizer.step, [0]
+
+    def altering(self: FullyShardedOptimizer, closure: Any = None) -> None:
+        step(self, closure)
+        updates[0] += 1
+        if updates[0] == planted.get("shard") and self.group.rank == self.group.size - 1:
+            rows = next(rows for rows in self.rows if rows.numel())
+            rows.data.view(torch.int32).view(-1)[0] ^= 1 << 12
+
+    with (
+        mock.patch.object(snapshot, "SMALLEST_SHARE", 64),
+        mock.patch.object(FullyShardedOptimizer, "step", altering),
+    ):
+        return in_group(spec, origin, {})
 
 
 def taken_by(pool: Pool, workers: int, planted: dict[str, Any]) -> Take:
@@ -180,6 +206,44 @@ def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: 
     found = checked(pool, spec, **again, planted_again={"gradient": (1, 1)})
     assert found.first_difference is not None
     assert found.first_difference[:3] == (2, 1, "gradient_digest")
+
+
+FULL: dict[str, Any] = {"on the device": "full", "in host memory": {"mode": "full", "offload": True}}
+
+
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(("rows", "by"), [*product(FULL, (3, 2))])
+def test_a_fully_sharded_run_is_verified_by_one_process(
+    pool: Pool, rows: str, by: int, tmp_path: Path
+) -> None:
+    """From its checkpoints, of which each worker has written a part. A bit of a part that is another one is found, whether its hash was made to fit or not."""
+    saving = {"checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 2}, "keep_last": 9}}
+    spec = {**small(ema=0.8, sharding=FULL[rows]), **saving, "record": {"uri": "off", "digest_every": 1}}
+    run = recorded(pool, spec, by, {}, in_group_with_an_altered_shard)
+    alone = taken_by(pool, 1, {})
+    found = verify(run, SPANS, alone, tmp_path / "aside")
+    assert found.same_bits and found.steps == 6 + 3 + 2
+    parts = (tmp_path / "runs" / RUN).glob("step-*4/*.safetensors")
+    assert {path.suffixes[-2] for path in parts} == {f".r{rank:04}" for rank in range(by)}
+    for signed, quantity in ((True, "weights_digest"), (False, "checkpoint")):
+        flip(tmp_path / "runs" / RUN, 4, "model", signed=signed)
+        found = verify(run, [Span(4, 6)], alone, tmp_path / f"aside-{signed}")
+        assert found.first_difference is not None
+        assert found.first_difference[:3] == (4, None, quantity)
+
+
+@pytest.mark.scenario
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("rows", FULL)
+def test_one_altered_shard_of_a_run_is_found_where_it_was(pool: Pool, rows: str, tmp_path: Path) -> None:
+    """One worker's rows have another bit after step 3, which no other worker has and so none can tell."""
+    saving = {"checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 2}, "keep_last": 9}}
+    spec = {**small(sharding=FULL[rows]), **saving, "record": {"uri": "off", "digest_every": 1}}
+    run = recorded(pool, spec, 3, {"shard": 3}, in_group_with_an_altered_shard)
+    found = verify(run, [Span(2, 6)], taken_by(pool, 1, {}), tmp_path / "aside")
+    assert found.first_difference is not None
+    assert found.first_difference[:3] == (3, None, "weights_digest")
 
 
 @pytest.mark.scenario

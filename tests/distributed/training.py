@@ -82,7 +82,10 @@ class Trained:
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The model's `state_dict` with whole tensors, also of one whose parameters are sharded."""
     return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        # Rows in host memory are gathered where the group sends from.
+        name: value.to(value.device_mesh.device_type).full_tensor()
+        if hasattr(value, "full_tensor")
+        else value
         for name, value in model.state_dict().items()
     }
 

@@ -213,6 +213,62 @@ def sharding(setting: Setting) -> Iterator[Row]:
         yield Row(f"W = 2, sharded, {what}", alone[i].weights_digest[:12], same)
 
 
+OFFLOADED = {"mode": "full", "offload": True}
+
+
+def offload(setting: Setting) -> Iterator[Row]:
+    """Everything sharded on two workers, with rows on the device and in host memory, and a whole run on one; taken up from the one by the other; and what a device holds."""
+    if not setting.sends:
+        yield Row("everything sharded", GLOO)
+        return
+    cases = {precision: mixed(precision, clip=True, ema=0.9) for precision in PRECISIONS}
+    units = {**gpt({**TINY, "depth": 3}, 3), "batch": {"global": 8, "micro": 2}}
+    cases |= {"fused": mixed("fp32", True, "Fused"), "in units": units}
+    (alone,) = setting.runner.run(1, train_each, [Way(each) for each in cases.values()], setting.device)
+    for what, sharding in (("on the device", "full"), ("in host memory", OFFLOADED)):
+        ways = [Way({**document, "sharding": sharding}) for document in cases.values()]
+        ranks = setting.runner.run(2, train_each, ways, setting.device)
+        for i, case in enumerate(cases):
+            same = all(rank[i] == alone[i] for rank in ranks)
+            yield Row(f"W = 2, rows {what}, {case}", alone[i].weights_digest[:12], same)
+    with tempfile.TemporaryDirectory(prefix="runs-") as storage:
+        saving = {**cases["bf16"], "checkpoint": {"storage": storage, "every": {"steps": 1}, "keep_every": 1}}
+        origin, whole = AttemptOrigin(), alone[list(cases).index("bf16")]
+        for step, sharding, size in ((0, OFFLOADED, 2), (2, "none", 1), (3, OFFLOADED, 2), (2, "full", 2)):
+            ways = [Way({**saving, "sharding": sharding})]
+            ranks = setting.runner.run(size, attempt_each, ways, [origin], setting.device)
+            same = all(
+                (rank[0].digests, rank[0].rows) == (whole.digests[step:], whole.rows) for rank in ranks
+            )
+            kept = "host memory" if sharding is OFFLOADED else f"sharding {sharding}"
+            yield Row(f"from step {step} on W = {size}, {kept}", whole.weights_digest[:12], same)
+            number = RunFolder.open(open_storage(storage), "run").claim().number
+            origin = AttemptOrigin("run", number, {0: 2, 2: 3, 3: 2}[step])
+    document = {**gpt(TINY if setting.small else {}, 4), "batch": {"global": 8, "micro": 2}}
+    peaks = {
+        what: max(setting.runner.run(2, peak_of_steps, {**document, "sharding": sharding}, setting.device))
+        for what, sharding in (("full", "full"), ("offload", OFFLOADED))
+    }
+    shown = f"{peaks['offload'] / 1e9:.2f} GB, else {peaks['full'] / 1e9:.2f}"
+    lower = None if setting.device == "cpu" else peaks["offload"] < peaks["full"]
+    yield Row("memory of a device at the peak of a step, rows in host memory", shown, lower)
+
+
+def peak_of_steps(document: Document, device: str) -> int:
+    """The most memory that torch has on the device after two steps; 0 on a CPU."""
+    spec = load_spec(document)
+
+    class Resetting(NoRequests):
+        def tell(self, event: Event) -> None:
+            if isinstance(event, StepRow) and event.step == 2 and device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+
+    record = Resetting()
+    job = load_job(spec.job.use, spec.job.params)
+    fit(spec, job, Group.join(torch.device(device)), record.tell, record)
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
 def resume(setting: Setting) -> Iterator[Row]:
     """Runs with a checkpoint after each step, taken up after some of them on other workers, which save as well."""
     even = mixed("bf16", clip=True)
@@ -506,6 +562,7 @@ CHECKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
         repeats,
         workers,
         sharding,
+        offload,
         resume,
         compiled,
         synchronisations,

@@ -32,7 +32,7 @@ def test_on_a_gpu(check: str) -> None:
     assert [row for row in CHECKS[check](setting) if row.holds is False] == []
 
 
-LONG = {"workers", "sharding", "resume", "compiled"}
+LONG = {"workers", "sharding", "offload", "resume", "compiled"}
 
 
 @pytest.fixture(scope="module")

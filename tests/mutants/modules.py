@@ -61,6 +61,7 @@ COVERED = {
         "tests/distributed/test_full_start.py",
         "tests/distributed/test_full_sharding.py",
     ],
+    "training/step/host_memory.py": ["tests/distributed/test_offload.py"],
     "training/step/sharded_modes.py": ["tests/distributed/test_full_sharding.py"],
     "training/step/mirrored_optimizer.py": ["tests/distributed/test_mirrors.py"],
     "record/mirror/delivery_lanes.py": [

@@ -127,6 +127,8 @@ def _sharded(sharding: Any) -> list[str]:
             "and again for its backward" if settings.reshard_after_forward else "and kept until its backward"
         )
         lines.append(f"units             {units}: gathered {settings.prefetch} ahead, {again}")
+    if settings.offload:
+        lines.append("rows              in host memory, and copied to the device to compute with them")
     return lines
 
 

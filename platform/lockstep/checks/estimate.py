@@ -39,6 +39,7 @@ from lockstep.training.observe.worker_memory import (
     tensors_in,
 )
 from lockstep.training.step.closures import step_once
+from lockstep.training.step.host_memory import PORTION_BYTES, may_divide
 from lockstep.training.step.norm import workspace_bytes
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import check_combination, optimizers_of
@@ -103,6 +104,8 @@ class Measured:
     """Parameters with sparse gradients, which every worker has whole."""
     table_rows: int = 0
     """Gradients of theirs."""
+    updated_at_once: int = 0
+    """Parameters that an update needs at once, at least: the largest one, or all of those that an optimizer of the job's own updates."""
     apart: int = 0
     """Bytes of the gradients that are not of the phase with most of them: sums wait for one phase at a time."""
 
@@ -134,6 +137,8 @@ class Estimate:
     checkpoint_bytes: int
     """Tensors of one checkpoint; a save holds as many in host memory, shared out over the workers."""
     total_bytes: int
+    host_bytes: int
+    """With `sharding.offload` beside a GPU, what of the parts lies in host memory, and so in no total; else 0."""
     available_bytes: int
     """Memory that one worker can have on this machine's device, the other workers of the spec beside it."""
     device: str
@@ -150,7 +155,9 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.total_bytes <= self.available_bytes
+        """Whether a worker has room on its device, and beside it."""
+        in_host = available_bytes(torch.device("cpu"), self.workers) if self.host_bytes else 0
+        return self.total_bytes <= self.available_bytes and self.host_bytes <= in_host
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -209,13 +216,14 @@ def estimated(fixture: Fixture) -> Estimate:
         else full
     )
     workers, available = fixture.workers, available_bytes(device, fixture.workers)
-    largest_micro = None
+    largest_micro, on_gpu = None, device.type == "cuda"
     common = gcd(*(each.size for each in plan.sizes))
     for micro in sorted(n for n in range(1, common + 1) if common % n == 0 and plan.tokens is None):
         count = plan.global_batch // micro
         if count < spec.workers.min:
             break
-        if total_bytes(spec, at(full, half, micro), count, min(workers, count)) <= ROOM * available:
+        needed = total_bytes(spec, at(full, half, micro), count, min(workers, count), on_gpu=on_gpu)
+        if needed <= ROOM * available:
             largest_micro = micro
     return Estimate(
         parameters_bytes=with_mirror(spec, full.parameters, workers, full.tables),
@@ -229,7 +237,8 @@ def estimated(fixture: Fixture) -> Estimate:
         units=full.units if is_fully_sharded(spec, workers) else 0,
         sent_bytes=sent_bytes(spec, full, plan.micro_batches, workers),
         checkpoint_bytes=full.checkpoint,
-        total_bytes=total_bytes(spec, full, plan.micro_batches, workers),
+        total_bytes=total_bytes(spec, full, plan.micro_batches, workers, on_gpu=on_gpu),
+        host_bytes=host_bytes(spec, full, plan.micro_batches, workers) if on_gpu else 0,
         available_bytes=available,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         workers=workers,
@@ -314,6 +323,10 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         largest_unit=largest(model, units, frozenset(tables)),
         units=len(units),
         tables=nbytes(tables.values()),
+        updated_at_once=max(
+            (_updated_at_once(optimizer, tables.values()) for optimizer in optimizers),
+            default=0,
+        ),
         table_rows=sum(part.nbytes for table in tables.values() for part in tensors_in(table.grad)),
         apart=gradient_bytes(model) - summed_bytes(state),
     )
@@ -336,6 +349,14 @@ def states_of(optimizer: torch.optim.Optimizer, tables: Iterable[torch.Tensor]) 
             scalars,
             sum(tensor.nbytes for tensor in tensors_in(state)) - scalars,
         )
+
+
+def _updated_at_once(optimizer: torch.optim.Optimizer, tables: Iterable[torch.Tensor]) -> int:
+    """Bytes of the parameters but `tables` that an update needs at once, at least."""
+    ids = set(map(id, tables))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    sizes = [parameter.nbytes for parameter in parameters if id(parameter) not in ids]
+    return max(sizes, default=0) if may_divide(optimizer) else sum(sizes)
 
 
 def at(whole: Measured, half: Measured, samples: int) -> Measured:
@@ -399,30 +420,48 @@ def _spans(measured: Measured, workers: int) -> list[Span]:
     return spans(lengths, widths, cut, workers)
 
 
-def total_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
-    """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
+def total_bytes(
+    spec: Spec, measured: Measured, micro_batches: int, workers: int, *, on_gpu: bool = False
+) -> int:
+    """The peak of a step on the device: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from.
 
-    A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards.
+    A fully sharded run begins with a whole model, on which the first micro-batch is computed, unless it begins by shards. `on_gpu` is whether
+    the device has memory of its own.
     """
+    offloaded = on_gpu and is_offloaded(spec, workers)
+
+    def resident(size: int, on_all: int) -> int:
+        return on_all if offloaded else with_mirror(spec, size, workers, on_all)
+
     optimizer = optimizer_bytes(spec, measured, workers)
-    parameters = with_mirror(spec, measured.parameters, workers, measured.tables)
-    average = with_mirror(spec, measured.average, workers, min(measured.average, measured.tables))
+    if offloaded:
+        optimizer = sum(state.on_all for state in measured.optimizer)
+    parameters = resident(measured.parameters, measured.tables)
+    average = resident(measured.average, min(measured.average, measured.tables))
     standing = parameters + 2 * measured.buffers + optimizer + average + measured.workspace
     if is_mirrored(spec):  # the start of the step
         standing += parameters + measured.buffers + average
     sums = sums_bytes(spec, measured, micro_batches, workers)
+    if offloaded:
+        sums = measured.table_rows * sums_in_passes(micro_batches, workers)
     moving = moving_bytes(spec, measured, micro_batches, workers)
     updating = updating_bytes(spec, measured, workers)
+    if is_offloaded(spec, workers):
+        updating = copied_bytes(spec, measured, workers)
     batches = measured.batch * batches_held(measured.phases, micro_batches, workers)
     kept = (
         0 if measured.phases == 1 else batches - measured.batch
     )  # through the updates of all phases but the last
-    gradients = held_bytes(spec, measured.gradients, workers, measured.table_rows)
+    gradients = (
+        measured.table_rows
+        if offloaded
+        else held_bytes(spec, measured.gradients, workers, measured.table_rows)
+    )
     computing = measured.computing - measured.gradients + gradients
-    in_update = kept + with_mirror(spec, measured.gradients, workers, measured.table_rows) + updating
+    in_update = kept + resident(measured.gradients, measured.table_rows) + updating
     step = standing + moving + max(sums + batches + computing, in_update)
     start = measured.parameters + 2 * measured.buffers + measured.batch + measured.computing
-    by_shards = asks_for_shards(spec, measured.parameters) and not measured.tables
+    by_shards = asks_for_shards(spec, measured.parameters) and not (measured.tables or on_gpu)
     begins_whole = is_fully_sharded(spec, workers) and not by_shards
     return max(step, start if begins_whole else 0)
 
@@ -430,6 +469,38 @@ def total_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int
 def is_fully_sharded(spec: Spec, workers: int) -> bool:
     """Whether workers share the parameters out."""
     return spec.sharding.mode == "full" and workers > 1
+
+
+def is_offloaded(spec: Spec, workers: int) -> bool:
+    """Whether workers keep their rows in host memory."""
+    return is_fully_sharded(spec, workers) and spec.sharding.offload
+
+
+def host_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
+    """Bytes of what a worker keeps in host memory: its rows of parameters, finished gradients, partial sums, the optimizer's state and the average."""
+    if not is_offloaded(spec, workers):
+        return 0
+    average = measured.average - min(measured.average, measured.tables)
+    gradients, summed = (size - measured.table_rows for size in (measured.gradients, measured.summed))
+    optimizer = optimizer_bytes(spec, measured, workers) - sum(state.on_all for state in measured.optimizer)
+    rows = sum(
+        held_bytes(spec, size, workers)
+        for size in (measured.parameters - measured.tables, gradients, average)
+    )
+    return rows + optimizer + held_bytes(spec, summed, workers) * sums_in_passes(micro_batches, workers)
+
+
+def copied_bytes(spec: Spec, measured: Measured, workers: int) -> int:
+    """Bytes of the copies on the device with which an update computes: of a portion of the rows, their gradients and their state, and what it allocates for it."""
+    rows = held_bytes(spec, measured.parameters - measured.tables, workers)
+    portion = max(min(PORTION_BYTES, rows), held_bytes(spec, measured.updated_at_once, workers))
+    copied = (
+        rows
+        + held_bytes(spec, measured.gradients - measured.table_rows, workers)
+        + optimizer_bytes(spec, measured, workers)
+        + held_bytes(spec, measured.updating, workers)
+    )
+    return copied * portion // max(1, rows)
 
 
 def held_bytes(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
@@ -506,6 +577,13 @@ def as_text(estimate: Estimate) -> str:
     lines += [
         f"{'total':<18}{size_text(estimate.total_bytes):>12}  a worker, at the peak of a step; {size_text(estimate.available_bytes)} for each of "
         f"{estimate.workers} on this machine ({estimate.device})",
+        *(
+            [
+                f"{'host memory':<18}{size_text(estimate.host_bytes):>12}  a worker, of the parts above: its rows, which are on no device"
+            ]
+            if estimate.host_bytes
+            else []
+        ),
         f"{'checkpoint':<18}{size_text(estimate.checkpoint_bytes):>12}",
         f"{'sent':<18}{size_text(estimate.sent_bytes):>12}  by a worker in a step, about",
         *([f"{'units':<18}{estimate.units:>12}  gathered one at a time"] if estimate.units else []),

@@ -90,6 +90,7 @@ SPEC = {
     "sharding.units": "with full, the modules that are gathered one at a time: names or classes, with * for any part; null: the blocks that the model repeats",
     "sharding.prefetch": "with full, how many units are gathered ahead of the one that computes",
     "sharding.reshard_after_forward": "with full, whether a unit is let go of between its forward and its backward, and gathered again",
+    "sharding.offload": "with full, whether a worker keeps its rows in host memory: parameters, gradients, sums and the optimizer's state",
     "workers": "how many processes execute the run, and what each is given",
     "workers.min": "the run does not start with fewer",
     "workers.max": "the run takes as many as there is room for, up to this; default: workers.min",

@@ -354,6 +354,12 @@ class Spec(Section):
                     f"got {shown(value)} with sharding.mode {self.sharding.mode}, which gathers no units; set sharding.mode=full, or leave it out",
                 )
             return self
+        if self.sharding.offload and self.faults.mirror:
+            raise FieldError(
+                "sharding.offload",
+                "got true with faults.mirror true, whose rows of another worker lie on the device; set faults.mirror=false, with which the run resumes from its last "
+                "checkpoint when a worker is lost, or set sharding.offload=false",
+            )
         if self.reduction == "native":
             raise ValueError(
                 "sharding: got 'full' with reduction native, and the workers' rows are summed along the exact tree alone; set reduction=exact, or set "

@@ -1,4 +1,4 @@
-"""What the workers of a run share out, and how the units of a fully sharded model come and go. No bit depends on it."""
+"""What the workers of a run share out, and how the units of a fully sharded model come and go, and from where. No bit depends on it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ ModuleNames = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_na
 
 
 class Sharding(Section):
-    """What is shared out, and the units of a fully sharded model: which modules they are, and when their parameters are gathered and let go of."""
+    """What is shared out, and the units of a fully sharded model: which modules they are, when their parameters are gathered and let go of, and where they lie meanwhile."""
 
     mode: Literal["none", "optimizer", "full"] = "none"
     units: ModuleNames | None = None
     prefetch: NonNegativeInt = 1
     reshard_after_forward: bool = True
+    offload: bool = False
 
     def of_units(self) -> dict[str, Any]:
         """What it says of units, by field, where that is not the default; plain data."""

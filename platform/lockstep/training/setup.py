@@ -218,6 +218,10 @@ def prepare(
     mirrors_shards = spec.sharding.mode == "full" and spec.faults.mirror
     if is_sharded or mirrors_shards:
         return_freed_memory()
+    if spec.sharding.offload and not is_sharded and (origin is None or origin.replay is None):
+        warn(
+            "sharding.offload: one worker shares nothing out, and has everything on its device; take two workers or more, or leave it out"
+        )
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
     make_sampler(spec, plan, train_data).check_order()
     made = make_deferred(spec, job, group) if is_sharded else ""

@@ -227,16 +227,18 @@ class TrainState:
         self.sharding = sharding
         local: Mapping[str, Tensor] = dict(self.model.named_parameters())
         whole, mirrors, mirrored = frozenset(local), dict[str, nn.Parameter](), 0
+        host = None if sharding is None else sharding.host
         if sharding is not None:
             local, whole, mirrors = sharding.local, sharding.whole, sharding.mirrors
             mirrored = 0 if sharding.mirrored is None else sharding.mirrored
         for phase, optimizer in sharded_of(self.optimizer).items():
             assert isinstance(optimizer, FullyShardedOptimizer)
             names = [name for of_group in self.order[phase] for name in of_group]
-            optimizer.take(names, local, whole, mirrors, mirrored, group)
+            optimizer.take(names, local, whole, mirrors, mirrored, group, host)
         if self.average is not None:
             self.average.local = {} if sharding is None else local
             self.average.mirrored = mirrors
+            self.average.host, self.average.rows = host, () if sharding is None else sharding.shards
 
     @property
     def shared_by(self) -> Group | None:

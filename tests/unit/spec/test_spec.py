@@ -703,6 +703,9 @@ def test_sharding_is_a_mode_or_a_mapping() -> None:
     assert full.document()["sharding"] == {"mode": "full", "units": ["layers.*"]}
     assert load_spec(full.document()) == full
     assert load_spec({**JOB, "sharding": {"mode": "full", "prefetch": 1}}).document()["sharding"] == "full"
+    offloaded = load_spec({**JOB, "sharding": "full"}, ["sharding.offload=true"])
+    assert offloaded.document()["sharding"] == {"mode": "full", "offload": True}
+    assert load_spec(offloaded.document()) == offloaded
 
 
 @pytest.mark.parametrize(
@@ -714,6 +717,8 @@ def test_sharding_is_a_mode_or_a_mapping() -> None:
         ("sharding={mode: full, prefetch: -1}", "sharding.prefetch: got -1, wanted at least 0"),
         ("sharding.prefetch=0", "sharding.prefetch: got 0 with sharding.mode none, which gathers no units; set sharding.mode=full"),
         ("sharding={mode: optimizer, units: [a]}", "sharding.units: got ['a'] with sharding.mode optimizer"),
+        ("sharding.offload=true", "sharding.offload: got true with sharding.mode none, which gathers no units; set sharding.mode=full, or leave it out"),
+        ("sharding={mode: full, offload: 1}", "sharding.offload: got 1, wanted true or false"),
     ],
 )  # fmt: skip
 def test_units_that_cannot_be_are_told(override: str, message: str) -> None:

@@ -234,9 +234,7 @@ class _Watch:
             tensor for phase in run.step.each_phase if phase.reduction is not None for tensor in phase.reduction.waiting()
         ]  # fmt: skip
         found = holdings(state, None if run is None else run.batches.samples, sums, batches)
-        device = torch.device("cpu")
-        if state is not None and (parameter := next(state.model.parameters(), None)) is not None:
-            device = parameter.device
+        device = torch.device("cpu") if state is None else state.precision.device
         held = held_bytes(device)
         estimate = {} if run is None else _estimate(run)
         owners = [

@@ -51,6 +51,8 @@ def check_closures(spec: Spec, job: Job, optimizers: Sequence[torch.optim.Optimi
             raise problems.MIRROR(
                 reason=f"{kind_of_optimizer(optimizer).__name__} evaluates the loss again within an update, which would be evaluated for the mirror too"
             )
+        if closure_calls(job, optimizer) and spec.sharding.offload:
+            raise problems.CLOSURE_OFFLOAD(name=kind_of_optimizer(optimizer).__name__)
         if closure_calls(job, optimizer) and spec.precision == "fp16":
             raise problems.CLOSURE_FP16(name=kind_of_optimizer(optimizer).__name__)
 

@@ -66,7 +66,7 @@ def shard_modules(
     settings: Sharding,
 ) -> tuple[Root, list[nn.Module]]:
     """The root of the sharded model, and its modules that have shards, the root last."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     of_units = [[names[id(parameter)] for parameter in unit.parameters()] for unit in units]
@@ -75,11 +75,18 @@ def shard_modules(
     mesh = group.mesh()
     root = Root(model)
     modules = [*units, root]
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.offload else OffloadPolicy()
     for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
         fill(of_module)
         # FSDP never lets go of what the root has between forward and backward, unless it is told to.
         reshards = settings.reshard_after_forward and module is not root
-        fully_shard(module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshards)
+        fully_shard(
+            module,
+            mesh=mesh,
+            ignored_params=ignored,
+            reshard_after_forward=reshards,
+            offload_policy=policy,
+        )
     for each in root.modules():
         # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
         vars(each).pop("_is_fsdp_managed_module", None)

@@ -36,8 +36,9 @@ from lockstep.training.step.fsdp_modules import (
     undo,
     whole_in_state_dicts,
 )
+from lockstep.training.step.host_memory import HostMemory
 from lockstep.training.step.parameters import missing_gradient, written_parameter
-from lockstep.training.step.reduction import TreeSum
+from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
@@ -100,6 +101,8 @@ class FullSharding:
         """The parameters that every worker has whole: FSDP cannot cut them, or only to other bits."""
         self.units = [_name_of(model, unit) for unit in units]
         self.settings = settings
+        self.host = HostMemory(group.device) if settings.offload else None
+        """Where this worker keeps its rows, if not on the device."""
         self.told = _left_out(model, units, settings.units)
         """Warnings of modules that the settings name, and that are no units."""
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -405,6 +408,8 @@ class FullSharding:
         gradient, shape = self.local[name].grad, self.shards[name].shape
         if gradient is None:
             return None
+        if self.host is not None:
+            gradient = self.host.on_device(gradient)
         row = gradient.new_zeros(len(element_ranges(shape, self.group.size)[0]))
         row[: gradient.numel()] = gradient.reshape(-1)
         every = row.new_empty(self.group.size * len(row))
@@ -487,23 +492,34 @@ class _Scatter:
 
     def __init__(self, sharding: FullSharding, asking: list[str]) -> None:
         """`asking` are the parameters of the unit that ask for a gradient, in FSDP's order."""
-        self._sharding, self._asking = sharding, asking
+        self._sharding, self._asking, self._host = sharding, asking, sharding.host
         self.learning: list[str] = []
         """Those that get one in the phase under way."""
         self.tree = TreeSum(0)
+        self._in_host: set[int] = set()
+        """The ids of its sums that are in host memory."""
         self.calls = 0
 
     def begin(self, leaves: int, places: Mapping[str, int]) -> None:
         """Begin a phase of a step in which the parameters of `places` learn."""
         ranks, shards = self._sharding.group.size, self._sharding.shards
-        self.tree = TreeSum(leaves)
+        self.tree = TreeSum(leaves, self._added)
+        self._in_host = set()
         self.learning = [name for name in self._asking if name in places]
         self._shapes = [shards[name].shape for name in self.learning]
         self._elements = [element_ranges(shape, ranks) for shape in self._shapes]
         self._widths = [len(elements[0]) for elements in self._elements]
         self._indices = [places[name] for name in self.learning]
 
+    def _added(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+        if self._host is not None:
+            left = [self._host.on_device(total) if id(total) in self._in_host else total for total in left]
+        return add_in_place(left, right)
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent, then for the sum: in host memory where the rows are, as FSDP would copy it there after each pass."""
+        if self._host is not None and sum(size) == sum(self._widths):
+            return self._host.empty(size, dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -529,17 +545,21 @@ class _Scatter:
         if sharding.last:
             output_tensor.copy_(self.tree.sums[0][1][0])
             self.tree = TreeSum(0)
-        else:  # what the next passes need, in memory of its own: what was received is W times as much
-            start, end = received.data_ptr(), received.data_ptr() + received.nbytes
-            self.tree.sums = [
-                (node, [total.clone() if start <= total.data_ptr() < end else total])
-                for node, (total,) in self.tree.sums
-            ]
+        else:
+            self.tree.sums = [(node, [self._apart(total, received)]) for node, (total,) in self.tree.sums]
+            self._in_host = {id(total) for _, (total,) in self.tree.sums}
         if (
             received.device.type == "cpu"
         ):  # a thread of gloo keeps what it has sent and received until it gets a turn to run
             for done in (received, input_tensor):
                 done.untyped_storage().resize_(0)
+
+    def _apart(self, total: Tensor, received: Tensor) -> Tensor:
+        """A sum that the next passes need, in memory of its own: what was received is W times as much."""
+        if self._host is not None:
+            return total if id(total) in self._in_host else self._host.kept(total)
+        start, end = received.data_ptr(), received.data_ptr() + received.nbytes
+        return total.clone() if start <= total.data_ptr() < end else total
 
     def _show(self, rows: Tensor, observe: Observe) -> None:
         """Show the gradients of this rank's micro-batch, one parameter at a time."""

@@ -199,11 +199,21 @@ def _widest_first(parameters: Sequence[Tensor]) -> list[_Piece]:
     return sorted(pieces, key=lambda piece: -piece.width)
 
 
-def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
+def multiply_in_place(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients by a number."""
+    torch._foreach_mul_(real_views(gradients), factor)
+
+
+def clip_gradients(
+    gradients: list[Tensor],
+    norm: float,
+    most: float,
+    multiply: Callable[[list[Tensor], float], object] = multiply_in_place,
+) -> None:
     """Scale the gradients down to the norm `most` where theirs is above it, by the formula of `clip_grad_norm_`."""
     factor = most / (norm + 1e-6)
     if not factor >= 1.0:  # written so that a NaN norm also scales
-        torch._foreach_mul_(real_views(gradients), factor)
+        multiply(gradients, factor)
 
 
 def align_gradients(parameters: Iterable[Tensor]) -> None:

@@ -56,7 +56,6 @@ from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
 from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.precision import Precision
-from lockstep.training.step.real_view import real_views
 from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
@@ -765,10 +764,10 @@ class Stepper:
         factor = 1.0 / (totals.weight * scale_down)
         rows = [numbers_of(table.grad) for table in phase.tables.parameters if table.grad is not None]
         if factor != 1.0:
-            torch._foreach_mul_(real_views([*gradients, *rows]), factor)
+            phase.multiply([*gradients, *rows], factor)
         grad_norm = phase.norm(gradients, rows)
         if spec.clip_norm is not None:
-            clip_gradients([*gradients, *rows], grad_norm, spec.clip_norm)
+            clip_gradients([*gradients, *rows], grad_norm, spec.clip_norm, phase.multiply)
         return grad_norm
 
     def _update(

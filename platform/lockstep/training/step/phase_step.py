@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.learning_rate import Rates, hooks_of_job
-from lockstep.training.step.norm import GradientNorm
+from lockstep.training.step.norm import GradientNorm, multiply_in_place
 from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of
 from lockstep.training.step.real_view import real_view
@@ -246,7 +246,7 @@ class PhaseStep:
                 self.module.parameters_that_learn = self.sharding.as_computed(learning)
                 self.parameters = [self.sharding.local[name] for name in names]
                 self.norm = (
-                    ShardedNorm(names, self.parameters, self.sharding.shards, self._group)
+                    ShardedNorm(names, self.parameters, self.sharding.shards, self._group, self.sharding.host)
                     if names
                     else GradientNorm([], device=self._group.device)
                 )
@@ -326,6 +326,22 @@ class PhaseStep:
         if sparse := [name for name, one in zip(self.names, gradients, strict=True) if one.is_sparse]:  # type: ignore[union-attr]
             raise problems.SPARSE_LATER(name=sparse[0], where=where)
         return gradients  # type: ignore[return-value]
+
+    def multiply(self, gradients: Sequence[Tensor], factor: float) -> None:
+        """Multiply gradients by a number, of which the first are those of the parameters that learn. Those in host memory are multiplied on the device."""
+        host = None if self.sharding is None else self.sharding.host
+        if host is None:
+            multiply_in_place(gradients, factor)
+            return
+        assert self.sharding is not None
+        in_host = [name in self.sharding.shards for name in self.names]
+        host.in_turn(
+            [(gradient,) for gradient, is_there in zip(gradients, in_host, strict=False) if is_there],
+            lambda portion: multiply_in_place(portion, factor),
+        )
+        beside = [gradient for gradient, is_there in zip_longest(gradients, in_host) if not is_there]
+        if beside:
+            multiply_in_place(beside, factor)
 
     def table_gradients(self, where: str) -> list[Tensor]:
         """The gradients that a micro-batch has left in the tables, which have none afterwards. JobError where one is missing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,35 @@ MOST_SKIPS_IN_A_ROW = 50
 """So many halvings of 2**16 leave no scale at all: the gradients themselves are not finite."""
 
 
+class _Scaler(GradScaler):
+    """torch's, which unscales gradients in host memory on the device: by itself it would read their factor before that has been copied there."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        unscale = super()._unscale_grads_
+        if not isinstance(optimizer, FullyShardedOptimizer) or optimizer.host is None:
+            return unscale(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = [found_inf]
+
+        def note(gradients: list[Tensor]) -> None:
+            stand_in: Any = SimpleNamespace(param_groups=[{"params": [*map(_with_gradient, gradients)]}])
+            flags.extend(unscale(stand_in, inv_scale, found_inf, allow_fp16).values())
+
+        in_host = set(map(id, optimizer.rows))
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        note([parameter.grad for parameter in parameters if id(parameter) not in in_host])
+        optimizer.host.in_turn([(p.grad,) for p in parameters if id(p) in in_host], note)
+        return {found_inf.device: torch.stack(flags).amax()}
+
+
+def _with_gradient(gradient: Tensor) -> Tensor:
+    """A tensor of next to no memory that has this gradient."""
+    tensor = gradient.new_empty(()).expand(gradient.shape)
+    tensor.grad = gradient
+    return tensor
+
+
 class Precision:
     """The arithmetic of forward and backward. Only fp16 scales its loss; the scale is always a power of two."""
 
@@ -34,7 +64,7 @@ class Precision:
         """The factor that the loss is multiplied by; 1 unless fp16. Read once a step: on a CUDA device each look waits."""
 
     def _new_scaler(self) -> GradScaler:
-        scaler = GradScaler(self.device.type, enabled=self.name == "fp16")
+        scaler = _Scaler(self.device.type, enabled=self.name == "fp16")
         # It creates its scale at the first loss. A worker whose first step is a ragged one that leaves it without a
         # micro-batch would have none.
         if scaler.is_enabled():

@@ -394,6 +394,15 @@ CLOSURE_FP16 = Problem(
     advice="bf16 or fp32",
 )
 
+CLOSURE_OFFLOAD = Problem(
+    "step.closure.offload",
+    SpecError,
+    "sharding.offload: got true, and {name} evaluates the loss again within an update: its rows are on the device then, and the model would be gathered from those in host memory",
+    "set sharding.offload=false",
+    cause="an optimizer that evaluates the loss again, with its rows in host memory",
+    advice="`sharding.offload=false`",
+)
+
 # --- settings that an optimizer, a phase or a resting parameter does not allow -----------------------------------
 
 MIRROR = Problem(

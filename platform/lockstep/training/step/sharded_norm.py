@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication.group import Group
+from lockstep.training.step.host_memory import HostMemory
 from lockstep.training.step.norm import BLOCK, GradientNorm, workspace_bytes
 from lockstep.training.step.real_view import real_view
 from lockstep.training.step.shards import Shard, element_ranges
@@ -100,9 +101,15 @@ class ShardedNorm(GradientNorm):
     """The norm over gradients of which this worker has the rows in `shards`, by parameter, and the others whole. All ranks call it together."""
 
     def __init__(
-        self, names: Sequence[str], local: Sequence[Tensor], shards: Mapping[str, Shard], group: Group
+        self,
+        names: Sequence[str],
+        local: Sequence[Tensor],
+        shards: Mapping[str, Shard],
+        group: Group,
+        host: HostMemory | None = None,
     ) -> None:
-        self._group = group
+        """`host` is where the rows are, if not on the device."""
+        self._group, self._host = group, host
         self._starts = [shards[name].elements.start if name in shards else 0 for name in names]
         every = [
             part
@@ -153,7 +160,10 @@ class ShardedNorm(GradientNorm):
         """A block, from its parts here and elsewhere."""
         rank = self._group.rank
         pieces = [self._piece(gradients, part) if part.holder == rank else received[part] for part in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self._type) for piece in pieces])
+        return pieces[0] if len(pieces) == 1 else torch.cat([self._sendable(piece) for piece in pieces])
+
+    def _sendable(self, piece: Tensor) -> Tensor:
+        return (piece if self._host is None else self._host.on_device(piece)).to(self._type)
 
     def _piece(self, gradients: Sequence[Tensor], part: _Part) -> Tensor:
         begin = self._starts[part.parameter]
@@ -161,7 +171,7 @@ class ShardedNorm(GradientNorm):
 
     def _exchanged(self, gradients: Sequence[Tensor], one: _Round) -> dict[_Part, Tensor]:
         """The parts of this rank's blocks that other ranks hold."""
-        outgoing = [[self._piece(gradients, part).to(self._type) for part in parts] for parts in one.sent]
+        outgoing = [[self._sendable(self._piece(gradients, part)) for part in parts] for parts in one.sent]
         sizes_out = [sum(map(len, parts)) for parts in outgoing]
         sizes_in = [sum(part.stop - part.start for part in parts) for parts in one.received]
         device = self._group.device

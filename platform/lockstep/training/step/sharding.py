@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.shards import element_ranges
+
+if TYPE_CHECKING:
+    from lockstep.training.step.host_memory import HostMemory
 
 UNIT = 64
 """Parameters are split at multiples of so many elements: at least the vectors of every processor, and 128 bytes of bf16."""
@@ -342,7 +345,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else None
         )
         for span in (candidate for candidate in self.spans if candidate.parameter == i):
-            source = self._own.state[self._parts[i].value][name] if span.owner == rank else None
+            source = None
+            if span.owner == rank:
+                source = self._own.state[self._parts[i].value][name].to(self.group.device)
             if assembled is None and source is None:
                 continue
             if assembled is None:
@@ -361,7 +366,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.group.wait_for_messages(dist.batch_isend_irecv(calls))
         for target, received in copies:
             target.copy_(received.view(target.shape))
-        return place if assembled is None else assembled
+        if assembled is None:
+            return place
+        # where only the optimizer is sharded, a rank may write a state of which it has no part
+        part = self._parts.get(i)
+        return assembled.to(self.group.device if part is None else part.value.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
@@ -409,11 +418,14 @@ class FullyShardedOptimizer(ShardedOptimizer):
         mirrors: Mapping[str, Tensor] = MappingProxyType({}),
         mirrored: int = 0,
         group: Group | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         """Take this worker's part of each parameter. `names` are those of the parameters, in its order; those in `whole` every worker has, and updates, whole.
 
-        `mirrors` are the parts of rank `mirrored`, which it updates as well. May be called again, with another `group`: it has no state then.
+        `mirrors` are the parts of rank `mirrored`, which it updates as well. In `host` are the parts that are rows, and their state.
+        May be called again, with another `group`: it has no state then.
         """
+        self.host = host
         self.group = self.group if group is None else group
         ranks, rank = self.group.size, self.group.rank
         self.parameters = [
@@ -442,6 +454,8 @@ class FullyShardedOptimizer(ShardedOptimizer):
         name_of_next = iter(names)
         for every in self.param_groups:
             every["params"] = [local[next(name_of_next)] for _ in every["params"]]
+        self.rows: list[Any] = [part.value for i, part in self._parts.items() if not self._uncut[i]]
+        """What it updates of the parameters that are sharded."""
         self._own = self._made(self._parts)
         self._mirroring = self._made(self._mirrors) if self._mirrors else None
 
@@ -456,7 +470,10 @@ class FullyShardedOptimizer(ShardedOptimizer):
                 continue
             for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
                 group.update({name: value for name, value in every.items() if name != "params"})
-            _step(optimizer, closure)
+            if self.host is None:
+                _step(optimizer, closure)
+            else:  # without mirrors, and without a closure
+                self.host.update(optimizer, self.rows)
         for part in self._mirrors.values():
             part.value.grad = None
 

@@ -77,7 +77,7 @@ class Shard:
         return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
 
     def gathered(self, group: Group, target: int) -> Tensor | None:
-        """The whole tensor on rank `target`, in memory of its own; None on the others. All ranks call it, in the same order of tensors."""
+        """The whole tensor on rank `target`, in memory of its own where its rows are; None on the others. All ranks call it, in the same order of tensors."""
         local = self.local.detach().to(group.device).contiguous()
         if group.rank != target:
             if local.numel():
@@ -96,4 +96,4 @@ class Shard:
                 receives.append(dist.P2POp(dist.irecv, part, rank, group.channel))
         if receives:
             group.wait_for_messages(dist.batch_isend_irecv(receives))
-        return whole
+        return whole.to(self.local.device)

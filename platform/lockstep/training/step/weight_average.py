@@ -11,7 +11,7 @@ them in its `train()` and `eval()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.training.step import problems
+from lockstep.training.step.host_memory import HostMemory
 
 
 class Average:
@@ -30,6 +31,10 @@ class Average:
         self.weights: dict[str, Tensor] = {}
         self.local: Mapping[str, Tensor] = {}
         """This worker's rows of the parameters, by name, where they are sharded."""
+        self.host: HostMemory | None = None
+        """Where the rows are kept, and their average, if not on the device."""
+        self.rows: Container[str] = ()
+        """The names of the parameters that are sharded."""
         self.mirrored: Mapping[str, Tensor] = {}
         """The rows of the parameters that it mirrors, by name."""
         self.mirror: dict[str, Tensor] = {}
@@ -43,10 +48,23 @@ class Average:
 
     def _moved(self, average: dict[str, Tensor], learning: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
+            host, rows = self.host, self.rows if self.host is not None else ()
             if not average:
-                return {name: parameter.detach().clone() for name, parameter in learning.items()}
-            torch._foreach_lerp_(list(average.values()), list(learning.values()), 1.0 - self.decay)
+                return {
+                    name: host.kept(p) if host is not None and name in rows else p.detach().clone()
+                    for name, p in learning.items()
+                }
+            on_device = [name for name in learning if name not in rows]
+            if on_device:
+                self._lerp([average[name] for name in on_device], [learning[name] for name in on_device])
+            if host is not None:
+                host.in_turn(
+                    [(average[name], learning[name]) for name in learning if name in rows], self._lerp
+                )
             return average
+
+    def _lerp(self, average: list[Tensor], learning: list[Tensor]) -> None:
+        torch._foreach_lerp_(average, learning, 1.0 - self.decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
