@@ -80,6 +80,7 @@ class Copies(Part):
     def close(self, deadline: float) -> bool:
         """Finish the work, up to `deadline` (monotonic seconds). Returns whether the store has what it should have."""
         self._closing.set()
+        self._lane.hasten()  # nothing trains any more
         while not self._lane.idle and time.monotonic() < deadline:
             time.sleep(0.01)
         self._lane.stop()

@@ -82,6 +82,18 @@ class Lane:
                 self._thread.start()
             self._changed.notify_all()
 
+    def hasten(self) -> None:
+        """Make the calls after the one under way at the priority of the process. A thread may not raise its own: another one takes over."""
+        with self._changed:
+            if not self._low or self._thread.ident is None:
+                return
+            self._low, self._awake = False, True
+            self._thread = threading.Thread(
+                target=self._take_over, args=(self._thread,), name=self._thread.name, daemon=True
+            )
+            self._thread.start()
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Begin no more calls."""
         with self._changed:
@@ -132,6 +144,14 @@ class Lane:
 
     # --- the thread -----------------------------------------------------------------------------------------
 
+    def _take_over(self, former: threading.Thread) -> None:
+        former.join()
+        self._run()
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self._stopped and threading.current_thread() is self._thread
+
     def _run(self) -> None:
         if self._low and sys.platform == "linux":  # on Linux each thread has its own priority
             with suppress(OSError):
@@ -149,16 +169,18 @@ class Lane:
                 self._again_at = time.monotonic() + self._pause_s()
 
     def _is_due(self) -> bool:
-        """Wait until there may be something to do. Returns False once the lane is stopped."""
+        """Wait until there may be something to do. Returns False once the lane is stopped, or has another thread."""
         with self._changed:
-            while not self._stopped:
+            while self._goes_on:
                 pause_s = 0.0 if self._awake else self.next_s()
                 if self.outage:
                     pause_s = self._again_at - time.monotonic()
                 if pause_s <= 0.0 or not self._changed.wait(None if pause_s == math.inf else pause_s):
                     break
+            if not self._goes_on:
+                return False
             self._awake = False
-            return not self._stopped
+            return True
 
     def _make(self, call: Call, second: Call | None) -> None:
         self.moved_at = time.monotonic()

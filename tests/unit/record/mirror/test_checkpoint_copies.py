@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -106,6 +107,7 @@ class Slow(FolderStore):
         self.has: set[int] = set()
         self.calls: list[tuple[str, int]] = []
         self.at_once = self.most_at_once = 0
+        self.niceness: list[int] = []
 
     def checkpoints(self) -> Mapping[int, bool]:
         return dict.fromkeys(self.has, True)
@@ -115,6 +117,7 @@ class Slow(FolderStore):
     ) -> None:
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         self.began.set()
         self.go.wait()
         self.at_once -= 1
@@ -224,6 +227,31 @@ def test_a_run_that_ends_before_its_copy_is_whole_says_so(tmp_path: Path) -> Non
     assert not copies.close(time.monotonic() + 0.1)
     assert told == [(1, "the run ended before it was sent")]
     store.go.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_a_run_that_has_ended_copies_at_the_priority_of_its_process(tmp_path: Path) -> None:
+    """Beside the training it gives way. At the end a busy machine would leave it no time: what is under way is finished first."""
+    store, told = Slow(tmp_path), []
+    copies = copies_to(store, told)
+    uris = {step: checkpoint(tmp_path, step) for step in (1, 2, 3)}
+    copies.keep({1: uris[1]}, [1])
+    assert store.began.wait(10)
+    copies.keep({2: uris[2], 3: uris[3]}, [1, 2, 3])
+    ended: list[bool] = []
+    closing = threading.Thread(target=lambda: ended.append(copies.close(time.monotonic() + 10)))
+    before = threading.active_count()
+    closing.start()
+    until = time.monotonic() + 10
+    while threading.active_count() < before + 2:  # the one that closes, and the one that takes over
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    store.go.set()
+    closing.join()
+    plain = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert (ended, [step for step, _ in store.got]) == ([True], [1, 3, 2])
+    assert store.niceness == [min(plain + 10, 19), plain, plain]
+    assert store.most_at_once == 1
 
 
 def test_copies_keep_to_their_mean_rate(tmp_path: Path) -> None:
