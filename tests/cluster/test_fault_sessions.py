@@ -102,7 +102,7 @@ def test_a_run_goes_on_after_a_storm_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_loss_at_an_awkward_moment_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    monkeypatch.setattr("lockstep.attempts.cluster_watch.REFILL_S", 1.0)
+    monkeypatch.setattr("lockstep.attempts.resizing.REFILL_S", 1.0)
     file = tmp_path / "killed"
     params: dict[str, Any] = {"width": 4, "pause_s": 0.05, "at": at, "file": str(file)}
     job = {"use": "tests.cluster.broken_jobs:KilledOnce", "params": params}

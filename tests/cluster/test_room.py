@@ -86,8 +86,9 @@ def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pyte
 
 def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> None:
     """Two of six, of more CPUs each than a node has; nothing once it has as many as it can use."""
-    from lockstep.attempts.cluster_watch import ClusterWatch, can_grow
+    from lockstep.attempts.cluster_room import can_grow
     from lockstep.attempts.placement import WorkerPlacement
+    from lockstep.attempts.resizing import Resizing
 
     document = {
         "job": {"use": "jobs.digits.job:Digits"},
@@ -97,12 +98,12 @@ def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> Non
     }
     spec, before = load_spec(document), demand()
     place = WorkerPlacement(2, {"CPU": 64.0}, frozenset(), frozenset())
-    watch = ClusterWatch(spec, place)
+    watch = Resizing(spec, place)
     watch.advice([])
     settles(lambda: demand() - before, Counter({64.0: 4}))
     watch.close()
     settles(lambda: demand() - before, Counter())
-    whole = ClusterWatch(spec, place._replace(workers=6))
+    whole = Resizing(spec, place._replace(workers=6))
     whole.advice([])
     assert demand() - before == Counter()
     assert not can_grow(spec)  # this cluster has no autoscaler: too few workers are refused at once

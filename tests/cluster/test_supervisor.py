@@ -184,7 +184,7 @@ def test_lost_workers_are_replaced_while_the_others_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G1 and G4: each of the two first workers is killed, and a joining worker joins; no process is restarted, no checkpoint is there to be read."""
-    monkeypatch.setattr("lockstep.attempts.cluster_watch.REFILL_S", 1.0)
+    monkeypatch.setattr("lockstep.attempts.resizing.REFILL_S", 1.0)
     slow = tmp_path / "fast-from-now-on"
     changes = {
         "job": {"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": str(slow)}},

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.cluster_room import find_place
 from lockstep.attempts.first_placement import Say, first_place, next_place
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.hung_workers import end_with_stacks
 from lockstep.attempts.node_health import fleet_health
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, joining_workers_for
+from lockstep.attempts.resizing import Resizing
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checks.health import Health
 from lockstep.clusters.run_registry import RunRegistry
@@ -30,7 +31,7 @@ class ClusterView(NamedTuple):
     next_place: Callable[[Spec, frozenset[str], StopSignal, Say], WorkerPlacement] = next_place
     find_place: Callable[[Spec, frozenset[str]], WorkerPlacement] = find_place
     workers: Callable[..., WorkerGroup] = WorkerGroup
-    watch: Callable[[Spec, WorkerPlacement, frozenset[str]], ClusterWatch] = ClusterWatch
+    watch: Callable[[Spec, WorkerPlacement, frozenset[str]], Resizing] = Resizing
     run_registry: Callable[[str, str, float], RunRegistry] = RunRegistry
     gauges: Callable[[str], Gauges] = Gauges
     start_joining: Callable[..., Members | None] = joining_workers_for

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lockstep.attempts.cluster_view import ClusterView
-from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import LOOK_S, Asked, Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.resizing import Advice
 from lockstep.attempts.supervisor import Supervisor
 from lockstep.checkpoint.runs.run_checkpoints import opened
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder

@@ -16,11 +16,11 @@ import pytest
 import ray
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
-from lockstep.attempts.cluster_watch import Advice
 from lockstep.attempts.mailbox import Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
 from lockstep.attempts.problems import NO_FIRST_STEP, NO_PROGRESS, TOO_SMALL, WAIT_SIGNALLED
+from lockstep.attempts.resizing import Advice
 from lockstep.checkpoint import problems as checkpoint_problems
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import cluster_watch
-from lockstep.attempts.cluster_watch import Advice, ClusterWatch
+from lockstep.attempts import cluster_room, resizing
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.resizing import Advice, Resizing
 from lockstep.spec.loading import load_spec
 
 
@@ -22,13 +22,14 @@ class Nodes:
         self.has, self.free = has, {node: dict(resources) for node, resources in has.items()}
         self.answer, self.to_go = set(has), dict[str, float]()
         monkeypatch.setattr(
-            cluster_watch, "ray", SimpleNamespace(nodes=self._nodes, available_resources=self._available)
+            cluster_room, "ray", SimpleNamespace(nodes=self._nodes, available_resources=self._available)
         )
-        monkeypatch.setattr(cluster_watch, "free_resources", lambda: self.free)
-        monkeypatch.setattr(cluster_watch, "draining", lambda: self.to_go)
-        monkeypatch.setattr(cluster_watch, "answers", lambda node: node["NodeID"] in self.answer)
-        monkeypatch.setattr(cluster_watch, "RoomRequest", NoRequest)
-        monkeypatch.setattr(cluster_watch, "LOOK_S", 0.0)
+        monkeypatch.setattr(cluster_room, "free_resources", lambda: self.free)
+        for module in (cluster_room, resizing):
+            monkeypatch.setattr(module, "draining", lambda: self.to_go)
+        monkeypatch.setattr(cluster_room, "answers", lambda node: node["NodeID"] in self.answer)
+        monkeypatch.setattr(resizing, "RoomRequest", NoRequest)
+        monkeypatch.setattr(resizing, "LOOK_S", 0.0)
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [
@@ -54,8 +55,8 @@ def member(node: str) -> Any:
     return SimpleNamespace(node=node)
 
 
-def watch(spec: Any, workers: int, **each: float) -> ClusterWatch:
-    return ClusterWatch(spec, WorkerPlacement(workers, each, frozenset(), frozenset()))
+def watch(spec: Any, workers: int, **each: float) -> Resizing:
+    return Resizing(spec, WorkerPlacement(workers, each, frozenset(), frozenset()))
 
 
 def test_a_node_that_is_gone_without_ray_knowing_ends_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_a_node_that_is_gone_without_ray_knowing_ends_no_attempt(monkeypatch: py
 
 def test_room_that_no_single_node_has_is_no_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One CPU is left on each of two nodes, of which a worker needs two; the control is a node with two."""
-    monkeypatch.setattr(cluster_watch, "STEADY_S", 0.0)
+    monkeypatch.setattr(resizing, "STEADY_S", 0.0)
     nodes = Nodes(monkeypatch, a={"CPU": 3.0}, b={"CPU": 3.0}, c={"CPU": 2.0})
     nodes.free = {"a": {"CPU": 1.0}, "b": {"CPU": 1.0}, "c": {}}
     attempt = watch(spec(min=2, max=4, cpus_each=2), 2, CPU=2.0)
