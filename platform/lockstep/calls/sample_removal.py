@@ -21,7 +21,7 @@ from lockstep.job.loading import load_job
 from lockstep.proof.recorded_run import recorded_fields
 from lockstep.record.mirror.stores import find_copies, find_history
 from lockstep.spec.fields import Fork, Spec
-from lockstep.spec.sample_ids import parse, written
+from lockstep.spec.id_ranges import parse, written
 from lockstep.training.job_data import make_sampler, open_data
 from lockstep.training.setup import check_ids, make_plan
 

@@ -20,7 +20,7 @@ from lockstep.data.dataset_order import Guard, check_own_order, own_order, says_
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position
 from lockstep.reduction_tree import clip
-from lockstep.spec.sample_ids import parse
+from lockstep.spec.id_ranges import parse
 
 EVALUATION = -1
 """Stands for the step in micro-batches of held-out data, which are the same in every evaluation."""
@@ -93,7 +93,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
     replicas `assigned` to it: those that a step of so many has, or by their number in a step. A dataset with `neighbours_together` has each global batch cut into neighbours instead. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
-    The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
+    The samples `without` (`spec.id_ranges`) are left out of the micro-batches that have them, which all else stays for: one may be
     left with none. `guard` makes what the dataset's own code raises, where it is asked for its order, an error that names the place.
     """
 

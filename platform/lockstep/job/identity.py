@@ -20,7 +20,7 @@ from lockstep.job import problems
 from lockstep.job.source import changed_file, job_source_digest
 from lockstep.job.typed_tree import decoded, digest, encoded, text
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
-from lockstep.spec.sample_ids import described
+from lockstep.spec.id_ranges import described
 
 PARAM = "job.params."
 """How the field of a param begins; its name follows."""

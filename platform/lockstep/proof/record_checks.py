@@ -31,8 +31,8 @@ from lockstep.record.mirror.seal import SEAL, Sealed, broken, sealed_files
 from lockstep.record.mirror.stores import find_files
 from lockstep.record.runs.check import check_folder, check_ledger
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
+from lockstep.spec.id_ranges import described
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.spec.sample_ids import described
 
 TOLD: Mapping[str, Sequence[str]] = {
     "spec.yaml": (*sorted(PLACEMENT), *(f"{section}.{name}" for section, name in PLACEMENT_FIELDS.items())),

@@ -29,9 +29,9 @@ from lockstep.plan import Position, is_due
 from lockstep.spec.alert import Alert
 from lockstep.spec.batch import Batch
 from lockstep.spec.compiling import Compile, CompiledUnits
+from lockstep.spec.id_ranges import normal
 from lockstep.spec.messages import FieldError, shown
 from lockstep.spec.optimizers import AdamW, Optimizer
-from lockstep.spec.sample_ids import normal
 from lockstep.spec.schedules import Constant, Schedule
 from lockstep.spec.section import Section
 from lockstep.spec.sharding import Sharding, ShardingOrMode

@@ -32,7 +32,7 @@ from lockstep.randomness import seeds
 from lockstep.record.environment import environment
 from lockstep.record.events.union import SOURCE
 from lockstep.spec.fields import Spec
-from lockstep.spec.sample_ids import described
+from lockstep.spec.id_ranges import described
 from lockstep.training import problems
 from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluation_sets import EvaluationSets

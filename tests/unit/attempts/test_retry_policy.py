@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.attempts.fault_attribution import FailedNodes
+from lockstep.attempts.failed_nodes import FailedNodes
 from lockstep.attempts.retry_policy import LONGEST_PAUSE_S, RetryBudget, outcome_of
 from lockstep.errors import (
     ClusterError,

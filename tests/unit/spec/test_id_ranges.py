@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
+from lockstep.spec.id_ranges import described, normal, parse, written
 from lockstep.spec.loading import load_spec
-from lockstep.spec.sample_ids import described, normal, parse, written
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
