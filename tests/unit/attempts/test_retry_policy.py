@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.attempts.failed_nodes import FailedNodes
 from lockstep.attempts.retry_policy import LONGEST_PAUSE_S, RetryBudget, outcome_of
 from lockstep.errors import (
     ClusterError,
@@ -92,23 +91,6 @@ def test_storage_that_fails_is_tried_again_after_a_pause_and_not_for_ever() -> N
     assert [decision.pause_s for decision in found[:3]] == [4.0, 8.0, 16.0]
     assert budget.decide(outcome_of(error), 8).pause_s == 4.0  # a new checkpoint: it went on meanwhile
     assert outcome_of(StorageError("no permission")) == "final"
-
-
-def test_a_node_whose_devices_fail_twice_is_left_out() -> None:
-    nodes = FailedNodes()
-    assert nodes.failed(["a"]) == frozenset()
-    assert nodes.failed(["b", "b"]) == frozenset()  # two ranks of one attempt are one failure
-    assert nodes.failed(["a"]) == {"a"}
-    assert nodes.failed(["a"]) == frozenset()  # told once
-    assert nodes.left_out == {"a"}
-
-
-def test_a_node_that_had_wrong_bits_is_left_out_at_once() -> None:
-    nodes = FailedNodes()
-    nodes.failed(["b"])
-    assert nodes.computed_wrong(["a"]) == {"a"}
-    assert nodes.computed_wrong(["a"]) == frozenset()
-    assert nodes.left_out == {"a"}
 
 
 def test_wrong_bits_are_taken_again_as_often_as_a_lost_worker_is_replaced() -> None:
