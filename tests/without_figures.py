@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from lockstep.record.figures import run_figures
+from lockstep.record.plots import run_plots
 
-DRAW = run_figures.draw
+DRAW = run_plots.draw
 
 
 @contextmanager
 def without_figures() -> Iterator[None]:
     """Until the end of the block, in this process."""
-    with mock.patch.object(run_figures, "draw", lambda *_, **__: []):
+    with mock.patch.object(run_plots, "draw", lambda *_, **__: []):
         yield
 
 
 @contextmanager
 def with_figures() -> Iterator[None]:
     """The other way round, within such a block."""
-    with mock.patch.object(run_figures, "draw", DRAW):
+    with mock.patch.object(run_plots, "draw", DRAW):
         yield

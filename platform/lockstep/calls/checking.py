@@ -77,18 +77,18 @@ def bench_spec(
     SpecError for a wrong spec, for a cluster that a run would join unless `local` leaves it out, and for numbers that cannot be
     measured; LockstepError for what a worker raises.
     """
-    from lockstep.checks import measurement_figures
+    from lockstep.checks import measurement_plots
     from lockstep.checks.bench import bench
     from lockstep.checks.processes import interruptible
 
-    file = None if plot is None else measurement_figures.destination(plot, "bench")
+    file = None if plot is None else measurement_plots.destination(plot, "bench")
     cluster = LOCAL if local else cluster_address(None)
     if cluster != LOCAL:
         raise problems.BENCH_ON_CLUSTER(got=cluster)
     with interruptible():
         benched = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
     if file is not None:
-        measurement_figures.draw_bench(benched, file)
+        measurement_plots.draw_bench(benched, file)
     return benched
 
 
@@ -107,13 +107,13 @@ def find_rate(
     Where a store is named, by `uri`, MLFLOW_TRACKING_URI or the spec's `record.uri`, the curve is kept there as a run of its
     own. Raises LockstepError; RecordError before anything is trained where that store does not answer.
     """
-    from lockstep.checks import measurement_figures
+    from lockstep.checks import measurement_plots
     from lockstep.checks.lr_finder import lr_find
     from lockstep.checks.run_checks import record_answers
     from lockstep.record.measurement import keep_measurement
     from lockstep.record.mirror.documents import as_json
 
-    file = None if plot is None else measurement_figures.destination(plot, "lr-find")
+    file = None if plot is None else measurement_plots.destination(plot, "lr-find")
     override_list = list(overrides)
     loaded = (
         spec
@@ -123,7 +123,7 @@ def find_rate(
     record_answers(loaded)
     rate_range = lr_find(loaded, lowest=lowest, highest=highest, steps=steps)
     if file is not None:
-        measurement_figures.draw_range(rate_range, file)
+        measurement_plots.draw_range(rate_range, file)
     if loaded.record.uri in (None, RECORD_OFF):
         return rate_range, None
     measurement = keep_measurement(
@@ -136,7 +136,7 @@ def find_rate(
             "lr_find/smoothed": rate_range.smoothed,
         },
         texts={"lr-find.json": as_json(rate_range.as_dict())},
-        draw=lambda path: measurement_figures.draw_range(rate_range, path),
+        draw=lambda path: measurement_plots.draw_range(rate_range, path),
     )
     return rate_range, measurement
 

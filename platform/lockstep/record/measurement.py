@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from lockstep.files import write_text
 from lockstep.record.events.metrics import Point
-from lockstep.record.figures.run_figures import FOLDER
 from lockstep.record.mirror import documents
 from lockstep.record.mirror.run_store import POINTS_PER_CALL, RunStore
 from lockstep.record.mirror.stores import store_for
+from lockstep.record.plots.run_plots import FOLDER
 from lockstep.record.redaction import redacted_document
 from lockstep.spec.fields import Spec
 

@@ -28,7 +28,7 @@ from lockstep.record.problems import CANNOT_WRITE
 from lockstep.record.redaction import redacted_document
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps import sweep_figures
+from lockstep.sweeps import sweep_plots
 from lockstep.sweeps.trial_standings import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
@@ -112,7 +112,7 @@ class SweepRecord:
             self._written_at = -math.inf
             self._say()
             undrawn: list[str] = []
-            for path in sweep_figures.draw(self._sweep, trials, self.folder, undrawn.append):
+            for path in sweep_plots.draw(self._sweep, trials, self.folder, undrawn.append):
                 self._store.log_file(path, path.parent.name)
             best = best_of(trials, self._sweep.mode)
             shown = (

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from lockstep.communication.group import Group
 from lockstep.job.inputs.external_facts import COPIED, MOST_TOLD, UNKNOWN, UNREPEATABLE, Files
 from lockstep.job.inputs.external_reads import ABSENT, content_of, merged
+from lockstep.job.inputs.host_queries import ENVIRONMENT, answers, asked, unrepeatable
 from lockstep.job.inputs.imports import Imported
-from lockstep.job.inputs.process_queries import ENVIRONMENT, answers, asked, unrepeatable
 from lockstep.job.inputs.replaced_functions import process_facts
 from lockstep.job.inputs.variables import copied_by, is_placement, reads_by, reads_of
 from lockstep.job.interface import Job, overrides

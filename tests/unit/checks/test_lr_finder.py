@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.calls.checking import find_rate
 from lockstep.checks.lr_finder import RateRange, as_text, lr_find
-from lockstep.checks.measurement_figures import draw_range
+from lockstep.checks.measurement_plots import draw_range
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.measurement import keep_measurement
 from lockstep.record.mirror.stores import reader

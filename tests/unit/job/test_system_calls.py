@@ -30,7 +30,7 @@ from lockstep.job.inputs.external_reads import (
     merged,
     names_of,
 )
-from lockstep.job.inputs.process_queries import answers, asked, unrepeatable
+from lockstep.job.inputs.host_queries import answers, asked, unrepeatable
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
 from lockstep.job.inputs.variables import Reads, variables_noted
 from tests.unit.job.test_source import forget

@@ -72,7 +72,7 @@ def test_a_sweep_of_a_thousand_trials_rewrites_no_table_at_each_end(
 ) -> None:
     """Each end brings its own row and point; the documents come now and then, and whole at the end."""
     monkeypatch.setattr(sweep_record, "DOCUMENTS_S", 3600.0)
-    monkeypatch.setattr(sweep_record.sweep_figures, "draw", lambda *_: [])
+    monkeypatch.setattr(sweep_record.sweep_plots, "draw", lambda *_: [])
     monkeypatch.setattr(SweepRecord, "_keep_best", lambda self, run_id: None)
     record = SweepRecord(sweep, None)
     written: list[str] = []
@@ -249,7 +249,7 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     monkeypatch.setattr(sweep_record.time, "sleep", lambda seconds: None)
     record = SweepRecord(sweep, None)
     refusals = [1, 0]
-    write, draw = sweep_record.write_bytes, sweep_record.sweep_figures.draw
+    write, draw = sweep_record.write_bytes, sweep_record.sweep_plots.draw
 
     def refuse(which: int) -> None:
         if refusals[which]:
@@ -257,7 +257,7 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(sweep_record, "write_bytes", lambda *file: (refuse(0), write(*file)))
-    monkeypatch.setattr(sweep_record.sweep_figures, "draw", lambda *what: (refuse(1), draw(*what))[1])
+    monkeypatch.setattr(sweep_record.sweep_plots, "draw", lambda *what: (refuse(1), draw(*what))[1])
     trial = {**ended(0), "curve": [(10, 0.5)]}
     failure = record.update([trial])
     assert isinstance(failure, UnavailableError)

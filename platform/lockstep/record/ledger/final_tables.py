@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.record.figures import observation_figures, run_figures
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.plots import observation_plots, run_plots
 
 LEDGER = "ledger.parquet"
 _DRAWING = threading.Lock()
@@ -55,11 +55,11 @@ class Figures:
         with _DRAWING:
             if journal.last_step:
                 steps = (
-                    tables.columns_in(folder / LEDGER, run_figures.COLUMNS)
+                    tables.columns_in(folder / LEDGER, run_plots.COLUMNS)
                     if written
-                    else tables.columns(journal.steps(), run_figures.COLUMNS)
+                    else tables.columns(journal.steps(), run_plots.COLUMNS)
                 )
-                drawn += run_figures.draw(
+                drawn += run_plots.draw(
                     steps,
                     evaluated,
                     folder,
@@ -67,5 +67,5 @@ class Figures:
                     log=self._log,
                 )
             if observed:
-                drawn += observation_figures.draw(observed, folder, self._log)
+                drawn += observation_plots.draw(observed, folder, self._log)
         self.drawn, self._drawn_of = drawn, rows

@@ -19,7 +19,6 @@ from lockstep.record import problems
 from lockstep.record.events import union
 from lockstep.record.events.metrics import evaluation_points, test_points
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
-from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.time_spent import time_tags
 from lockstep.record.mirror import documents
@@ -27,6 +26,7 @@ from lockstep.record.mirror.data_sets import DataSet, data_sets, measured_by
 from lockstep.record.mirror.final_model_files import model_folder
 from lockstep.record.mirror.run_files import Content
 from lockstep.record.mirror.run_store import Measured, Status
+from lockstep.record.plots import run_plots
 from lockstep.record.redaction import redacted_document
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -235,7 +235,7 @@ class Projection:
         verdict = verdict._replace(troubles=[f"{kind}: {text}" for kind, text in wrong.items() if text])
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
-        names = [f"{run_figures.FOLDER}/{path.name}" for path in figures]
+        names = [f"{run_plots.FOLDER}/{path.name}" for path in figures]
         tags["note"] = documents.note(verdict, details, names, self._folder.name)
         return {f"lockstep.{name}": documents.as_value(value) for name, value in tags.items()}
 

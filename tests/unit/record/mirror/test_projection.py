@@ -24,11 +24,11 @@ from lockstep.record.events.union import (
     Recorded,
     Started,
 )
-from lockstep.record.figures import run_figures
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.tables import read_evaluations, read_observations, read_parquet
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import RunFiles
+from lockstep.record.plots import run_plots
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
@@ -127,7 +127,7 @@ def test_runs_that_end_together_in_one_process_draw_one_after_another(
         finally:
             drawing -= 1
 
-    monkeypatch.setattr(run_figures, "draw", watched)
+    monkeypatch.setattr(run_plots, "draw", watched)
     runs = [tmp_path / str(number) for number in range(4)]
 
     def end(folder: Path) -> None:
@@ -177,13 +177,13 @@ def test_figures_are_drawn_before_the_end_is_known_and_once(
 ) -> None:
     """While rank 0 exports the final model. The control: where another attempt has evaluated since, they are drawn anew."""
     drawn: list[int] = []
-    draw = run_figures.draw
+    draw = run_plots.draw
 
     def noted(x: Any, evaluated: Any, *given: Any, **named: Any) -> Any:
         drawn.append(len(evaluated))
         return draw(x, evaluated, *given, **named)
 
-    monkeypatch.setattr(run_figures, "draw", noted)
+    monkeypatch.setattr(run_plots, "draw", noted)
     recorder = Recorder(spec())
     recorder.start()
     recorder.tell(*[step_row(step) for step in range(1, 5)], evaluation_row(2), PeakMemory([1]))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.figures.run_figures import save_drawn
+from lockstep.record.plots.run_plots import save_drawn
 from lockstep.spec.sweep import SweepSpec
 
 _COLOURS = ("#1f6fb4", "#d9680c", "#2a8a4a", "#8d4bb0", "#b03a48", "#6b6b6b")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.record.events.union import Observation
-from lockstep.record.figures import run_figures
+from lockstep.record.plots import run_plots
 
 LAYERS = "layers/"
 PHASES = ("data", "forward", "backward", "slowest", "reduction", "optimizer", "other", "checkpoint")
@@ -26,14 +26,14 @@ def draw(observed: Sequence[Observation], folder: Path, log: Callable[[str], Non
         drawn["phases"] = partial(_phases, observed)
     if any(name.startswith("perf/memory/") for name in observed[-1].values):
         drawn["memory"] = partial(_memory, observed)
-    return run_figures.save_drawn(drawn, folder, log)
+    return run_plots.save_drawn(drawn, folder, log)
 
 
 def _layers(observed: Sequence[Observation]) -> Any:
     import numpy as np
     from matplotlib import colormaps
 
-    figure, panels = run_figures.panels("Gradient flow by layer group", ("gradient norm", "update / weight"))
+    figure, panels = run_plots.panels("Gradient flow by layer group", ("gradient norm", "update / weight"))
     names = {name for row in observed for name in row.values if name.startswith(LAYERS)}
     groups = list(
         dict.fromkeys(
@@ -61,7 +61,7 @@ def _layers(observed: Sequence[Observation]) -> Any:
 
 
 def _phases(observed: Sequence[Observation]) -> Any:
-    figure, (ax,) = run_figures.panels("Where the time of a step goes", ("ms a step",))
+    figure, (ax,) = run_plots.panels("Where the time of a step goes", ("ms a step",))
     later = [row for row in observed if row.step > 1]  # the first step includes warming up
     times = [[1e3 * row.values.get(f"perf/time/{phase}_s", 0.0) for row in later] for phase in PHASES]
     labels = [_SHOWN.get(phase, phase) for phase in PHASES]
@@ -71,7 +71,7 @@ def _phases(observed: Sequence[Observation]) -> Any:
 
 
 def _memory(observed: Sequence[Observation]) -> Any:
-    figure, (ax,) = run_figures.panels("Memory between steps", ("MB",))
+    figure, (ax,) = run_plots.panels("Memory between steps", ("MB",))
     names = [name for name in observed[-1].values if name.startswith("perf/memory/")]
     for name in names:
         points = [(row.step, row.values[name]) for row in observed if name in row.values]

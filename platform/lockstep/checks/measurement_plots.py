@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checks import problems
 from lockstep.checks.bench import PARTS, BenchResult
-from lockstep.record.figures.run_figures import save
+from lockstep.record.plots.run_plots import save
 
 if TYPE_CHECKING:
     from lockstep.checks.lr_finder import RateRange

@@ -1,1 +1,0 @@
-"""Figures of a run, drawn from its ledger when it ends."""

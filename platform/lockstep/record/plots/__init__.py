@@ -1,0 +1,1 @@
+"""Plots of a run, drawn from its ledger when it ends."""
