@@ -228,13 +228,28 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
         _lock_range(descriptor, shared=shared, wait=wait)
 
 
+def unlock(descriptor: int) -> None:
+    """Release the lock of a file that is then closed. Closing alone is not enough: a process that is being started has a copy of each descriptor until it executes its program."""
+    with suppress(OSError):  # the lock goes with the last copy
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
+
+
+def _whole_file(kind: int) -> bytes:
+    """A lock of all of a file's bytes, as `fcntl` takes it."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
 def _lock_range(descriptor: int, *, shared: bool, wait: bool) -> None:
     command = getattr(fcntl, "F_OFD_SETLKW" if wait else "F_OFD_SETLK", None)
     if command is None:  # not Linux
         raise NoLocksError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    whole_file = struct.pack("hhqqi4x", fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        fcntl.fcntl(descriptor, command, whole_file)
+        fcntl.fcntl(descriptor, command, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
     except OSError as error:
         if error.errno == errno.EACCES:  # means the same as EAGAIN here
             raise BlockingIOError(errno.EAGAIN, error.strerror) from error

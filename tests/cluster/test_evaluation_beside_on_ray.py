@@ -56,6 +56,16 @@ def beside(process: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("no process evaluates")
 
 
+def run_folder(storage: Path, process: subprocess.Popen[str]) -> Path:
+    """The folder of a command's run, once its journal is there: the process that evaluates may start before it."""
+    until = time.monotonic() + 300
+    while not (journals := [*storage.glob("*/journal.jsonl")]):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return journals[0].parent
+
+
 @pytest.mark.thinned(3)
 @pytest.mark.scenario
 @pytest.mark.parametrize("where", [["workers.min=2"], ["--local"], ["workers.min=1"]], ids=" ".join)
@@ -75,8 +85,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     killed = started(tmp_path / "killed", "evaluate.beside=true", *where)
     request.addfinalizer(killed.kill)
     evaluates = beside(killed)
-    (folder,) = [path.parent for path in (tmp_path / "killed").glob("*/journal.jsonl")] or [None]
-    assert folder is not None
+    folder = run_folder(tmp_path / "killed", killed)
     everyone = psutil.Process(killed.pid).children(recursive=True)
     os.killpg(killed.pid, signal.SIGKILL)
     for one in everyone:

@@ -49,6 +49,8 @@ def test_chunks_of_litdata_are_read_by_index(pool: Pool, tmp_path: Path, chunks:
     assert whole.weights_digest == train(document("Listed")).weights_digest
 
 
+# litdata maps its chunks for reading only, of which torch warns once in a process
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.exact
 @pytest.mark.parametrize("job", ["Hub", "Lit"])
 def test_bits_do_not_depend_on_workers_or_loader_processes(pool: Pool, chunks: str, job: str) -> None:

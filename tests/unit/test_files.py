@@ -150,6 +150,41 @@ def test_another_lock_is_taken_where_flock_is_missing(
     Journal(tmp_path).close()
 
 
+@pytest.mark.parametrize("kind", ["flock", "ranges"])
+def test_a_process_that_is_being_started_keeps_no_lock(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a copy of each descriptor until it executes its program, as this child has."""
+    if kind == "ranges":
+        no_flock(monkeypatch, errno.ENOLCK)
+    read, write = os.pipe()
+    journal = Journal(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        journal.close()
+        Journal(tmp_path).close()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    child = os.fork()
+    if child == 0:
+        journal.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(RecordError, match="another process records it now"):
+        Journal(tmp_path)
+    journal.close()
+
+
 def test_a_file_system_without_any_lock_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

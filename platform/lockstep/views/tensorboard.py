@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lockstep.files import NoLocksError, lock, make_folder, private, replacing
+from lockstep.files import NoLocksError, lock, make_folder, private, replacing, unlock
 from lockstep.record.mirror.documents import as_yaml, flat
 from lockstep.views import problems
 from lockstep.views.curves import Curves, Moment
@@ -72,7 +72,11 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
             with suppress(NoLocksError):
                 lock(descriptor, wait=True)
             if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was replaced meanwhile
-                yield file
+                try:
+                    yield file
+                finally:
+                    file.flush()
+                    unlock(descriptor)
                 return
 
 

@@ -23,7 +23,6 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import LockstepError, Problem, SpecError
 from lockstep.hf import causal_lm, problems, text_files
-from lockstep.hf.causal_lm import CausalLM
 from lockstep.hf.libraries import transformers
 from lockstep.hf.tokens import Documents, Tokenizer
 from lockstep.job.loading import load_job
@@ -484,26 +483,23 @@ def test_adapters_take_along_what_began_anew(folder: Path, tmp_path: Path) -> No
     assert torch.equal(logits(PeftModel.from_pretrained(begun, exported(run)), tokens), logits(own, tokens))
 
 
-@pytest.mark.exact
-def test_weights_that_are_read_otherwise_are_no_artifact(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.scenario
+def test_weights_that_are_read_otherwise_are_no_artifact(folder: Path, tmp_path: Path) -> None:
     """The negative control of the comparison; the artifact of before stays."""
-    saved = exported(trained)
+    document = language_model(folder, LLAMA)
+    document["job"]["use"] = "tests.unit.hf.misread:MisreadCausalLM"
+    run = recorded(document, tmp_path)
+    saved = exported(run)
     before = sorted((path.name, path.read_bytes()) for path in saved.iterdir())
-    load = CausalLM.load_pretrained
-
-    def other(self: CausalLM, model: Any, folder: Path) -> Any:
-        found: Any = load(self, model, folder)
-        with torch.no_grad():
-            next(found.parameters())[0, 0] += 1
-        return found
-
-    monkeypatch.setattr(CausalLM, "load_pretrained", other)
-    with pytest.raises(
-        LockstepError, match=r"^export: pretrained: read again, .* are other ones, such as 'lm_head"
-    ):
-        exported(trained)
+    misread = folder / "misread"
+    misread.touch()
+    try:
+        with pytest.raises(
+            LockstepError, match=r"^export: pretrained: read again, .* are other ones, such as 'lm_head"
+        ):
+            exported(run)
+    finally:
+        misread.unlink()
     assert sorted((path.name, path.read_bytes()) for path in saved.iterdir()) == before
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import RecordError
-from lockstep.files import NoLocksError, flush, lock, make_folder
+from lockstep.files import NoLocksError, flush, lock, make_folder, unlock
 from lockstep.paths import plain_file
 from lockstep.record import problems
 
@@ -27,6 +27,7 @@ class JournalFile:
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._folder, self.path = folder, folder / NAME
+        self._process = os.getpid()
         self._read_only = read_only
         self.size = 0
         """The offset at which the last whole line ends, as far as it was read or added."""
@@ -129,6 +130,8 @@ class JournalFile:
     def release(self) -> None:
         """Release the lock."""
         file, self._file = self._file, -1  # a thread that still reads must not read another file
+        if os.getpid() == self._process:  # a forked process must not release the lock of its parent
+            unlock(file)
         os.close(file)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.files import NoLocksError, lock
+from lockstep.files import NoLocksError, lock, unlock
 from lockstep.record import problems
 from lockstep.record.mirror.store_uri import database_path
 
@@ -29,9 +29,12 @@ def database_lock(uri: str) -> Iterator[Path | None]:
         file = database.with_name(f"{database.name}.lock").open("ab")
     except OSError as error:
         raise problems.BESIDE_DATABASE(database=database, got=error.strerror or error) from error
-    with file:  # closing it releases the lock
+    with file:
         _take(file.fileno(), database)
-        yield database
+        try:
+            yield database
+        finally:
+            unlock(file.fileno())
 
 
 def _database(uri: str) -> Path | None:
