@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep import train
@@ -64,6 +65,14 @@ def answer(process: Forked, code: int = 0) -> dict[str, Any]:
     assert process.returncode == code, err
     told: dict[str, Any] = json.loads(out)
     return told
+
+
+def lost(process: Forked) -> None:
+    """Kill a command and its guardian, which would record its end, as the loss of a machine does."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
 
 
 def wait_for_steps(folder: Path, count: int, process: Forked) -> Path:
@@ -201,13 +210,12 @@ def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
 
 @pytest.mark.exact  # below `sync` sends what is left; test_folder_reader.py and test_liveness.py mark a run whose process has gone
 def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_path: Path, ask: Ask) -> None:
-    """SIGKILL while the server is away: the journal has what MLflow has not, until `record sync`."""
+    """Lost with its guardian while the server is away: the journal has what MLflow has not, until `record sync`."""
     process = training(server.uri, tmp_path, steps=100_000)
     folder = wait_for_steps(tmp_path, 40, process)
     server.kill()
     wait_for_steps(tmp_path, len(read_steps(folder)) + 60, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    lost(process)
     server.start()
     run_id = folder.name
     told = len(recorded(server.uri, run_id).get("train/loss", []))
