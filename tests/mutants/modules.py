@@ -5,7 +5,7 @@ from __future__ import annotations
 COVERED = {
     "attempts/supervisor.py": ["tests/unit/attempts/test_supervisor.py"],
     "attempts/attempt_watch.py": ["tests/unit/attempts/test_supervisor.py"],
-    "attempts/run_account.py": ["tests/unit/attempts/test_supervisor.py"],
+    "attempts/attempts_account.py": ["tests/unit/attempts/test_supervisor.py"],
     "record/ledger/journal_file.py": [
         "tests/unit/record/ledger/test_journal_file.py",
         "tests/unit/record/ledger/test_journal.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from lockstep.attempts.attempts_account import RunAccount
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ClusterView
 from lockstep.attempts.fault_attribution import Blame
@@ -16,7 +17,6 @@ from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_ever
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.attempts.recording import Recording
-from lockstep.attempts.run_account import RunAccount
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView

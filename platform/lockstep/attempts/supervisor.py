@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.attempts import problems
 from lockstep.attempts.attempt_watch import AttemptWatch
+from lockstep.attempts.attempts_account import RunAccount
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ON_RAY, ClusterView
 from lockstep.attempts.fault_attribution import Blame
@@ -20,7 +21,6 @@ from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.retry_policy import RetryBudget, outcome_of
-from lockstep.attempts.run_account import RunAccount
 from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.storage_retries import patiently
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import leads
+from lockstep.calls.leased_storages import leads
 from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
 from lockstep.calls.train import run_attempt
 from lockstep.checkpoint.runs.lease import Lease

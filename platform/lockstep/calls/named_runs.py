@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import leads, leased_run
+from lockstep.calls.leased_storages import leads, leased_run
 from lockstep.checkpoint.runs.lease import leased
 from lockstep.checkpoint.runs.names import folder_of, give_name, run_of_name
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin

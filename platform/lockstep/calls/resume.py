@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import leads, leased_run, lies_where, refuse_leased_run
+from lockstep.calls.leased_storages import leads, leased_run, lies_where, refuse_leased_run
 from lockstep.calls.lost_storage import refuse_lost
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.run_checkpoints import check_step, steps_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.calls import problems
 from lockstep.calls.continuation import fetch_copy, refuse_changes
-from lockstep.calls.leased_run import leads
+from lockstep.calls.leased_storages import leads
 from lockstep.calls.resume import recorded_and_asked
 from lockstep.calls.train import run_attempt
 from lockstep.checkpoint.runs.run_checkpoints import on_disk, whole_steps

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lockstep.calls import problems
-from lockstep.calls.leased_run import HeldProgress, leads, leased_run
+from lockstep.calls.leased_storages import HeldProgress, leads, leased_run
 from lockstep.calls.named_runs import train_named
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.lease import Lease

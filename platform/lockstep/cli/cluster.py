@@ -164,7 +164,7 @@ def submit(
 ) -> None:
     """Run on a cluster as a job. Its output is shown here, and its exit code is this command's."""
     with answered(json_, verbose) as answer:
-        from lockstep.calls.leased_run import refuse_held_job
+        from lockstep.calls.leased_storages import refuse_held_job
         from lockstep.clusters import submission
 
         if (spec is None) == (attach is None):

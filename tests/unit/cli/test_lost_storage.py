@@ -18,7 +18,7 @@ import pytest
 
 import lockstep
 from lockstep.calls.continuation import fetch_copy
-from lockstep.calls.leased_run import leased_run
+from lockstep.calls.leased_storages import leased_run
 from lockstep.checkpoint import problems
 from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.runs.run_checkpoints import aside
