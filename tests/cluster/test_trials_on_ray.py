@@ -171,7 +171,7 @@ def test_the_others_go_on_without_a_rank_whose_process_is_lost(recorders: Any, l
 def evaluated_twice(folder: Path) -> Document:
     return {
         "job": {"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}},
-        "batch": {"global": 8, "micro": 4},
+        "batch": {"global": 8, "micro": 2},
         "length": {"steps": 4},
         "evaluate": {"every": {"steps": 2}},
         "rehearsal": "off",
@@ -220,15 +220,16 @@ def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_ano
 
 
 def test_a_trial_outlives_a_worker_that_is_lost_while_tune_decides(tmp_path: Path) -> None:
-    """The watch over its peers tells the rendezvous, which knows of all workers from the beginning. The next trial needs others."""
+    """The rendezvous knows of all three workers, and hears of the loss from the watch over them. The next trial needs others."""
     document = evaluated_twice(tmp_path)
-    peer = ray.remote(Peer).remote(str(tmp_path), None)
+    peers = [ray.remote(Peer).remote(str(tmp_path), None) for _ in range(2)]
     with recorders_here(2, lambda _: None) as recorders:
-        training = Training(load_spec(document), 0, "sweep", recorders, [peer], tmp_path, None, may_reuse=False)
+        training = Training(load_spec(document), 0, "sweep", recorders, peers, tmp_path, None, may_reuse=False)
         assert next_of(training)["step"] == 2
-        ray.kill(peer)
+        ray.kill(peers[0])
         assert given(training) == [(4, "finished", train(document).weights_digest, training.run_id)]
         assert not training.leave()
+    ray.kill(peers[1])
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,30 @@ Each run is compared with one plain process, as in `test_survivors`, and no step
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+import lockstep
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.communication.group import Group
+from lockstep.job.loading import load_job
+from lockstep.record.events.union import tell_nobody
+from lockstep.spec.loading import load_spec
 from lockstep.training import problems as training_problems
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems as elastic_problems
-from lockstep.training.loop import report_end
+from lockstep.training.elastic.membership import Progress
+from lockstep.training.elastic.recovery import Seat
+from lockstep.training.loop import fit, report_end
 from lockstep.training.setup import Run
 from lockstep.training.step import problems
 from lockstep.training.step.sharding import SCALARS
@@ -49,6 +60,7 @@ HERE = "tests.distributed.test_mirrored_shards"
 MIRRORED: Document = {"sharding": "full", "faults": {"mirror": True}}
 ADAMW: Document = {"optimizer": {"name": "adamw", "lr": 0.01}, "ema": 0.5, "clip_norm": 1.0}
 SMALL = CENTRED | ADAMW | MIRRORED
+ALONE = Group(0, 1, torch.device("cpu"))
 PLACES = ("forward", "send whole", "update", "pass gradients", "send to one", "gather", "note")
 OF_DIGESTS = 3
 """Which gathering of a step is one of digests after the update: two are before it, and after it."""
@@ -264,6 +276,56 @@ def test_a_worker_holds_its_share_and_that_of_another(pool: Pool) -> None:
             assert share[name] == pytest.approx(copies * whole[name] / 4, rel=0.05)
         assert estimated["parameters_bytes"] == pytest.approx(share["parameters_bytes"], rel=0.05)
         assert estimated["optimizer_bytes"] == pytest.approx(2 * share["optimizer_bytes"], rel=0.05)
+
+
+class Meeting(NoRequests):
+    """Where the workers of a run part after step 2, each to go on alone, and meet again after step 3. It tells the job which of it is so."""
+
+    def __init__(self, job: Any, again: Group) -> None:
+        self._job, self._asked, self._groups = job, 0, iter((ALONE, again))
+
+    def regroup(self) -> bool:
+        self._asked += 1
+        return self._asked in (2, 3)
+
+    def next_seat(self, seat: Seat, progress: Progress | None) -> Seat:
+        group = next(self._groups)
+        self._job.alone = group is ALONE
+        return seat._replace(group=group)
+
+
+def parted(document: Document) -> dict[str, Any] | None:
+    """The summary of a run whose workers part and meet again."""
+    spec = load_spec(document)
+    job, cpu = load_job(spec.job.use, spec.job.params), ALONE.device
+    with closing(Group.join(cpu)) as again:
+        meeting = Meeting(job, again)
+        recovery: Any = SimpleNamespace(ready=lambda seat: None, regroup=meeting.next_seat)
+        return fit(spec, job, Group.join(cpu), tell_nobody, meeting, None, recovery)
+
+
+def test_workers_that_have_each_others_rows_part_and_meet_again(pool: Pool) -> None:
+    """Each has all that it needs to go on alone; then its whole parameters are cut again."""
+    document = SMALL | {"rehearsal": "off"}
+    for summary in pool.run(2, parted, document):
+        assert (summary["weights_digest"], summary["workers"]) == (plain().weights_digest, 2)
+
+
+class HoldingAlone(Plain):
+    """Keeps a parameter outside of its module once its worker is alone."""
+
+    alone = False
+
+    def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+        if self.alone:
+            self.kept = model[0].weight
+        return super().loss(model, batch)
+
+
+def test_a_parameter_that_a_job_holds_is_found_once_it_is_cut(pool: Pool) -> None:
+    document = SMALL | {"job": {"use": f"{HERE}:HoldingAlone"}, "rehearsal": "off"}
+    with raises(training_problems.HELD_OUTSIDE, name="0.weight"):
+        pool.run(2, parted, document)
 
 
 _HELD: list[Tensor] = []
