@@ -5,7 +5,7 @@ Each run is compared with one plain process, as in `test_survivors`, and no step
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
@@ -26,6 +27,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training import problems as training_problems
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems as elastic_problems
+from lockstep.training.elastic.errors import LeftError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.loop import fit, report_end
@@ -60,7 +62,6 @@ HERE = "tests.distributed.test_mirrored_shards"
 MIRRORED: Document = {"sharding": "full", "faults": {"mirror": True}}
 ADAMW: Document = {"optimizer": {"name": "adamw", "lr": 0.01}, "ema": 0.5, "clip_norm": 1.0}
 SMALL = CENTRED | ADAMW | MIRRORED
-ALONE = Group(0, 1, torch.device("cpu"))
 PLACES = ("forward", "send whole", "update", "pass gradients", "send to one", "gather", "note")
 OF_DIGESTS = 3
 """Which gathering of a step is one of digests after the update: two are before it, and after it."""
@@ -279,35 +280,37 @@ def test_a_worker_holds_its_share_and_that_of_another(pool: Pool) -> None:
 
 
 class Meeting(NoRequests):
-    """Where the workers of a run part after step 2, each to go on alone, and meet again after step 3. It tells the job which of it is so."""
+    """Where the workers of a run meet after each step: a worker goes on in one group after another, and leaves when it has no more. The job knows when it is alone."""
 
-    def __init__(self, job: Any, again: Group) -> None:
-        self._job, self._asked, self._groups = job, 0, iter((ALONE, again))
+    def __init__(self, job: Any, groups: Sequence[Group]) -> None:
+        self._job, self._groups = job, iter(groups)
 
     def regroup(self) -> bool:
-        self._asked += 1
-        return self._asked in (2, 3)
+        return True
 
     def next_seat(self, seat: Seat, progress: Progress | None) -> Seat:
-        group = next(self._groups)
-        self._job.alone = group is ALONE
+        group = next(self._groups, None)
+        if group is None:
+            raise LeftError("it leaves")
+        self._job.alone = group.size == 1
         return seat._replace(group=group)
 
 
-def parted(document: Document) -> dict[str, Any] | None:
-    """The summary of a run whose workers part and meet again."""
+def three_two_one_two(document: Document) -> dict[str, Any] | None:
+    """The summary of a run of three workers: the last one leaves, the others go on together, each alone, and together again."""
     spec = load_spec(document)
-    job, cpu = load_job(spec.job.use, spec.job.params), ALONE.device
-    with closing(Group.join(cpu)) as again:
-        meeting = Meeting(job, again)
-        recovery: Any = SimpleNamespace(ready=lambda seat: None, regroup=meeting.next_seat)
-        return fit(spec, job, Group.join(cpu), tell_nobody, meeting, None, recovery)
+    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
+    pair, again = (Group(group.rank, 2, group.device, dist.new_group([0, 1])) for _ in range(2))
+    groups = [pair, Group(0, 1, group.device), again] if group.rank < 2 else []
+    meeting = Meeting(job, groups)
+    recovery: Any = SimpleNamespace(ready=lambda seat: None, regroup=meeting.next_seat)
+    return fit(spec, job, group, tell_nobody, meeting, None, recovery)
 
 
-def test_workers_that_have_each_others_rows_part_and_meet_again(pool: Pool) -> None:
-    """Each has all that it needs to go on alone; then its whole parameters are cut again."""
-    document = SMALL | {"rehearsal": "off"}
-    for summary in pool.run(2, parted, document):
+def test_rows_are_cut_for_fewer_workers_for_one_and_for_more(pool: Pool) -> None:
+    *stayed, left = pool.run(3, three_two_one_two, SMALL | {"rehearsal": "off"})
+    assert left is None
+    for summary in stayed:
         assert (summary["weights_digest"], summary["workers"]) == (plain().weights_digest, 2)
 
 
@@ -325,7 +328,7 @@ class HoldingAlone(Plain):
 def test_a_parameter_that_a_job_holds_is_found_once_it_is_cut(pool: Pool) -> None:
     document = SMALL | {"job": {"use": f"{HERE}:HoldingAlone"}, "rehearsal": "off"}
     with raises(training_problems.HELD_OUTSIDE, name="0.weight"):
-        pool.run(2, parted, document)
+        pool.run(3, three_two_one_two, document)
 
 
 _HELD: list[Tensor] = []
