@@ -220,7 +220,9 @@ def test_whether_a_run_goes_on_is_for_the_first_rank_to_say(rank: int, wanted: b
 
 def test_a_run_tells_what_it_observes_and_the_memory_that_it_took() -> None:
     _, told = fitted(spec_of(record={"uri": "off", "observe_every": 2}), Asked())
-    assert [event.step for event in told.of(Observation)] == [1, 2, 4]
+    observed = told.of(Observation)
+    assert [event.step for event in observed] == [1, 2, 4]
+    assert all(any(name.startswith("layers/") for name in event.values) for event in observed)
     assert [event.name for event in told.of(Document)].count("memory.json") == 1
 
 

@@ -13,14 +13,16 @@ import pytest
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import RecordError
-from lockstep.record.errors import UnavailableError
+from lockstep.record import problems
+from lockstep.record.errors import RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point
-from lockstep.record.events.union import CheckpointRow, Finished
+from lockstep.record.events.union import CheckpointRow, Document, Finished
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.run_store import Measured
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 from tests.unit.record.rows import evaluation_row, step_row
@@ -36,7 +38,11 @@ class Noting(FolderStore):
         self.checkpoints_of: dict[int, list[str]] = {}
         self.measured: dict[int, list[float]] = {}
         self.models: list[int] = []
-        self.takes_points = True
+        self.takes_points, self.refuses = True, list[str]()
+
+    def log_file(self, path: Path, artifact_path: str = "") -> None:
+        if path.name in self.refuses:
+            raise RejectedError("it is too large")
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         if not self.takes_points:
@@ -110,3 +116,18 @@ def test_a_run_whose_points_are_not_all_sent_is_not_told_to_have_finished(
         recorder.close(timeout_s=0.5)
     status = json.loads((recorder.run_folder() / "run.json").read_text())["status"]
     assert status == ("FINISHED" if takes_points else "RUNNING")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [(["a.txt"], "artifact a.txt"), (["a.txt", "b.txt"], "artifact a.txt (and 1 more)")]
+)
+def test_the_first_refusal_is_told_with_the_number_of_the_others(
+    spec: Specs, names: list[str], told: str
+) -> None:
+    store = Noting(spec().folder)
+    store.refuses = names
+    recorder = Recorder(spec(), lambda _: store)
+    recorder.start()
+    recorder.tell(*(Document(name, "") for name in names), Finished({"step": 0}))
+    with raises(problems.NOT_RECORDED, got="it is too large", what=told):
+        recorder.close(timeout_s=20.0)
