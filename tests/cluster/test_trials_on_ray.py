@@ -224,7 +224,9 @@ def test_a_trial_outlives_a_worker_that_is_lost_while_tune_decides(tmp_path: Pat
     document = evaluated_twice(tmp_path)
     peers = [ray.remote(Peer).remote(str(tmp_path), None) for _ in range(2)]
     with recorders_here(2, lambda _: None) as recorders:
-        training = Training(load_spec(document), 0, "sweep", recorders, peers, tmp_path, None, may_reuse=False)
+        training = Training(
+            load_spec(document), 0, "sweep", recorders, peers, tmp_path, None, may_reuse=False
+        )
         assert next_of(training)["step"] == 2
         ray.kill(peers[0])
         assert given(training) == [(4, "finished", train(document).weights_digest, training.run_id)]

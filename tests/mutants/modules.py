@@ -195,6 +195,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "sweeps/trial.py": {
         "Training._history: constant changed: 0 -> (-1) #2": _STEPS,
         "Training.leave: constant changed: 1 -> (2)": "a process that fails is lost, whatever its exit code",
+        "_is_lost: None returned: return False -> return None": _FALSE,
+        "_is_lost: None returned: return False -> return None #2": _FALSE,
     },
     "sweeps/trial_watchdog.py": {
         "SweepWatchdog._views: comparison swapped: running_s() - self._asked_at >= ASK_S -> (running_s() - self._asked_at > ASK_S)": _PACE,

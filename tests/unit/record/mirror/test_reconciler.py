@@ -26,6 +26,7 @@ from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.test_recorder import wait_until
 
 Specs = Callable[..., Spec]
 
@@ -89,6 +90,25 @@ def test_each_checkpoint_is_sent_as_the_spec_says_with_what_was_measured_of_it(s
     assert store.checkpoints_of.pop(1)[-1] == "reference"
     assert store.checkpoints_of == {}
     assert store.measured == {step: [1 / (step + 1)] for step in (1, 2)}
+
+
+def test_a_save_that_is_made_again_may_change_which_checkpoints_are_sent_whole(spec: Specs) -> None:
+    """The state of step 2 is evaluated once its run is resumed, and is not the best after all."""
+    store = Noting(spec().folder)
+    recorder = Recorder(spec("sqlite:///unused.db"), lambda _: store)
+    recorder.start()
+    attempt = RunFolder.create(open_storage(spec().checkpoint.storage), recorder.run_id()).claim()
+    uris = {step: write_checkpoint(attempt, step, state(step, items=4)).shown for step in (1, 2)}
+
+    def save(step: int, *essential: int) -> CheckpointRow:
+        whole = tuple((step, uris[step]) for step in essential)
+        return CheckpointRow(step, uris[step], None, 1, 0.0, 0.0, 0.0, 1.0, (), whole)
+
+    recorder.tell(step_row(1), save(1, 1), step_row(2), save(2, 2))
+    wait_until(lambda: store.checkpoints_of == {2: ["copy"], 1: ["reference"]})
+    recorder.tell(save(2, 2, 1), Finished({"step": 2}))
+    recorder.close(timeout_s=20.0)
+    assert store.checkpoints_of == {2: ["copy"], 1: ["reference", "copy"]}
 
 
 @pytest.mark.parametrize("why", ["", "its graph cannot be traced"])
