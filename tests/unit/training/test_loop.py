@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.loading import load_job
@@ -239,6 +239,22 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     assert len(told.losses()) == steps
     assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
     assert asked.looked == min(wanted + 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("early_stop", "replay"),
+    [({"metric": "eval/loss", "mode": "max", "patience": 1}, None), (None, Replay("a" * 32, "/runs", 0, 2))],
+    ids=["early stop", "replay"],
+)
+def test_a_run_that_is_over_takes_no_other_step(early_stop: Any, replay: Replay | None) -> None:
+    spec = spec_of(
+        job={"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}},
+        evaluate={"every": {"steps": 1}},
+        early_stop=early_stop,
+    )
+    summary, told = fitted(spec, Asked(), origin=replay and AttemptOrigin(replay=replay))
+    assert [step for step, _ in told.losses()] == [1, 2]
+    assert summary is not None and not summary["stopped"]
 
 
 class Deciding(Asked):
