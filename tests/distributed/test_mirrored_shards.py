@@ -296,8 +296,8 @@ class Meeting(NoRequests):
         return seat._replace(group=group)
 
 
-def three_two_one_two(document: Document) -> dict[str, Any] | None:
-    """The summary of a run of three workers: the last one leaves, the others go on together, each alone, and together again."""
+def regrouping(document: Document) -> dict[str, Any] | None:
+    """The summary of a run whose first two workers go on together, each alone, and together again. A third one leaves."""
     spec = load_spec(document)
     job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
     pair, again = (Group(group.rank, 2, group.device, dist.new_group([0, 1])) for _ in range(2))
@@ -308,7 +308,7 @@ def three_two_one_two(document: Document) -> dict[str, Any] | None:
 
 
 def test_rows_are_cut_for_fewer_workers_for_one_and_for_more(pool: Pool) -> None:
-    *stayed, left = pool.run(3, three_two_one_two, SMALL | {"rehearsal": "off"})
+    *stayed, left = pool.run(3, regrouping, SMALL | {"rehearsal": "off"})
     assert left is None
     for summary in stayed:
         assert (summary["weights_digest"], summary["workers"]) == (plain().weights_digest, 2)
@@ -328,7 +328,7 @@ class HoldingAlone(Plain):
 def test_a_parameter_that_a_job_holds_is_found_once_it_is_cut(pool: Pool) -> None:
     document = SMALL | {"job": {"use": f"{HERE}:HoldingAlone"}, "rehearsal": "off"}
     with raises(training_problems.HELD_OUTSIDE, name="0.weight"):
-        pool.run(3, three_two_one_two, document)
+        pool.run(2, regrouping, document)
 
 
 _HELD: list[Tensor] = []
