@@ -38,6 +38,8 @@ COVERED = {
         "tests/distributed/test_without.py",
         "tests/distributed/test_full_sharding.py::test_a_parameter_that_the_job_holds_itself_is_refused",
         "tests/distributed/test_full_sharding.py::test_a_parameter_that_only_garbage_holds_is_let_go",
+        "tests/distributed/test_full_sharding.py::test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model",
+        "tests/distributed/test_full_start.py::test_a_start_by_shards_finds_samples_to_evaluate_that_draw_though_they_say_otherwise",
         "tests/distributed/test_mistakes.py",
     ],
     "training/loop.py": [
