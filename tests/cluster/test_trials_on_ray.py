@@ -24,12 +24,13 @@ from lockstep.record.mirror.stores import find_run
 from lockstep.spec.fields import Faults
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps import trial, trial_watchdog
+from lockstep.sweeps.peers import Peer
 from lockstep.sweeps.recorders import GOES_ON, WHOSE, recorders_here
 from lockstep.sweeps.trial import Training, run_name
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_watchdog import SweepWatchdog
 from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
-from tests.distributed.training import train
+from tests.distributed.training import Document, train
 from tests.raised import raises
 
 pytestmark = [
@@ -167,32 +168,42 @@ def test_the_others_go_on_without_a_rank_whose_process_is_lost(recorders: Any, l
     )
 
 
-def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_another(tmp_path: Path) -> None:
-    """In the process of the test: what Tune is given of a trial that is trained, begun again, replayed and reused."""
-    document = {
+def evaluated_twice(folder: Path) -> Document:
+    return {
         "job": {"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}},
-        "batch": {"global": 8, "micro": 4},
+        "batch": {"global": 8, "micro": 2},
         "length": {"steps": 4},
         "evaluate": {"every": {"steps": 2}},
         "rehearsal": "off",
         "record": {"uri": "off"},
-        "checkpoint": {"storage": str(tmp_path / "runs"), "every": None},
+        "checkpoint": {"storage": str(folder / "runs"), "every": None},
     }
+
+
+def next_of(training: Training) -> dict[str, Any]:
+    return within(60.0, "the trial", training.next_result)
+
+
+def given(training: Training) -> list[tuple[Any, ...]]:
+    """What Tune is given of a trial until it ends."""
+    results = [next_of(training)]
+    while not results[-1].get("done"):
+        results.append(next_of(training))
+    return [(one["step"], one.get("status"), one.get("weights_digest"), one["run_id"]) for one in results]
+
+
+def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_another(tmp_path: Path) -> None:
+    """In the process of the test: what Tune is given of a trial that is trained, begun again, replayed and reused."""
+    document = evaluated_twice(tmp_path)
     spec, digest = load_spec(document), train(document).weights_digest
     name = run_name("sweep", 0, spec)
 
     def began(number: int, *, may_reuse: bool = False) -> Training:
         return Training(spec, number, "sweep", recorders, [], tmp_path, None, may_reuse=may_reuse)
 
-    def given(training: Training) -> list[tuple[Any, ...]]:
-        results = [within(60.0, "the trial", training.next_result)]
-        while not results[-1].get("done"):
-            results.append(within(60.0, "the trial", training.next_result))
-        return [(one["step"], one.get("status"), one.get("weights_digest"), one["run_id"]) for one in results]
-
     with recorders_here(2, lambda _: None) as recorders:
         left = began(0)
-        assert within(60.0, "the trial", left.next_result)["step"] == 2
+        assert next_of(left)["step"] == 2
         assert left.leave()
         shutil.rmtree(tmp_path / "runs" / f"named-{name}")  # as if it had been lost before it gave the name
         trained = given(began(0))
@@ -206,6 +217,21 @@ def test_each_attempt_of_a_trial_finds_its_run_and_a_finished_run_stands_for_ano
         assert given(began(0)) == [(2, None, None, run_id), (4, "finished", digest, run_id)]
         *_, reused = given(began(1, may_reuse=True))
         assert reused[:3] == (4, "reused", digest) and reused[3] != run_id
+
+
+def test_a_trial_outlives_a_worker_that_is_lost_while_tune_decides(tmp_path: Path) -> None:
+    """The rendezvous knows of all three workers, and hears of the loss from the watch over them. The next trial needs others."""
+    document = evaluated_twice(tmp_path)
+    peers = [ray.remote(Peer).remote(str(tmp_path), None) for _ in range(2)]
+    with recorders_here(2, lambda _: None) as recorders:
+        training = Training(
+            load_spec(document), 0, "sweep", recorders, peers, tmp_path, None, may_reuse=False
+        )
+        assert next_of(training)["step"] == 2
+        ray.kill(peers[0])
+        assert given(training) == [(4, "finished", train(document).weights_digest, training.run_id)]
+        assert not training.leave()
+    ray.kill(peers[1])
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep.training.initial_model as initial_model
 import lockstep.training.stored_weights as stored
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
+from lockstep.data import problems
 from lockstep.errors import JobError, SpecError
 from lockstep.training.integrity.state_digest import weights_digest
 from tests.distributed import test_same_bits
 from tests.distributed.pool import Pool
-from tests.distributed.small_jobs import Plain
+from tests.distributed.small_jobs import Plain, points
 from tests.distributed.test_full_sharding import (
     RUN,
     WIDE,
@@ -32,6 +34,7 @@ from tests.distributed.test_full_sharding import (
     small,
 )
 from tests.distributed.training import Document, Trained, train
+from tests.raised import raises
 
 HERE = "tests.distributed.test_full_start"
 WIDE_JOB = "tests.distributed.test_full_sharding:Wide"
@@ -93,6 +96,24 @@ def test_a_start_by_shards_finds_what_a_micro_batch_leaves_behind(pool: Pool) ->
     with pytest.raises(JobError, match=r"is kept from one micro-batch to the next"):
         pool.run(2, by_shards, document)
     pool.run(2, train, document | {"rehearsal": "off"})
+
+
+class SaysItDrawsNothing(TensorDataset):
+    draws_nothing = True
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(())
+        return super().__getitem__(index)
+
+
+class DrawsForEvaluation(Plain):
+    def eval_data(self) -> Dataset[Any]:
+        return SaysItDrawsNothing(*points(6))
+
+
+def test_a_start_by_shards_finds_samples_to_evaluate_that_draw_though_they_say_otherwise(pool: Pool) -> None:
+    with raises(problems.DRAWS, dataset="SaysItDrawsNothing"):
+        pool.run(2, train, full(small(f"{HERE}:DrawsForEvaluation", rehearsal="off")))
 
 
 # --- weights in files ---------------------------------------------------------------------------------------------

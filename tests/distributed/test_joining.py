@@ -16,7 +16,7 @@ from lockstep.training.elastic import problems
 from tests import lake
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.survivors import Change, JoiningWorker, Outlived, outlive
-from tests.distributed.test_survivors import DIGITS, check, undisturbed
+from tests.distributed.test_survivors import DIGITS, check, repeated, undisturbed
 from tests.distributed.training import Document, train, train_attempt
 from tests.raised import raises
 
@@ -86,7 +86,7 @@ def test_a_joining_worker_that_computes_the_same_bits_is_let_in() -> None:
 def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
     tmp_path: Path, versions: dict[str, str]
 ) -> None:
-    """It is let in, though the table has a newer one; with that one it would not be."""
+    """It is let in, though the table has a newer one, and the others take no step again; with that one it would not be."""
     for seed in (1, 2):
         lake.append("delta", tmp_path, lake.points(40, seed))
     params = {"train": str(tmp_path), "evaluation": None, "inputs": lake.FEATURES, "width": 8}
@@ -107,7 +107,9 @@ def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
         )
 
     if versions:
-        check(joined(), train_attempt(document, "alone", AttemptOrigin(table_versions=versions)), [0, 1])
+        outlived = joined()
+        check(outlived, train_attempt(document, "alone", AttemptOrigin(table_versions=versions)), [0, 1])
+        assert repeated(outlived) == []
     else:
         with raises(problems.OTHER_WORKER, got=re.compile("^data")):
             joined()

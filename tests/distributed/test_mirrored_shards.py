@@ -5,19 +5,32 @@ Each run is compared with one plain process, as in `test_survivors`, and no step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import lockstep
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
+from lockstep.communication.group import Group
+from lockstep.job.loading import load_job
+from lockstep.record.events.union import tell_nobody
+from lockstep.spec.loading import load_spec
 from lockstep.training import problems as training_problems
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import problems as elastic_problems
-from lockstep.training.loop import report_end
+from lockstep.training.elastic.errors import LeftError
+from lockstep.training.elastic.membership import Progress
+from lockstep.training.elastic.recovery import Seat
+from lockstep.training.loop import fit, report_end
 from lockstep.training.setup import Run
 from lockstep.training.step import problems
 from lockstep.training.step.sharding import SCALARS
@@ -264,6 +277,58 @@ def test_a_worker_holds_its_share_and_that_of_another(pool: Pool) -> None:
             assert share[name] == pytest.approx(copies * whole[name] / 4, rel=0.05)
         assert estimated["parameters_bytes"] == pytest.approx(share["parameters_bytes"], rel=0.05)
         assert estimated["optimizer_bytes"] == pytest.approx(2 * share["optimizer_bytes"], rel=0.05)
+
+
+class Meeting(NoRequests):
+    """Where the workers of a run meet after each step: a worker goes on in one group after another, and leaves when it has no more. The job knows when it is alone."""
+
+    def __init__(self, job: Any, groups: Sequence[Group]) -> None:
+        self._job, self._groups = job, iter(groups)
+
+    def regroup(self) -> bool:
+        return True
+
+    def next_seat(self, seat: Seat, progress: Progress | None) -> Seat:
+        group = next(self._groups, None)
+        if group is None:
+            raise LeftError("it leaves")
+        self._job.alone = group.size == 1
+        return seat._replace(group=group)
+
+
+def regrouping(document: Document) -> dict[str, Any] | None:
+    """The summary of a run whose first two workers go on together, each alone, and together again. A third one leaves."""
+    spec = load_spec(document)
+    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
+    pair, again = (Group(group.rank, 2, group.device, dist.new_group([0, 1])) for _ in range(2))
+    groups = [pair, Group(0, 1, group.device), again] if group.rank < 2 else []
+    meeting = Meeting(job, groups)
+    recovery: Any = SimpleNamespace(ready=lambda seat: None, regroup=meeting.next_seat)
+    return fit(spec, job, group, tell_nobody, meeting, None, recovery)
+
+
+def test_rows_are_cut_for_fewer_workers_for_one_and_for_more(pool: Pool) -> None:
+    *stayed, left = pool.run(3, regrouping, SMALL | {"rehearsal": "off"})
+    assert left is None
+    for summary in stayed:
+        assert (summary["weights_digest"], summary["workers"]) == (plain().weights_digest, 2)
+
+
+class HoldingAlone(Plain):
+    """Keeps a parameter outside of its module once its worker is alone."""
+
+    alone = False
+
+    def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+        if self.alone:
+            self.kept = model[0].weight
+        return super().loss(model, batch)
+
+
+def test_a_parameter_that_a_job_holds_is_found_once_it_is_cut(pool: Pool) -> None:
+    document = SMALL | {"job": {"use": f"{HERE}:HoldingAlone"}, "rehearsal": "off"}
+    with raises(training_problems.HELD_OUTSIDE, name="0.weight"):
+        pool.run(2, regrouping, document)
 
 
 _HELD: list[Tensor] = []

@@ -94,7 +94,9 @@ def told(value: Any) -> Any:
     return struct.pack("d", value) if isinstance(value, float) else repr(value)
 
 
-def found(storage: str, step: int | None, piece: int = SMALL) -> tuple[Found, tuple[int, int]]:
+def found(
+    storage: str, step: int | None, piece: int = SMALL, *, is_sharded: bool = False
+) -> tuple[Found, tuple[int, int]]:
     """What a rank starts from, or the error it meets, with what it warns of; and what it reads from the store: bytes, requests."""
     stores: list[Counted] = []
 
@@ -108,7 +110,8 @@ def found(storage: str, step: int | None, piece: int = SMALL) -> tuple[Found, tu
         mock.patch.object(read_relay, "PIECE", piece),
     ):
         try:
-            loaded = start._load(storage, RUN, step, Group.join(torch.device("cpu")), warnings.append)
+            group = Group.join(torch.device("cpu"))
+            loaded = start._load(storage, RUN, step, group, warnings.append, is_sharded=is_sharded)
             outcome = (loaded and (loaded.manifest.step, loaded.checkpoint.shown, told(loaded.sections)),)
         except LockstepError as error:
             outcome = (type(error), str(error))
@@ -184,6 +187,30 @@ def test_all_ranks_find_the_same_where_a_file_is_damaged(
         ranks = pool.run(3, found, storage, step)
         assert [what for what, _ in ranks] == [alone] * 3
         assert [read for _, read in ranks] == [once, (0, 0), (0, 0)]
+
+
+def found_by_rows(storage: str) -> tuple[Found, int]:
+    """The same of a rank that takes only its rows, and the bytes of the files that it reads from beginning to end."""
+    what, (nbytes, _) = found(storage, None, is_sharded=True)
+    return what, nbytes
+
+
+@pytest.mark.parametrize("damaged_file", ["", "model", "optimizer"])
+def test_ranks_that_take_rows_share_out_the_files_to_verify(
+    pool: Pool, tmp_path: Path, damaged_file: str
+) -> None:
+    """One rank reads each file of tensors, the largest to rank 0; all ranks learn that it is damaged, and pass its checkpoint over."""
+    run = written(str(tmp_path))
+    if damaged_file:
+        damaged(str(tmp_path), f"{damaged_file}.a0001.r0000.safetensors", "one bit flipped")
+    alone, (nbytes, _) = found(str(tmp_path), None)
+    assert len(alone[-1]) == bool(damaged_file)
+    ranks = pool.run(3, found_by_rows, str(tmp_path))
+    assert [what for what, _ in ranks] == [alone] * 3
+    if not damaged_file:
+        files = {name: size for name, size in dict(listed(run))[2].items() if name.endswith(".safetensors")}
+        smaller, larger = sorted(files.values())
+        assert [read for _, read in ranks] == [nbytes - smaller, smaller, 0] and smaller < larger
 
 
 def test_all_ranks_tell_that_there_is_nothing(pool: Pool, tmp_path: Path) -> None:

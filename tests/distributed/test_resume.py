@@ -257,15 +257,19 @@ def test_cadence_and_retention(
     assert sorted(found.step or 0 for found in checkpoints(folder(str(tmp_path)))) == kept
 
 
-def test_the_best_is_kept(tmp_path: Path) -> None:
-    spec = document("stopped early", checkpoint={
-        "storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 1, "keep_best": {"metric": "eval/loss"},
-    })  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep_best", "delay"), [({"metric": "eval/loss"}, 0), ({"metric": "eval/loss"}, 1), (None, 1)]
+)
+def test_the_best_is_kept(tmp_path: Path, keep_best: Document | None, delay: int) -> None:
+    """Also where it is known only a step later. The control keeps the last one alone."""
+    rule = {"storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 1, "keep_best": keep_best}
+    evaluate = {"every": {"steps": 2}, "delay": delay}
+    spec = document("stopped early", checkpoint=rule, evaluate=evaluate, rehearsal="off")
     trained = train_attempt(spec, RUN, AttemptOrigin())
-    assert sorted(found.step or 0 for found in checkpoints(folder(str(tmp_path)))) == [
-        trained.best[0],
-        len(trained.rows),
-    ]
+    best, last = trained.best[0], len(trained.rows)
+    assert best < last
+    kept = sorted(found.step or 0 for found in checkpoints(folder(str(tmp_path))))
+    assert kept == ([best, last] if keep_best else [last])
 
 
 @pytest.mark.scenario

@@ -38,6 +38,8 @@ COVERED = {
         "tests/distributed/test_without.py",
         "tests/distributed/test_full_sharding.py::test_a_parameter_that_the_job_holds_itself_is_refused",
         "tests/distributed/test_full_sharding.py::test_a_parameter_that_only_garbage_holds_is_let_go",
+        "tests/distributed/test_full_sharding.py::test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model",
+        "tests/distributed/test_full_start.py::test_a_start_by_shards_finds_samples_to_evaluate_that_draw_though_they_say_otherwise",
         "tests/distributed/test_mistakes.py",
     ],
     "training/loop.py": [
@@ -196,6 +198,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "sweeps/trial.py": {
         "Training._history: constant changed: 0 -> (-1) #2": _STEPS,
         "Training.leave: constant changed: 1 -> (2)": "a process that fails is lost, whatever its exit code",
+        "_is_lost: None returned: return False -> return None": _FALSE,
+        "_is_lost: None returned: return False -> return None #2": _FALSE,
     },
     "sweeps/trial_watchdog.py": {
         "SweepWatchdog._views: comparison swapped: running_s() - self._asked_at >= ASK_S -> (running_s() - self._asked_at > ASK_S)": _PACE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ with determinism("strict", 1):
 def answer(then: str, afterwards: str = "") -> object:
     done = subprocess.run(
         [sys.executable, "-c", f"{TRAIN.replace('{then}', then)}{afterwards}"],
-        env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=True,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.checkpoint.runs.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.loading import load_job
@@ -220,7 +220,9 @@ def test_whether_a_run_goes_on_is_for_the_first_rank_to_say(rank: int, wanted: b
 
 def test_a_run_tells_what_it_observes_and_the_memory_that_it_took() -> None:
     _, told = fitted(spec_of(record={"uri": "off", "observe_every": 2}), Asked())
-    assert [event.step for event in told.of(Observation)] == [1, 2, 4]
+    observed = told.of(Observation)
+    assert [event.step for event in observed] == [1, 2, 4]
+    assert all(any(name.startswith("layers/") for name in event.values) for event in observed)
     assert [event.name for event in told.of(Document)].count("memory.json") == 1
 
 
@@ -237,6 +239,22 @@ def test_a_run_of_which_nobody_wants_more_ends_without_an_event(wanted: int, ste
     assert len(told.losses()) == steps
     assert (summary is None) == (told.of(Finished) == []) == (wanted < 2)
     assert asked.looked == min(wanted + 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("early_stop", "replay"),
+    [({"metric": "eval/loss", "mode": "max", "patience": 1}, None), (None, Replay("a" * 32, "/runs", 0, 2))],
+    ids=["early stop", "replay"],
+)
+def test_a_run_that_is_over_takes_no_other_step(early_stop: Any, replay: Replay | None) -> None:
+    spec = spec_of(
+        job={"use": "tests.unit.training.test_loop:Evaluated", "params": {"samples": 16}},
+        evaluate={"every": {"steps": 1}},
+        early_stop=early_stop,
+    )
+    summary, told = fitted(spec, Asked(), origin=replay and AttemptOrigin(replay=replay))
+    assert [step for step, _ in told.losses()] == [1, 2]
+    assert summary is not None and not summary["stopped"]
 
 
 class Deciding(Asked):

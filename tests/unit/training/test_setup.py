@@ -17,6 +17,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.inputs.variables import reads_of, variables_noted
+from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StageEnded, Warned, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -27,6 +28,8 @@ from lockstep.training.loop import surroundings
 from lockstep.training.setup import Run, check_followed, check_metric, make_plan, prepare, watch_bits
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
+from tests.distributed.kinds import document
+from tests.distributed.phase_kinds import Gan
 from tests.distributed.small_jobs import Plain, points
 from tests.raised import raises
 
@@ -265,6 +268,14 @@ def test_an_optimizer_that_evaluates_the_loss_again_is_held_against_the_spec() -
     with raises(step_problems.CLOSURE_FP16, name="LBFGS"):
         prepared(spec_of(precision="fp16"), Closing(Closing.Params(samples=20)))
     assert prepared(spec_of(), Closing(Closing.Params(samples=20))).step is not None
+
+
+def test_the_rates_of_all_phases_follow_the_schedule() -> None:
+    spec = load_spec(document(Gan, rehearsal="off", record={"uri": "off"}))
+    state = prepared(spec, load_job(spec.job.use, spec.job.params)).state
+    state.schedule.set(2)
+    (rate,) = {group["lr"] for group in state.optimizer.param_groups}
+    assert rate < min(state.schedule.base)
 
 
 class Unknowing(Plain):

@@ -13,17 +13,20 @@ import pytest
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import RecordError
-from lockstep.record.errors import UnavailableError
+from lockstep.record import problems
+from lockstep.record.errors import RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point
-from lockstep.record.events.union import CheckpointRow, Finished
+from lockstep.record.events.union import CheckpointRow, Document, Finished
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.run_store import Measured
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.test_recorder import wait_until
 
 Specs = Callable[..., Spec]
 
@@ -36,7 +39,11 @@ class Noting(FolderStore):
         self.checkpoints_of: dict[int, list[str]] = {}
         self.measured: dict[int, list[float]] = {}
         self.models: list[int] = []
-        self.takes_points = True
+        self.takes_points, self.refuses = True, list[str]()
+
+    def log_file(self, path: Path, artifact_path: str = "") -> None:
+        if path.name in self.refuses:
+            raise RejectedError("it is too large")
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         if not self.takes_points:
@@ -85,6 +92,25 @@ def test_each_checkpoint_is_sent_as_the_spec_says_with_what_was_measured_of_it(s
     assert store.measured == {step: [1 / (step + 1)] for step in (1, 2)}
 
 
+def test_a_save_that_is_made_again_may_change_which_checkpoints_are_sent_whole(spec: Specs) -> None:
+    """The state of step 2 is evaluated once its run is resumed, and is not the best after all."""
+    store = Noting(spec().folder)
+    recorder = Recorder(spec("sqlite:///unused.db"), lambda _: store)
+    recorder.start()
+    attempt = RunFolder.create(open_storage(spec().checkpoint.storage), recorder.run_id()).claim()
+    uris = {step: write_checkpoint(attempt, step, state(step, items=4)).shown for step in (1, 2)}
+
+    def save(step: int, *essential: int) -> CheckpointRow:
+        whole = tuple((step, uris[step]) for step in essential)
+        return CheckpointRow(step, uris[step], None, 1, 0.0, 0.0, 0.0, 1.0, (), whole)
+
+    recorder.tell(step_row(1), save(1, 1), step_row(2), save(2, 2))
+    wait_until(lambda: store.checkpoints_of == {2: ["copy"], 1: ["reference"]})
+    recorder.tell(save(2, 2, 1), Finished({"step": 2}))
+    recorder.close(timeout_s=20.0)
+    assert store.checkpoints_of == {2: ["copy"], 1: ["reference", "copy"]}
+
+
 @pytest.mark.parametrize("why", ["", "its graph cannot be traced"])
 def test_the_final_model_is_sent_or_it_is_told_why_there_is_none(spec: Specs, why: str) -> None:
     """And the run ends well either way."""
@@ -110,3 +136,18 @@ def test_a_run_whose_points_are_not_all_sent_is_not_told_to_have_finished(
         recorder.close(timeout_s=0.5)
     status = json.loads((recorder.run_folder() / "run.json").read_text())["status"]
     assert status == ("FINISHED" if takes_points else "RUNNING")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [(["a.txt"], "artifact a.txt"), (["a.txt", "b.txt"], "artifact a.txt (and 1 more)")]
+)
+def test_the_first_refusal_is_told_with_the_number_of_the_others(
+    spec: Specs, names: list[str], told: str
+) -> None:
+    store = Noting(spec().folder)
+    store.refuses = names
+    recorder = Recorder(spec(), lambda _: store)
+    recorder.start()
+    recorder.tell(*(Document(name, "") for name in names), Finished({"step": 0}))
+    with raises(problems.NOT_RECORDED, got="it is too large", what=told):
+        recorder.close(timeout_s=20.0)
