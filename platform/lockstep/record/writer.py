@@ -92,7 +92,6 @@ class Writer:
         self._journal_failure: RecordError | None = None
         self._folder_failure: RecordError | None = None
         """Why the disk has refused what the run's folder should have."""
-        self._busy = False
         # The thread does not wait on the inbox: waking for each step would slow every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -133,13 +132,10 @@ class Writer:
         self._closing_s, self._closing_at = timeout_s, time.monotonic()
         self._closing.set()
         self._wake.set()
-        last_delivered, until = -1, 0.0
+        until = self._closing_at + timeout_s + 0.5
         while self._thread.is_alive():
-            delivered = self._record.reconciler.delivered if self._is_open else 0
-            if delivered != last_delivered or self._working:
-                last_delivered, until = delivered, time.monotonic() + timeout_s + 0.5
             # Once the run is open, the thread itself enforces the limit.
-            elif not self.opened.is_set() and time.monotonic() > until:
+            if not self.opened.is_set() and time.monotonic() > until:
                 self._opening_failure = problems.SLOW_STORE(what="a call", waited_s=f"{timeout_s:.0f}")
                 return
             self._thread.join(0.05)
@@ -231,14 +227,11 @@ class Writer:
                 events.extend(self._inbox.get_nowait())
         if not events:
             return
-        self._busy = True
         try:
             recorded = self._add(events)
         except RecordError as error:
             self._not_written(error)
             return
-        finally:
-            self._busy = False
         count = len(events)
         self._unwritten, self._journal_failure = [], None
         for line in filter(None, map(log_line, recorded)):
@@ -319,7 +312,6 @@ class Writer:
 
     def _project(self) -> None:
         """Project new events of the journal, and make folder and store have what follows. What the disk refuses is tried again."""
-        self._busy = True
         try:
             while self._untaken:
                 self._take(self._untaken[0])
@@ -343,8 +335,6 @@ class Writer:
                 self._untaken.popleft()
             elif self._record.projection.end is not None:
                 self._end_badly(error)
-        finally:
-            self._busy = False
 
     def _end_badly(self, error: Exception) -> None:
         """Show a failed end: the real end of the run cannot be recorded."""
@@ -382,11 +372,6 @@ class Writer:
             show()
         except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
             self._refuse(error)
-
-    @property
-    def _working(self) -> bool:
-        """Whether this process itself is busy: it draws, sends a model, or waits for its disk."""
-        return self._busy or self._is_behind or (self._is_open and self._record.reconciler.working)
 
     def _pin_aliased(self) -> None:
         try:

@@ -69,8 +69,6 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"lockstep-record-{name}", daemon=True)
         self._again_at = 0.0
         self.outage: Outage | None = None
-        self.delivered = 0
-        """The number of successful calls."""
         self.moved_at = 0.0
         """When a call last began, moved on or succeeded, in monotonic seconds."""
 
@@ -192,7 +190,7 @@ class Lane:
             call.refuse(error)
         except Exception as error:  # noqa: BLE001 - a failure of one call must not prevent the calls behind it
             call.refuse(error)
-        self._succeeded()
+        self.answered()
 
     def _answers(self, second: Call) -> bool:
         """Whether the store has long not answered a call, and answers the second one, which is then made."""
@@ -203,7 +201,7 @@ class Lane:
             second.make()
         except Exception:  # noqa: BLE001 - it will be tried again in its turn
             return False
-        self._succeeded()
+        self.answered()
         return True
 
     def answered(self) -> None:
@@ -213,10 +211,6 @@ class Lane:
         store answers the others, and the end of a run would take a slow store for a silent one.
         """
         self.outage, self.moved_at = None, time.monotonic()
-
-    def _succeeded(self) -> None:
-        self.answered()
-        self.delivered += 1
 
     def _pause_s(self) -> float:
         assert self.outage is not None

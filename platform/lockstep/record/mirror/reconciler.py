@@ -97,8 +97,8 @@ class Reconciler:
         self._trouble, self._is_away = "", False
         self._end: Ending | None = None
         """The end of the run that its folder shows."""
-        self.working = False
-        """Whether this process itself is busy: it sends a model, or waits for the last copy."""
+        self._sends_model = False
+        """Whether the final model is being sent, which takes as long as its library does."""
         if doubted and not projection.makes_copies:
             self._references.actual = dict.fromkeys(projection.known_steps)
         elif not doubted:
@@ -220,7 +220,7 @@ class Reconciler:
 
     def _send_model(self, items: Mapping[str, tuple[Path, int]]) -> None:
         ((folder, step),) = items.values()
-        self.working = True
+        self._sends_model = True
         try:
             model = FinalModel.read(folder)
             reason = model.error
@@ -232,7 +232,7 @@ class Reconciler:
         except Exception as error:  # noqa: BLE001 - missing files or a changed format: the run still has its weights
             reason = first_line(error)[:500]
         finally:
-            self.working = False
+            self._sends_model = False
         if reason:
             self._files.log(f"no model for MLflow: {reason}")
             self._findings["lockstep.model_error"] = reason
@@ -281,7 +281,7 @@ class Reconciler:
         def settle(*lanes: Lane) -> None:
             asked_at = time.monotonic()
             self.push()
-            while self.working or not all(
+            while self._sends_model or not all(
                 lane.has_waited(closing_at, asked_at, patience_s) for lane in lanes
             ):
                 time.sleep(0.01)
@@ -291,9 +291,7 @@ class Reconciler:
         if sum(lane.retry() for lane in self._content):
             settle(*self._content)
         away_since = max((outage.since for outage in self._outages()), default=0.0)
-        self.working = True
         copied = self._copies.close(max(closing_at, away_since) + patience_s)
-        self.working = False
         settle(self._points)  # the evaluations of the last copies
         self._give_up((self._points, self._uploads), advice)
         end = self._projection.end
@@ -366,11 +364,6 @@ class Reconciler:
         if trouble != self._trouble:
             self._trouble = trouble
             self._files.log(f"not recorded: {trouble}" if trouble else "all is recorded again")
-
-    @property
-    def delivered(self) -> int:
-        """The number of successful calls, which shows that work goes on."""
-        return sum(lane.delivered for lane in self._lanes)
 
 
 class _Beats(Part):
