@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+COMMAND = "TEST_COMMAND"
+"""The variable by which the processes of a command are told from those of other tests: the folder of its runs."""
 
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -17,7 +19,11 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words, "--json", f"checkpoint.storage={folder}"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)]),
+            COMMAND: str(folder),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

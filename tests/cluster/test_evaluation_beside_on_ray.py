@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from lockstep.record.ledger.tables import read_evaluations
-from tests.cluster.commands import command, result_of
+from tests.cluster.commands import COMMAND, command, result_of
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
@@ -43,15 +44,15 @@ def evaluations(result: dict[str, Any]) -> list[Any]:
     return [(row.step, row.epoch, {name: value.hex() for name, value in row.metrics.items()}) for row in rows]
 
 
-def beside(process: subprocess.Popen[str]) -> psutil.Process:
-    """The process that evaluates for a command, once there is one."""
+def beside(process: subprocess.Popen[str], storage: Path) -> psutil.Process:
+    """The process that evaluates for a command, once there is one: other tests may have such processes at the same time."""
     until = time.monotonic() + 300
-    began = psutil.Process(process.pid).create_time()
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()
-        there = named(PROCESS, among=psutil.process_iter())
-        if mine := [one for one in there if one.create_time() > began]:
-            return mine[0]
+        for candidate in named(PROCESS, among=psutil.process_iter()):
+            with suppress(psutil.NoSuchProcess):
+                if candidate.environ().get(COMMAND) == str(storage):
+                    return candidate
         time.sleep(0.02)
     raise AssertionError("no process evaluates")
 
@@ -76,7 +77,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     assert [step for step, *_ in evaluations(plain)] == [4, 8, 12, 16, 20, 24]
     run = started(tmp_path / "beside", "evaluate.beside=true", "job.params={}", *where)
     request.addfinalizer(run.kill)
-    beside(run).send_signal(signal.SIGKILL)
+    beside(run, tmp_path / "beside").send_signal(signal.SIGKILL)
     whole = result_of(run)
     assert any("evaluate.beside: the process that evaluates" in text for text in whole["warnings"])
     assert (whole["weights_digest"], whole["identity"]) == (plain["weights_digest"], plain["identity"])
@@ -84,7 +85,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
 
     killed = started(tmp_path / "killed", "evaluate.beside=true", *where)
     request.addfinalizer(killed.kill)
-    evaluates = beside(killed)
+    evaluates = beside(killed, tmp_path / "killed")
     folder = run_folder(tmp_path / "killed", killed)
     everyone = psutil.Process(killed.pid).children(recursive=True)
     os.killpg(killed.pid, signal.SIGKILL)
