@@ -44,7 +44,7 @@ def evaluations(result: dict[str, Any]) -> list[Any]:
     return [(row.step, row.epoch, {name: value.hex() for name, value in row.metrics.items()}) for row in rows]
 
 
-def beside(process: subprocess.Popen[str], storage: Path) -> psutil.Process:
+def evaluation_process(process: subprocess.Popen[str], storage: Path) -> psutil.Process:
     """The process that evaluates for a command, once there is one: other tests may have such processes at the same time."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
@@ -77,7 +77,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
     assert [step for step, *_ in evaluations(plain)] == [4, 8, 12, 16, 20, 24]
     run = started(tmp_path / "beside", "evaluate.beside=true", "job.params={}", *where)
     request.addfinalizer(run.kill)
-    beside(run, tmp_path / "beside").send_signal(signal.SIGKILL)
+    evaluation_process(run, tmp_path / "beside").send_signal(signal.SIGKILL)
     whole = result_of(run)
     assert any("evaluate.beside: the process that evaluates" in text for text in whole["warnings"])
     assert (whole["weights_digest"], whole["identity"]) == (plain["weights_digest"], plain["identity"])
@@ -85,7 +85,7 @@ def test_killed_and_resumed_it_has_the_bits_and_rows_of_evaluations_in_place(
 
     killed = started(tmp_path / "killed", "evaluate.beside=true", *where)
     request.addfinalizer(killed.kill)
-    evaluates = beside(killed, tmp_path / "killed")
+    evaluates = evaluation_process(killed, tmp_path / "killed")
     folder = run_folder(tmp_path / "killed", killed)
     everyone = psutil.Process(killed.pid).children(recursive=True)
     os.killpg(killed.pid, signal.SIGKILL)

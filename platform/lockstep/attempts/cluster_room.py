@@ -101,12 +101,11 @@ def rooms_left(
     """Where up to `most` more workers could run now; see `placement.rooms_for_more`. Never on nodes in `without`, or that are about to go."""
     if unavailable("nodes"):
         return []
-    drained = draining()
-    gone = {*drained, *without}
+    excluded = {*draining(), *without}
     fit = {
         node["NodeID"]
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in gone and answers(node)
+        if node["Alive"] and node["NodeID"] not in excluded and answers(node)
     }
     return rooms_for_more(most, each, free_resources(), vacant, fit)
 

@@ -36,7 +36,7 @@ class Advice(NamedTuple):
 
 
 class Resizing:
-    """Watches the cluster for one attempt, which runs at `placement`; nodes in `without` are left out."""
+    """What one attempt at `placement` should do as the cluster around it changes; nodes in `without` are left out."""
 
     def __init__(self, spec: Spec, placement: WorkerPlacement, without: frozenset[str] = frozenset()) -> None:
         self._without = without

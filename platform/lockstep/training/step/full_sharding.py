@@ -503,7 +503,7 @@ class _Scatter:
     def begin(self, leaves: int, places: Mapping[str, int]) -> None:
         """Begin a phase of a step in which the parameters of `places` learn."""
         ranks, shards = self._sharding.group.size, self._sharding.shards
-        self.tree = TreeSum(leaves, self._added)
+        self.tree = TreeSum(leaves) if self._host is None else TreeSum(leaves, self._added)
         self._in_host = set()
         self.learning = [name for name in self._asking if name in places]
         self._shapes = [shards[name].shape for name in self.learning]
@@ -512,8 +512,8 @@ class _Scatter:
         self._indices = [places[name] for name in self.learning]
 
     def _added(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-        if self._host is not None:
-            left = [self._host.on_device(total) if id(total) in self._in_host else total for total in left]
+        assert self._host is not None
+        left = [self._host.on_device(total) if id(total) in self._in_host else total for total in left]
         return add_in_place(left, right)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -546,18 +546,19 @@ class _Scatter:
             output_tensor.copy_(self.tree.sums[0][1][0])
             self.tree = TreeSum(0)
         else:
-            self.tree.sums = [(node, [self._apart(total, received)]) for node, (total,) in self.tree.sums]
-            self._in_host = {id(total) for _, (total,) in self.tree.sums}
+            self.tree.sums = [(node, [self._remaining(total, received)]) for node, (total,) in self.tree.sums]
+            if self._host is not None:
+                self._in_host = {id(total) for _, (total,) in self.tree.sums}
         if (
             received.device.type == "cpu"
         ):  # a thread of gloo keeps what it has sent and received until it gets a turn to run
             for done in (received, input_tensor):
                 done.untyped_storage().resize_(0)
 
-    def _apart(self, total: Tensor, received: Tensor) -> Tensor:
+    def _remaining(self, total: Tensor, received: Tensor) -> Tensor:
         """A sum that the next passes need, in memory of its own: what was received is W times as much."""
         if self._host is not None:
-            return total if id(total) in self._in_host else self._host.kept(total)
+            return total if id(total) in self._in_host else self._host.in_host(total)
         start, end = received.data_ptr(), received.data_ptr() + received.nbytes
         return total.clone() if start <= total.data_ptr() < end else total
 

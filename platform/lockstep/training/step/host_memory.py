@@ -35,7 +35,7 @@ class HostMemory:
         """A tensor of any content in host memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_pinned)
 
-    def kept(self, tensor: Tensor) -> Tensor:
+    def in_host(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor in host memory."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
@@ -99,8 +99,9 @@ class HostMemory:
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if _is_rows(name, value, parameter in on_device):
                         earlier = states[parameter].get(name)
-                        kept = self.kept(value) if earlier is None else earlier.copy_(value)
-                        optimizer.state[parameter][name] = kept
+                        optimizer.state[parameter][name] = (
+                            self.in_host(value) if earlier is None else earlier.copy_(value)
+                        )
 
 
 def may_divide(optimizer: torch.optim.Optimizer) -> bool:

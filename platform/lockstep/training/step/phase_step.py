@@ -339,9 +339,9 @@ class PhaseStep:
             [(gradient,) for gradient, is_there in zip(gradients, in_host, strict=False) if is_there],
             lambda portion: multiply_in_place(portion, factor),
         )
-        beside = [gradient for gradient, is_there in zip_longest(gradients, in_host) if not is_there]
-        if beside:
-            multiply_in_place(beside, factor)
+        on_device = [gradient for gradient, is_there in zip_longest(gradients, in_host) if not is_there]
+        if on_device:
+            multiply_in_place(on_device, factor)
 
     def table_gradients(self, where: str) -> list[Tensor]:
         """The gradients that a micro-batch has left in the tables, which have none afterwards. JobError where one is missing."""

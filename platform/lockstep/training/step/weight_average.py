@@ -51,7 +51,7 @@ class Average:
             host, rows = self.host, self.rows if self.host is not None else ()
             if not average:
                 return {
-                    name: host.kept(p) if host is not None and name in rows else p.detach().clone()
+                    name: host.in_host(p) if host is not None and name in rows else p.detach().clone()
                     for name, p in learning.items()
                 }
             on_device = [name for name in learning if name not in rows]
