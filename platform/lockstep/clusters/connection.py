@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lockstep.clusters import problems
@@ -37,6 +37,9 @@ from lockstep.files import own_folder
 from lockstep.running_time import running_s
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, sent_environment
 
+if TYPE_CHECKING:
+    from lockstep.clusters.ray_internals.own_node import Watch
+
 ASK_S = 1.0
 """How often a cluster that is being joined is asked whether it still answers."""
 
@@ -49,6 +52,9 @@ SILENT_S = 4.0
 JOIN_S = 60.0
 """How long a cluster that answers may take to let a driver in."""
 
+
+STARTS = 3
+"""How often a cluster is started whose raylet ends before its node is registered."""
 
 LONGEST_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """The most bytes of the path in which Ray keeps its sessions: the path of a socket has at most 107."""
@@ -114,7 +120,7 @@ def connected(
         if core is not None:
             watched.enter_context(core)
         if address == LOCAL:
-            _start(settings, preload, core)
+            _start(settings, preload, core, say)
         else:
             variables = sent_environment() if for_workers else {}
             # Nobody reaches a loopback address from another machine: all nodes of such a cluster are here.
@@ -168,24 +174,51 @@ def _may_be_one(host: str, other_host: str) -> bool:
     return bool(first & second)
 
 
-def _start(settings: dict[str, Any], preload: Sequence[str], core: CoreWatch | None) -> None:
+def _start(
+    settings: dict[str, Any], preload: Sequence[str], core: CoreWatch | None, say: Callable[[str], None]
+) -> None:
     """A new local cluster. In this thread: its processes end with the thread that started them."""
     import ray
 
     set_up_workers_quickly()
+
+    def start() -> None:
+        ray.init(
+            address=LOCAL,
+            include_dashboard=False,
+            runtime_env=on_this_machine(preload),
+            _temp_dir=str(session_base()),
+            **settings,
+        )
+
     try:
-        with _own_node(_unwatched if core is None else core.begun, logs=settings.get("log_to_driver", True)):
-            ray.init(
-                address=LOCAL,
-                include_dashboard=False,
-                runtime_env=on_this_machine(preload),
-                _temp_dir=str(session_base()),
-                **settings,
-            )
+        if unavailable("own node"):
+            start()
+        else:
+            _start_own_node(start, core or _Unwatched(), say, logs=settings.get("log_to_driver", True))
+    except ClusterError:
+        raise
     except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
     if core is not None:
         core.started()
+
+
+def _start_own_node(
+    start: Callable[[], None], watch: Watch, say: Callable[[str], None], *, logs: bool
+) -> None:
+    from lockstep.clusters.ray_internals.own_node import RayletEndedError, own_node
+
+    for left in reversed(range(STARTS)):
+        try:
+            with own_node(logs=logs, watch=watch):
+                start()
+        except RayletEndedError as error:
+            if not left:
+                raise problems.RAYLET_ENDED(times=STARTS, got=error.exit_code) from error
+            say("Ray's raylet ended while the cluster was being started; starting it again")
+        else:
+            return
 
 
 def session_base() -> Path:
@@ -198,15 +231,10 @@ def session_base() -> Path:
     return next((folder for folder in folders if len(os.fsencode(folder)) <= LONGEST_FOLDER), folders[-1])
 
 
-def _unwatched(_command: Sequence[str], _pid: int) -> None: ...
+class _Unwatched:
+    def begun(self, command: Sequence[str], pid: int) -> None: ...
 
-
-def _own_node(begun: Callable[[Sequence[str], int], None], *, logs: bool) -> AbstractContextManager[None]:
-    if unavailable("own node"):
-        return nullcontext()
-    from lockstep.clusters.ray_internals.own_node import own_node
-
-    return own_node(logs=logs, begun=begun)
+    def forget(self) -> None: ...
 
 
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:

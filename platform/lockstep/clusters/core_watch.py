@@ -128,6 +128,15 @@ class CoreWatch:
         if self._thread is None:
             self._watch(self._watch_own)
 
+    def forget(self) -> None:
+        """The cluster that was being started is given up before anything depends on it: its processes may end."""
+        with self._deciding:
+            # The files stay open: the thread may have the number of one, which must not become another process's.
+            for file in self._parts:
+                self._ends.unregister(file)
+            self._parts.clear()
+        self._guardian.tell(parts=[])
+
     def started(self) -> None:
         """The cluster that this process has started is there: watch those of its processes that are not watched yet."""
         for process in psutil.Process().children():
@@ -154,8 +163,9 @@ class CoreWatch:
     def _watch_own(self) -> None:
         while not self._over.is_set():
             for file, _ in self._ends.poll(LOOK_S):
-                self._lose(*_ended(self._parts[file]), list(self._parts.values()))
-                return
+                if (part := self._parts.get(file)) is not None:
+                    self._lose(*_ended(part), list(self._parts.values()))
+                    return
 
     def _watch_joined(self, address: str, raylet: tuple[str, int]) -> None:
         def gcs_answers() -> bool:

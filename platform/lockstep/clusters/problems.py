@@ -87,6 +87,15 @@ NOT_CONNECTED = Problem(
     advice="follow the message",
 )
 
+RAYLET_ENDED = Problem(
+    "ray.raylet_ended",
+    ClusterError,
+    "ray: the raylet, Ray's process on this node, ended {times} times while the cluster was being started (exit code {got})",
+    "nothing has begun: give the command again when the machine has less to do and more memory",
+    cause="Ray ends its process on a node whose agent does not begin within 15 s; the command starts its cluster up to three times",
+    advice="a machine with less load or more memory; then the same command",
+)
+
 # --- the cluster's own processes --------------------------------------------------------------------------------
 
 CORE_GONE = Problem(

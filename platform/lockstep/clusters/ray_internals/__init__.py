@@ -186,6 +186,10 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.services:_get_gcs_client_options": ("gcs_server_address",),
         "ray._private.state:GlobalState._initialize_global_state": ("self", "gcs_options"),
         "ray._private.state:GlobalState.node_table": ("self",),
+        "ray._raylet:persist_port": None,
+        "ray._raylet:METRICS_AGENT_PORT_NAME": None,
+        "ray._raylet:METRICS_EXPORT_PORT_NAME": None,
+        "ray._raylet:DASHBOARD_AGENT_LISTEN_PORT_NAME": None,
     },
 }
 """The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
