@@ -74,6 +74,7 @@ def test_tensors_of_one_shape_are_vectors(tmp_path: Path, monkeypatch: pytest.Mo
     assert np.array_equal(batch["data"].numpy(), images[[3, 1]].reshape(2, 6))
 
 
+@pytest.mark.scenario
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pq.write_table(lake.points(20, 1), tmp_path / "0.parquet")

@@ -81,7 +81,7 @@ def test_a_joining_worker_that_computes_the_same_bits_is_let_in() -> None:
     check(outlive(PLACED, 1, [], [Change(2, joining=1)]), train(PLACED), [0, 1])
 
 
-@pytest.mark.every(2)
+@pytest.mark.scenario
 @pytest.mark.parametrize("versions", [{"points": "0"}, {}], ids=["that of the others", "the newest"])
 def test_a_joining_worker_reads_the_version_of_a_table_that_the_others_read(
     tmp_path: Path, versions: dict[str, str]

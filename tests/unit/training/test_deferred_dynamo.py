@@ -41,6 +41,7 @@ def test_an_update_imports_no_compiler() -> None:
     assert answer("print(json.dumps(imported))") == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "use",
     [
