@@ -23,9 +23,9 @@ from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
 from lockstep.record.events.union import TimeSpent
+from lockstep.record.ledger.goodput import spent_text, text_of_tags
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
-from lockstep.record.ledger.time_spent import spent_text, text_of_tags
 from tests.cluster.test_ray_train import columns
 from tests.processes import named
 

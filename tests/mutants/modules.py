@@ -16,7 +16,7 @@ COVERED = {
         "tests/unit/record/ledger/test_journal_file.py",
         "tests/unit/record/ledger/test_journal.py",
         "tests/unit/record/test_full_disk.py",
-        "tests/unit/record/ledger/test_time_spent.py",
+        "tests/unit/record/ledger/test_goodput.py",
         "tests/unit/record/test_going_on.py",
     ],
     "record/mirror/metric_cursor.py": [

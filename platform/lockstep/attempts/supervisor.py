@@ -41,7 +41,7 @@ from lockstep.errors import (
     StorageError,
 )
 from lockstep.record.events.union import Document
-from lockstep.record.ledger.time_spent import spent_text
+from lockstep.record.ledger.goodput import spent_text
 from lockstep.record.mirror.documents import as_json
 from lockstep.spec.fields import Spec
 

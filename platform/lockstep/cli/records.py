@@ -413,7 +413,7 @@ def _table(runs: list[RunInfo]) -> str:
 
 def _page(run: RunInfo, artifacts: list[str], memory: Mapping[str, str]) -> str:
     from lockstep.record.events.union import Document
-    from lockstep.record.ledger.time_spent import text_of_tags
+    from lockstep.record.ledger.goodput import text_of_tags
 
     shown = {
         "run": run.run_id,

@@ -40,7 +40,7 @@ from lockstep.record.events.union import (
     Warned,
     tell_nobody,
 )
-from lockstep.record.ledger.time_spent import spent_text
+from lockstep.record.ledger.goodput import spent_text
 from lockstep.record.recorder import Recorder
 from lockstep.record.system_metrics import sampled
 from lockstep.spec.fields import Spec

@@ -41,7 +41,7 @@ from lockstep.record.events.union import (
     TimeSpent,
     Violated,
 )
-from lockstep.record.ledger.time_spent import with_time
+from lockstep.record.ledger.goodput import with_time
 from lockstep.record.mirror.projection import log_line
 from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch

@@ -13,8 +13,8 @@ from lockstep.checkpoint.runs.run_checkpoints import steps_of
 from lockstep.durations import duration_text
 from lockstep.errors import LockstepError, RecordError, SpecError
 from lockstep.record.events.union import StepRow, TimeSpent
+from lockstep.record.ledger.goodput import time_spent, time_text
 from lockstep.record.ledger.live_rows import RowsSoFar
-from lockstep.record.ledger.time_spent import time_spent, time_text
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.spec.loading import load_spec
 from lockstep.views.curves import Curves, curves_of

@@ -49,7 +49,7 @@ from lockstep.record.events.union import (
     TimeSpent,
     Warned,
 )
-from lockstep.record.ledger.time_spent import spent_text
+from lockstep.record.ledger.goodput import spent_text
 from lockstep.record.problems import NOT_RECORDED
 from tests.raised import raises
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers

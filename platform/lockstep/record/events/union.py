@@ -374,7 +374,7 @@ class ResumeChecked:
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """What became of the time of a run up to `at` (Unix seconds); `ledger.time_spent` defines the figures. Told with each end of the run."""
+    """What became of the time of a run up to `at` (Unix seconds); `ledger.goodput` defines the figures. Told with each end of the run."""
 
     at: float
     wall_s: float

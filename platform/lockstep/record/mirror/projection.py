@@ -19,8 +19,8 @@ from lockstep.record import problems
 from lockstep.record.events import union
 from lockstep.record.events.metrics import evaluation_points, test_points
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
+from lockstep.record.ledger.goodput import time_tags
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.time_spent import time_tags
 from lockstep.record.mirror import documents
 from lockstep.record.mirror.data_sets import DataSet, data_sets, measured_by
 from lockstep.record.mirror.final_model_files import model_folder

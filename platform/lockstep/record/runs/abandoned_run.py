@@ -20,10 +20,10 @@ from lockstep.errors import LockstepError, RecordError
 from lockstep.process import pid_namespace, started
 from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, TakenOver
+from lockstep.record.ledger.goodput import with_time
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.time_spent import with_time
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import vanished
 from lockstep.spec.fields import Spec

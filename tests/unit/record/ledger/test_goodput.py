@@ -18,14 +18,14 @@ from lockstep.record.events.union import (
     StepRow,
     TimeSpent,
 )
-from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.time_spent import (
+from lockstep.record.ledger.goodput import (
     spent_text,
     text_of_tags,
     time_spent,
     time_tags,
     with_time,
 )
+from lockstep.record.ledger.journal import Journal
 from tests.unit.record.rows import step_row
 
 BEGAN = 1_000.0

@@ -1,4 +1,4 @@
-"""What became of a run's time: how much went into steps that count, and how much its interruptions took. Pure.
+"""The goodput of a run: how much of its time went into steps that count, and how much its interruptions took. Pure.
 
 A step counts once, with the time of its row, which is that of the execution whose row is kept. Whatever else passed since the run began is the rest:
 starting, restoring, waiting for room, steps that were taken again, evaluations, saves, and the time in which no command was at the run.
