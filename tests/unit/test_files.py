@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.data.node_folder import NodeFolder
 from lockstep.data.problems import NO_LOCKS
 from lockstep.errors import RecordError
 from lockstep.record.events.union import Finished, Started
+from lockstep.record.ledger import journal_file
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.database_lock import database_lock
@@ -150,27 +152,50 @@ def test_another_lock_is_taken_where_flock_is_missing(
     Journal(tmp_path).close()
 
 
+@pytest.fixture
+def started() -> Iterator[Callable[[], None]]:
+    """Starts a process that has a copy of each descriptor, as one has until it executes its program."""
+    children = list[int]()
+    read, write = os.pipe()
+
+    def start() -> None:
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        children.append(child)
+
+    yield start
+    os.close(write)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(read)
+
+
 @pytest.mark.parametrize("kind", ["flock", "ranges"])
 def test_a_process_that_is_being_started_keeps_no_lock(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], None]
 ) -> None:
-    """It has a copy of each descriptor until it executes its program, as this child has."""
     if kind == "ranges":
         no_flock(monkeypatch, errno.ENOLCK)
-    read, write = os.pipe()
     journal = Journal(tmp_path)
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    try:
-        journal.close()
-        Journal(tmp_path).close()
-    finally:
-        os.close(write)
-        os.waitpid(child, 0)
-        os.close(read)
+    started()
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_nor_that_of_a_journal_whose_folder_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[], None]
+) -> None:
+    def refused(folder: Path) -> None:
+        started()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched, pytest.raises(RecordError, match="Input/output error"):
+        patched.setattr(journal_file, "flush", refused)
+        Journal(tmp_path)
+    Journal(tmp_path).close()
 
 
 def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:

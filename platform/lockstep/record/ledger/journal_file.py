@@ -48,7 +48,7 @@ class JournalFile:
             if not read_only:
                 flush(folder)  # a journal that was just made
         except BaseException as error:
-            os.close(self._file)
+            self.release()
             if isinstance(error, OSError):
                 raise broken(self.path, error) from error
             raise
