@@ -26,8 +26,8 @@ from ray._raylet import (  # type: ignore[attr-defined]
 
 from lockstep.clusters.ray_internals.fork_server import OUTLIVES_SIGTERM
 
-_AT_MOST_S, _EVERY_S = 30.0, 0.02
-"""How long a node may take to start, as with Ray, and how often it is asked about."""
+_AT_MOST_S, _EVERY_S = 120.0, 0.02
+"""How long it is seen at once that a raylet has ended, and how often the node is asked about: as long as RAY_raylet_start_wait_time_s lets Ray wait."""
 
 _Popen = services.ConsolePopen
 
