@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.clusters import core_watch
+from lockstep.clusters import connection, core_watch, problems
 from lockstep.clusters.connection import STARTS
+from lockstep.clusters.ray_internals.own_node import RayletEndedError
 from tests.cluster.commands import ROOT, command, result_of
 from tests.processes import named
+from tests.raised import raises
 
 SPEC = ["train", "jobs/digits/train.yaml", "length={steps: 3}", "record.uri=off", "--address", "local"]
 
@@ -65,7 +67,7 @@ def test_a_raylet_that_never_stays_is_told_in_one_line(tmp_path: Path) -> None:
     assert run.returncode == 1, err
     assert lost == STARTS
     assert err.count("starting it again") == STARTS - 1
-    assert f"ended {STARTS} times while the cluster was being started (exit code -9)" in err
+    assert str(problems.RAYLET_ENDED(times=STARTS, got=-9)) in err
     assert "Traceback" not in err
     assert not list(tmp_path.glob("*/*"))
 
@@ -82,6 +84,22 @@ def test_an_agent_that_serves_nobody_is_not_started_and_its_stand_in_ends_with_t
     assert stand_in.memory_info().rss < 30 * 2**20
     assert result_of(run)["status"] == "FINISHED"
     assert stand_in.wait(10) is None
+
+
+@pytest.mark.parametrize("ends", [STARTS - 1, STARTS])
+def test_a_cluster_is_started_so_often_and_not_more_often(ends: int) -> None:
+    lines, started, forgotten = list[str](), list[None](), list[None]()
+    watch = SimpleNamespace(begun=pytest.fail, forget=lambda: forgotten.append(None))
+
+    def start() -> None:
+        started.append(None)
+        if len(started) <= ends:
+            raise RayletEndedError(1)
+
+    told = nullcontext() if ends < STARTS else raises(problems.RAYLET_ENDED, times=STARTS, got=1)
+    with told:
+        connection._start_own_node(start, watch, lines.append, logs=False)
+    assert (len(started), len(forgotten), len(lines)) == (STARTS, ends, STARTS - 1)
 
 
 @pytest.mark.parametrize("forgotten", [True, False])
