@@ -150,7 +150,7 @@ def test_the_others_outlive_a_killed_worker(tmp_path: Path, sharding: dict[str, 
     thread = threading.Thread(target=kill_one, daemon=True)
     thread.start()
     result = train(spec(tmp_path, **changes))
-    thread.join()
+    thread.join(60.0)
     assert after == before[1:]  # the same processes, and no other
     first, second = accounts(result)
     assert (first["workers"], second["workers"], result.attempts) == (3, 2, 2)

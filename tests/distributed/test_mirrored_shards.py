@@ -83,6 +83,16 @@ def test_the_others_go_on_with_the_lost_workers_rows(workers: int, place: str) -
     check_one_loss(SMALL, workers, Fall(lost, 3, place, count), plain())
 
 
+@pytest.mark.every(3)
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_one_has_begun_the_next_step_where_no_digest_makes_it_wait(worker: int) -> None:
+    """It has its update, and the rank that mirrors the lost worker's rows has not: it takes it back."""
+    unwatched = SMALL | {"record": {"uri": "off", "digest_every": None}}
+    outlived = outlive(unwatched, 3, [Fall(worker, 3, "pass gradients")])
+    check(outlived, train(unwatched), [rank for rank in range(3) if rank != worker])
+    assert (outlived.attempts, repeated(outlived)) == (2, [3, 4])
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("worker", [0, 1, 2])

@@ -261,6 +261,13 @@ class Group:
 
         return received, wait
 
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            lengths = [int(rank != self.rank) for rank in range(self.size)]
+            _, wait = self.swap(torch.zeros(1, dtype=torch.uint8, device=self.device), lengths, 1)
+            wait()
+
     def called(self, call: Callable[[], T]) -> T:
         """The result of a call that waits for the other ranks by itself."""
         return self.waits.for_call(call) if self.can_abort else call()

@@ -189,6 +189,9 @@ class Stepper:
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
             if self.keeps_start and phase is phases[0] and (not last or phase.closure_calls or mirrored):
+                if mirrored:
+                    # A rank has its update while another still waits for the gradients that it mirrors: what either would return to is kept until all have it.
+                    self.group.meet()
                 self._start.keep(self.state)
                 if self.state.mirrored_shards is not None:
                     self.state.mirrored_shards.keep(self.state.counters.step)
