@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from lockstep.clusters import connection, core_watch, problems
 from lockstep.clusters.connection import STARTS
+from lockstep.clusters.ray_internals import own_node
 from lockstep.clusters.ray_internals.own_node import RayletEndedError
 from tests.cluster.commands import ROOT, command, result_of
 from tests.processes import named
@@ -79,11 +81,29 @@ def test_an_agent_that_serves_nobody_is_not_started_and_its_stand_in_ends_with_t
     run = command(tmp_path, *SPEC)
     raylet = next(agents(run)).parent()
     assert raylet is not None
-    (stand_in,) = named("os.getppid() == raylet", among=raylet.children())
+    (stand_in,) = named("RAY_RAYLET_PID", among=raylet.children())
     assert named("dashboard/agent.py", among=raylet.children(recursive=True)) == []
     assert stand_in.memory_info().rss < 30 * 2**20
     assert result_of(run)["status"] == "FINISHED"
     assert stand_in.wait(10) is None
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_stand_in_that_begins_after_its_raylet_has_ended_ends_too(alive: bool) -> None:
+    """It is handed on to another process by then, and must not take that one for its raylet."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    raylet = os.getpid() if alive else ended.pid
+    command = [sys.executable, "-I", "-S", "-c", own_node._WAITS]
+    with subprocess.Popen(command, env={"RAY_RAYLET_PID": str(raylet)}) as stand_in:
+        try:
+            assert stand_in.wait(2.0 if alive else 60.0) == 0
+        except subprocess.TimeoutExpired:
+            assert alive
+        else:
+            assert not alive
+        finally:
+            stand_in.kill()
 
 
 @pytest.mark.parametrize("ends", [STARTS - 1, STARTS])

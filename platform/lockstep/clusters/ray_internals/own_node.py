@@ -31,11 +31,13 @@ _AT_MOST_S, _EVERY_S = 120.0, 0.02
 
 _Popen = services.ConsolePopen
 
-_RAYLET = "raylet"
-
 _AGENT = "--dashboard_agent_command="
-_WAITS = "import os, time; raylet = os.getppid()\nwhile os.getppid() == raylet: time.sleep(1)"
-"""What stands where Ray has the agent of its dashboard. A raylet ends if that ends, and nothing is to outlive a raylet."""
+_WAITS = "import os, time\nwhile os.getppid() == int(os.environ['RAY_RAYLET_PID']): time.sleep(1)"
+"""What stands where Ray has the agent of its dashboard. A raylet, which gives its agents its number, ends if that ends, and nothing is to outlive a raylet."""
+
+
+def _is_raylet(command: Sequence[str]) -> bool:
+    return Path(command[0]).name == "raylet"
 
 
 def _without_agent(command: Sequence[str]) -> Sequence[str]:
@@ -44,7 +46,9 @@ def _without_agent(command: Sequence[str]) -> Sequence[str]:
     The raylet is told what Ray's own agent tells it where it has no services: -1 in place of its ports. It would wait for them for 15 s
     and abort, and the agent imports for two seconds of a processor, which a busy machine does not have for half a minute.
     """
-    (agent,) = (word for word in command if word.startswith(_AGENT))
+    agent = next((word for word in command if word.startswith(_AGENT)), None)
+    if agent is None:
+        return command
     words = dict(word.partition("=")[::2] for word in shlex.split(agent.removeprefix(_AGENT)))
     for name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
         persist_port(words["--session-dir"], words["--node-id"], name, -1)
@@ -83,7 +87,7 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
         watch: Watch,
         **settings: Any,
     ) -> None:
-        if Path(command[0]).name == _RAYLET:
+        if _is_raylet(command):
             command = _without_agent(command)
 
         def begin() -> None:
@@ -94,12 +98,8 @@ class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
         super().__init__(command, env=environment, preexec_fn=begin, start_new_session=True, **settings)
         self.command = command
         started.append(self)
-        if not self.is_raylet:
+        if not _is_raylet(command):
             watch.begun(command, self.pid)
-
-    @property
-    def is_raylet(self) -> bool:
-        return Path(self.command[0]).name == _RAYLET
 
     def ended(self) -> int | None:
         """The exit code of a process that has ended, negative if a signal ended it; its number stays taken, and with it its session's."""
@@ -166,7 +166,7 @@ def _once_it_is_there(
     def get_when_registered(gcs_address: str, node_id: str) -> dict[str, Any]:
         state, until = GlobalState(), time.monotonic() + _AT_MOST_S
         state._initialize_global_state(services._get_gcs_client_options(gcs_address))
-        raylets = [process for process in started if process.is_raylet]
+        raylets = [process for process in started if _is_raylet(process.command)]
         while time.monotonic() < until and all(node["NodeID"] != node_id for node in state.node_table()):
             for raylet in raylets:
                 if (code := raylet.ended()) is not None:
