@@ -74,7 +74,7 @@ def test_the_map_names_what_is_there(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(EQUIVALENT))
 def test_an_equivalent_whose_line_has_changed_is_looked_at_again(module: str) -> None:
     source = (ROOT / "platform" / "lockstep" / module).read_text()
-    assert sorted(set(EQUIVALENT[module]) - {one.name for one in mutants(source)}) == []
+    assert sorted(set(EQUIVALENT[module]) - {mutant.name for mutant in mutants(source)}) == []
 
 
 def test_an_answer_holds_as_long_as_nothing_that_it_rests_on_has_changed(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ SILENT_S = 4.0
 JOIN_S = 60.0
 """How long a cluster that answers may take to let a driver in."""
 
-
 STARTS = 3
 """How often a cluster is started whose raylet ends before its node is registered."""
 
@@ -232,6 +231,8 @@ def session_base() -> Path:
 
 
 class _Unwatched:
+    """Nobody watches the cluster's processes."""
+
     def begun(self, command: Sequence[str], pid: int) -> None: ...
 
     def forget(self) -> None: ...
