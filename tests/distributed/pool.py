@@ -7,13 +7,14 @@ import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
 from tests.forked import forking
+from tests.network import WIRE, enter
 
 ANSWER_S = 300
 """How long a worker may take for one call; the slowest here takes a tenth of it."""
@@ -22,10 +23,12 @@ ANSWER_S = 300
 class Pool:
     """Up to `size` processes; `run` gives the first W of them a process group and one function to call."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, machines: Sequence[str] = ()) -> None:
+        """Each worker is on one of `machines`, network namespaces of `tests.network`; on this machine's loopback where there are none."""
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         self._calls = 0
-        self._workers = [_start() for _ in range(size)]
+        self._machines: list[str | None] = [*machines[:size]] or [None] * size
+        self._workers = [_start(machine) for machine in self._machines]
 
     def run(self, workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` in each of `workers` processes, in one gloo group; what each returned, by rank.
@@ -42,9 +45,10 @@ class Pool:
         if not errors:
             return answers
         if workers > 1 or not self._workers[0][0].is_alive():
-            failed = self._workers[:workers]
+            failed, machines = self._workers[:workers], self._machines[:workers]
             # Behind the others, which are called first while these start.
-            self._workers = self._workers[workers:] + [_start() for _ in failed]
+            self._workers = self._workers[workers:] + [_start(machine) for machine in machines]
+            self._machines = self._machines[workers:] + machines
             for process, pipe in failed:
                 _end(process, pipe, patience_s=0)
         first = next((error for error in errors if isinstance(error, LockstepError)), errors[0])
@@ -61,11 +65,11 @@ class Pool:
         self._folder.cleanup()
 
 
-def _start() -> tuple[Any, Connection]:
+def _start(machine: str | None = None) -> tuple[Any, Connection]:
     context = forking()
     here, there = context.Pipe()
     process = context.Process(
-        target=_serve, args=(there,), daemon=False
+        target=_serve, args=(there, machine), daemon=False
     )  # a daemon may have no loader processes
     process.start()
     there.close()
@@ -93,11 +97,13 @@ def _end(process: Any, pipe: Connection, *, patience_s: float) -> None:
         process.join()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, machine: str | None) -> None:
     """A worker's life: calls come through the pipe until it is closed."""
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if machine is not None:
+        enter(machine)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if machine is None else WIRE
     gc.freeze()  # what was imported stays: to collect garbage between two runs costs milliseconds
     while True:
         try:
