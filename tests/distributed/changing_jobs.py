@@ -20,7 +20,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import make_sampler
-from lockstep.training.setup import make_plan
+from lockstep.training.planning import make_plan
 from tests.distributed import batch_kinds
 from tests.distributed.training import Document
 

@@ -42,6 +42,12 @@ COVERED = {
         "tests/distributed/test_full_start.py::test_a_start_by_shards_finds_samples_to_evaluate_that_draw_though_they_say_otherwise",
         "tests/distributed/test_mistakes.py",
     ],
+    "training/planning.py": [
+        "tests/unit/training/test_setup.py",
+        "tests/unit/data/test_dataset_order.py",
+        "tests/distributed/test_without.py",
+    ],
+    "training/metric_rules.py": ["tests/unit/training/test_setup.py"],
     "training/loop.py": [
         "tests/unit/training/test_loop.py",
         "tests/distributed/test_stop.py",

@@ -23,7 +23,7 @@ from lockstep.record.mirror.stores import find_copies, find_history
 from lockstep.spec.fields import Fork, Spec
 from lockstep.spec.id_ranges import parse, written
 from lockstep.training.job_data import make_sampler, open_data
-from lockstep.training.setup import check_ids, make_plan
+from lockstep.training.planning import check_ids, make_plan
 
 
 def resume_without(

@@ -12,7 +12,7 @@ from lockstep.reduction_tree import nodes
 from lockstep.spec.fields import Spec
 from lockstep.spec.sharding import Sharding
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
-from lockstep.training.setup import make_plan
+from lockstep.training.planning import make_plan
 
 LEAKAGE_S = 20.0
 """How long a dry run may look for evaluation samples that are training samples; training itself looks for half a second."""

@@ -26,7 +26,8 @@ from lockstep.training.driver_requests import NoRequests
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.loop import fit
-from lockstep.training.setup import check_metric, updates_of
+from lockstep.training.metric_rules import check_metric
+from lockstep.training.planning import updates_of
 from lockstep.training.step.phases import optimizers_of
 
 _RUN_ID = "0" * 32

@@ -21,7 +21,7 @@ from lockstep.record.events.union import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import make_sampler, open_data
 from lockstep.training.observe.worker_memory import tensors_in
-from lockstep.training.setup import make_plan
+from lockstep.training.planning import make_plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,27 +6,25 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
-from lockstep.data.by_length import grouped_by_length
-from lockstep.data.dataset_order import number_of_ids
 from lockstep.data.fork_isolation import set_apart
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
-from lockstep.data.sampler import LeftOut, MicroBatch
-from lockstep.errors import nearest
+from lockstep.data.sampler import MicroBatch
+from lockstep.data.table_pins import Pins
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
-from lockstep.job.interface import Job, Updates
+from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
@@ -49,16 +47,16 @@ from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import (
+    JobData,
     check_rules,
-    dataset_size,
-    is_test,
-    lengths_of,
     make_sampler,
     open_agreed,
     warnings_of,
 )
+from lockstep.training.metric_rules import check_followed, check_metric
 from lockstep.training.model_sharding import hold_whole, keep_tables_whole, shard
 from lockstep.training.modes import learning_in_evaluation_mode
+from lockstep.training.planning import make_plan, updates_of
 from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
@@ -68,7 +66,7 @@ from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.compiled_units import check_units_apart, compile_units
 from lockstep.training.step.full_sharding import check_torch
 from lockstep.training.step.job_weights import JobWeights, has_eval_weights
-from lockstep.training.step.learning_rate import RateSchedule, make_schedule
+from lockstep.training.step.learning_rate import make_schedule
 from lockstep.training.step.mirrored_shards import MirroredShards
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.optimizer_step import Stepper
@@ -185,6 +183,57 @@ class Run:
         )
 
 
+Warn = Callable[[str], None]
+MakesEvaluation = Callable[[], EvaluationSets | None]
+
+
+class Opened(NamedTuple):
+    """What a run begins with: a checkpoint, if any, and the job's data."""
+
+    start: Start | None
+    data: JobData
+    pins: Pins
+
+
+class Built(NamedTuple):
+    """The run before its first micro-batch. The parameters of a model that is `deferred` have no memory yet."""
+
+    plan: Plan
+    state: TrainState
+    batches: MicroBatches
+    deferred: DeferredModel | None
+
+
+class Rehearsed(NamedTuple):
+    """What the first micro-batch showed."""
+
+    phases: dict[str, Rehearsal]
+    evaluate: EvaluationSets | None
+    calls: Calls
+    """Of the model's modules; none where the model is not to be sharded."""
+    settings: Settings
+    """Of the process, as the job left them before it."""
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the parameters with sparse gradients."""
+        return sorted({name for phase in self.phases.values() for name in phase.tables})
+
+    @property
+    def activations_bytes(self) -> int:
+        return max(phase.activations_bytes for phase in self.phases.values())
+
+
+class Begun(NamedTuple):
+    """The run with the state from which it goes on, restored and shared out."""
+
+    state: TrainState
+    facts: dict[str, Any]
+    history: History
+    start: Start | None
+    """Without the state, which has been restored."""
+
+
 def prepare(
     spec: Spec,
     job: Job,
@@ -207,18 +256,53 @@ def prepare(
     start = None if joining_worker else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
     set_apart()
-    given = versions_of(start, origin) if versions is None else versions
-    data, pins = open_agreed(job, spec.seed, group, given)
+    opened = Opened(
+        start,
+        *open_agreed(job, spec.seed, group, versions_of(start, origin) if versions is None else versions),
+    )
     tell(StageEnded("data", time.time()))
+    built = build(
+        spec, job, group, opened.data, warn, replays=origin is not None and origin.replay is not None
+    )
+    tell(StageEnded("model", time.time()))
+    rehearsed = rehearse(spec, job, group, opened.data, built, warn)
+    tell(StageEnded("rehearsal", time.time()))
+    begun = begin(spec, job, group, opened, built, rehearsed, warn, origin, joining_worker=joining_worker)
+    step = make_stepper(spec, job, group, built.plan, rehearsed, begun)
+    if origin is not None and origin.replay is not None and origin.replay.probe is not None:
+        step.probe = origin.replay.probe
+    watch_bits(step, spec, built.plan, built.batches, tell, origin)
+    if rehearsed.evaluate is not None:
+        rehearsed.evaluate.restore_buffers_by(step.buffers.restore)
+        rehearsed.evaluate.shard(begun.state.sharding)
+    tell(StageEnded("preparation", time.time()))
+    return Run(
+        spec,
+        job,
+        built.plan,
+        group,
+        begun.state,
+        step,
+        rehearsed.evaluate,
+        built.batches,
+        begun.facts,
+        begun.start,
+        begun.history,
+        Inputs(spec, job, begun.facts),
+        activations_bytes=rehearsed.activations_bytes,
+    )
+
+
+def build(spec: Spec, job: Job, group: Group, data: JobData, warn: Warn, *, replays: bool) -> Built:
+    """Make the plan, the model and the state of a run over the job's data."""
     train_data = data.train
     check_rules(spec, data)
     for text in warnings_of(train_data):
         warn(text)
-    is_sharded = spec.sharding.mode == "full" and group.size > 1
-    mirrors_shards = spec.sharding.mode == "full" and spec.faults.mirror
-    if is_sharded or mirrors_shards:
+    is_sharded = shards(spec, group)
+    if is_sharded or mirrors_shards(spec):
         return_freed_memory()
-    if spec.sharding.offload and not is_sharded and (origin is None or origin.replay is None):
+    if spec.sharding.offload and not is_sharded and not replays:
         warn(
             "sharding.offload: one worker shares nothing out, and has everything on its device; take two workers or more, or leave it out"
         )
@@ -236,10 +320,25 @@ def prepare(
     if state.average is not None:
         for text in state.average.told_at_the_start(plan.total_steps):
             warn(text)
-    tell(StageEnded("model", time.time()))
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     if has_eval_weights(job):
         state.job_weights = job_weights_of(spec, job, plan, state, batches, group)
+    return Built(plan, state, batches, deferred)
+
+
+def shards(spec: Spec, group: Group) -> bool:
+    """Whether the parameters are sharded: one worker shares nothing out."""
+    return spec.sharding.mode == "full" and group.size > 1
+
+
+def mirrors_shards(spec: Spec) -> bool:
+    """Whether workers have mirrors of sharded parameters, now or once they are more than one."""
+    return spec.sharding.mode == "full" and spec.faults.mirror
+
+
+def rehearse(spec: Spec, job: Job, group: Group, data: JobData, built: Built, warn: Warn) -> Rehearsed:
+    """Compute the first micro-batch, and try the rest of the promise in other processes. A deferred model is sharded before. All ranks call it."""
+    plan, state, batches, deferred = built
     steps = StepRehearsal(job, spec, plan, state, batches, group.device, warn, group.let_go)
 
     def evaluation() -> EvaluationSets | None:
@@ -249,72 +348,58 @@ def prepare(
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
-    with imports_of_job(job), calls.counted() if is_sharded or mirrors_shards else nullcontext():
-        rehearsal, evaluate = (
+    counts_calls = shards(spec, group) or mirrors_shards(spec)
+    with imports_of_job(job), calls.counted() if counts_calls else nullcontext():
+        phases, evaluate = (
             rehearse_sharded(steps, deferred, group, evaluation)
             if deferred is not None
-            else group.together(partial(rehearse, steps, evaluation))
+            else group.together(partial(rehearse_whole, steps, evaluation))
         )
-    tell(StageEnded("rehearsal", time.time()))
+    return Rehearsed(phases, evaluate, calls, settings)
+
+
+def begin(
+    spec: Spec,
+    job: Job,
+    group: Group,
+    opened: Opened,
+    built: Built,
+    rehearsed: Rehearsed,
+    warn: Warn,
+    origin: AttemptOrigin | None,
+    *,
+    joining_worker: bool,
+) -> Begun:
+    """Make the facts of the run, compare what the ranks must agree on, shard what is not yet sharded, and restore the state. All ranks call it."""
+    plan, state = built.plan, built.state
     check_kept(spec.determinism, spec.threads)
-    tables = sorted({name for result in rehearsal.values() for name in result.tables})
+    tables = rehearsed.tables
     keep_tables_whole(state, tables)
-    settings.put_back()
-    facts = make_facts(
-        spec, job, plan, group, state, batches, evaluate, start, rehearsal, settings, pins.fields()
-    )
+    rehearsed.settings.put_back()
+    facts = make_facts(spec, job, group, opened, built, rehearsed)
     told_of_unknown(facts["environment"], warn)
+    start = opened.start
     begins = start is None or start.fork
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
-        facts["leaked_rows"] = leaked_rows(data, spec.seed, warn)
-    check_ranks_agree(spec, group, state, facts["fields"])
-    if is_sharded and state.sharding is None:
-        shard(spec, job, state, group, calls, whole=tables)
+        facts["leaked_rows"] = leaked_rows(opened.data, spec.seed, warn)
+    check_agreed(group, facts["fields"], spec)
+    check_same_order(group, state.order)
+    if shards(spec, group) and state.sharding is None:
+        shard(spec, job, state, group, rehearsed.calls, whole=tables)
     elif state.mirrored_shards is not None and state.sharding is None:
-        hold_whole(spec, job, state, group, calls, tables)
+        hold_whole(spec, job, state, group, rehearsed.calls, tables)
     if state.sharding is not None:
         for text in state.sharding.told:
             warn(text)
-    replay = None if origin is None else origin.replay
-    history = History()
-    if start is not None:
-        if not start.fork:
-            facts = continued(facts, start.facts, spec, warn)
-        fields = facts["fields"] if replay is None else None
-        hints = possible_causes(facts["environment"])
-        history = restore_on_every_rank(start, spec, plan, state, group, fields, warn, hints)
-        settings.check("after job.load_state_dict")
-        start = start.without_state()
-    # Only now: a Stepper takes the buffers as it finds them for those of its first step.
-    step = make_stepper(spec, job, plan, group, state, rehearsal)
-    step.settings = settings
-    if replay is not None and replay.probe is not None:
-        step.probe = replay.probe
-    watch_bits(step, spec, plan, batches, tell, origin)
-    if evaluate is not None:
-        evaluate.restore_buffers_by(step.buffers.restore)
-        evaluate.shard(state.sharding)
-    tell(StageEnded("preparation", time.time()))
-    inputs = Inputs(spec, job, facts)
-    activations = max(result.activations_bytes for result in rehearsal.values())
-    return Run(
-        spec,
-        job,
-        plan,
-        group,
-        state,
-        step,
-        evaluate,
-        batches,
-        facts,
-        start,
-        history,
-        inputs,
-        activations_bytes=activations,
-    )
-
-
-MakesEvaluation = Callable[[], EvaluationSets | None]
+    if start is None:
+        return Begun(state, facts, History(), None)
+    if not start.fork:
+        facts = continued(facts, start.facts, spec, warn)
+    fields = facts["fields"] if origin is None or origin.replay is None else None
+    hints = possible_causes(facts["environment"])
+    history = restore_on_every_rank(start, spec, plan, state, group, fields, warn, hints)
+    rehearsed.settings.check("after job.load_state_dict")
+    return Begun(state, facts, history, start.without_state())
 
 
 def rehearse_sharded(
@@ -339,7 +424,7 @@ def rehearse_sharded(
     return shown, evaluate
 
 
-def rehearse(
+def rehearse_whole(
     rehearsal: StepRehearsal, evaluation: MakesEvaluation
 ) -> tuple[dict[str, Rehearsal], EvaluationSets | None]:
     """Compute the first micro-batch here, and try the rest of the promise in other processes. Returns what it showed, and the evaluation.
@@ -361,66 +446,52 @@ def rehearse(
 
 
 def make_facts(
-    spec: Spec,
-    job: Job,
-    plan: Plan,
-    group: Group,
-    state: TrainState,
-    batches: MicroBatches,
-    evaluate: EvaluationSets | None,
-    start: Start | None,
-    rehearsal: dict[str, Rehearsal],
-    settings: Settings,
-    versions: dict[str, str],
+    spec: Spec, job: Job, group: Group, opened: Opened, built: Built, rehearsed: Rehearsed
 ) -> dict[str, Any]:
     """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
+    state, start = built.state, opened.start
     sharded = state.sharding is not None
     digest = digest_on_first(group, tensors(state)) if sharded else weights_digest(state.model.state_dict())
-    first = " ".join(result.digest for result in rehearsal.values())
+    first = " ".join(phase.digest for phase in rehearsed.phases.values())
     facts = facts_of(
         spec,
         job,
         group,
-        batches,
-        plan,
-        evaluate,
-        versions,
+        built.batches,
+        built.plan,
+        rehearsed.evaluate,
+        opened.pins.fields(),
         digest,
         first,
-        settings,
+        rehearsed.settings,
         fork=start and start.parent,
         followed=state.schedule.metrics,
     )
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
-def check_ranks_agree(spec: Spec, group: Group, state: TrainState, fields: dict[str, Any]) -> None:
-    """Compare the identity and the logical order of the parameters between the ranks."""
-    check_agreed(group, fields, spec)
-    check_same_order(group, state.order)
-
-
 def make_stepper(
-    spec: Spec, job: Job, plan: Plan, group: Group, state: TrainState, rehearsal: dict[str, Rehearsal]
+    spec: Spec, job: Job, group: Group, plan: Plan, rehearsed: Rehearsed, begun: Begun
 ) -> Stepper:
-    """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
-    parts = {phase: result.parts for phase, result in rehearsal.items()}
-    terms = {phase: result.terms for phase, result in rehearsal.items()}
-    tables = {phase: result.tables for phase, result in rehearsal.items()}
-    statistics = any(result.statistics for result in rehearsal.values())
-    written = frozenset[int]().union(*(result.written for result in rehearsal.values()))
-    return Stepper(
+    """Takes the steps from where the run has `begun`: the buffers that it finds are those of its first step.
+
+    The parts of the model that compute, and the buffers that are written, are those that the rehearsal found.
+    """
+    phases = rehearsed.phases
+    step = Stepper(
         job,
         spec,
         plan,
         group,
-        state,
-        parts=parts,
-        terms=terms,
-        tables=tables,
-        statistics=statistics,
-        written_buffers=written,
+        begun.state,
+        parts={phase: result.parts for phase, result in phases.items()},
+        terms={phase: result.terms for phase, result in phases.items()},
+        tables={phase: result.tables for phase, result in phases.items()},
+        statistics=any(result.statistics for result in phases.values()),
+        written_buffers=frozenset[int]().union(*(result.written for result in phases.values())),
     )
+    step.settings = rehearsed.settings
+    return step
 
 
 def watch_bits(
@@ -523,38 +594,6 @@ def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> Compi
     return CompiledLosses(spec.determinism, device, spec.precision, len(names))
 
 
-def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
-    """SpecError where a rule needs a metric that the evaluation does not give. `metrics` is None where they are not known yet."""
-    if metrics is None:
-        return
-    rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
-    metrics = [name for name in metrics if not is_test(name)]
-    for name, rule in rules.items():
-        if rule is not None and is_test(rule.metric):
-            raise problems.TEST_DECIDES(field=f"{name}.metric", got=rule.metric)
-        if rule is not None and rule.metric not in metrics:
-            raise problems.NO_METRIC(
-                field=f"{name}.metric", got=rule.metric, hint=nearest(rule.metric, metrics)
-            )
-
-
-def check_followed(schedule: RateSchedule, metrics: Iterable[str] | None) -> None:
-    """JobError where the job's schedule follows a metric that the evaluation does not give; `metrics` as for `check_metric`."""
-    if metrics is None:
-        return
-    metrics = [name for name in metrics if not is_test(name)]
-    for name in schedule.metrics:
-        if is_test(name):
-            raise problems.TEST_DECIDES(field="job.schedule", got=name)
-        if name not in metrics:
-            what = (
-                f"its evaluations give none{nearest(name, metrics)}"
-                if metrics
-                else "the job has no eval_data"
-            )
-            raise problems.SCHEDULE_METRIC(got=name, wanted=what)
-
-
 def job_weights_of(
     spec: Spec, job: Job, plan: Plan, state: TrainState, batches: MicroBatches, group: Group
 ) -> JobWeights:
@@ -571,46 +610,3 @@ def job_weights_of(
     weights = JobWeights(job, state.model, optimizer, batches, sampler, plan, group, spec.seed)
     weights.step = lambda: state.counters.step
     return weights
-
-
-def updates_of(plan: Plan) -> Updates:
-    """What a schedule of the job's own is told of the run's length."""
-    return Updates(plan.total_steps, plan.steps_per_epoch if plan.is_constant else None, plan.epochs)
-
-
-def make_plan(spec: Spec, job: Job, train_data: Any) -> Plan:
-    """The arithmetic of the run over its training samples. Where their order goes by length, the job is asked for the lengths."""
-    samples = dataset_size(train_data, "train_data")
-    left_out = LeftOut(spec.data.without)
-    check_ids(left_out, train_data, "data.without")
-    by_length = None
-    if samples and spec.data.shuffle == "by_length":
-        by_length = grouped_by_length(spec, lengths_of(job, train_data, samples), left_out)
-    if samples and left_out.count == number_of_ids(train_data):
-        raise problems.ALL_LEFT_OUT(got=left_out.count)
-    try:
-        return Plan.of(
-            samples,
-            spec.batch.sizes,
-            spec.batch.micro,
-            drop_last=spec.data.drop_last,
-            epochs=spec.length.epochs,
-            steps=spec.length.steps,
-            group=spec.data.group_size,
-            tokens=spec.batch.tokens if samples else None,
-            by_length=by_length,
-        )
-    except ValueError as error:
-        advice = (
-            "lower batch.global or set data.drop_last=false"
-            if samples
-            else "train_data holds no sample: give it some"
-        )
-        raise problems.NO_PLAN(got=error, remedy=advice) from error
-
-
-def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
-    """SpecError for ids that no training sample has."""
-    count = number_of_ids(train_data)
-    if count and ids.last >= count:
-        raise problems.NO_SUCH_SAMPLE(field=name, got=ids.last, wanted=count)

@@ -24,7 +24,7 @@ from lockstep.training import problems
 from lockstep.training import problems as training_problems
 from lockstep.training.failure import job_at
 from lockstep.training.job_data import dataset_size, open_data
-from lockstep.training.setup import make_plan
+from lockstep.training.planning import make_plan
 from tests.raised import raises
 
 SIZE = 64

@@ -25,7 +25,9 @@ from lockstep.training import problems, setup
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.job_data import make_sampler
 from lockstep.training.loop import surroundings
-from lockstep.training.setup import Run, check_followed, check_metric, make_plan, prepare, watch_bits
+from lockstep.training.metric_rules import check_followed, check_metric
+from lockstep.training.planning import make_plan
+from lockstep.training.setup import Run, prepare, watch_bits
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
 from tests.distributed.kinds import document

@@ -29,7 +29,8 @@ from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.evaluation.evaluator import Evaluator
 from lockstep.training.evaluation.messages import Measured
 from lockstep.training.failure import job_at
-from lockstep.training.setup import Run, check_followed
+from lockstep.training.metric_rules import check_followed
+from lockstep.training.setup import Run
 from lockstep.training.state import Best, Pending, tensors
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.weights_shown import weights_shown
