@@ -112,7 +112,7 @@ def main() -> None:
     finally:
         pool.close()
     print("workers, fully sharded      held   by arithmetic, in sets")
-    for workers in (2, 4):
+    for workers in (2, 4, 8):
         pool = Pool(workers)
         try:
             given = {**document(8), "sharding": "full", "optimizer": {"name": "adamw"}}

@@ -15,3 +15,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def wide_pool() -> Iterator[Pool]:
+    """Eight processes, as many as a step of most tests has micro-batches: for those alone that need more than four."""
+    pool = Pool(8)
+    yield pool
+    pool.close()

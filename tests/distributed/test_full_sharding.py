@@ -81,12 +81,12 @@ def test_the_bits_are_those_of_the_whole_model(pool: Pool, job: str, precision: 
 
 @pytest.mark.exact
 @pytest.mark.parametrize(
-    ("job", "precision", "workers"), list(product(("digits", "gpt"), ("fp32", "bf16", "fp16"), (1, 2, 3, 4)))
+    ("job", "precision", "workers"), list(product(("digits", "gpt"), ("fp32", "bf16", "fp16"), range(1, 9)))
 )
 def test_the_bits_are_those_of_the_whole_model_in_full(
-    pool: Pool, job: str, precision: str, workers: int
+    wide_pool: Pool, job: str, precision: str, workers: int
 ) -> None:
-    check(pool, job, precision, workers)
+    check(wide_pool, job, precision, workers)
 
 
 # --- parameters of every kind -----------------------------------------------------------------------------------
@@ -635,7 +635,17 @@ def held(document: Document) -> dict[str, Any]:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
-    document = small(f"{HERE}:Deep")
+    check_share(pool, workers)
+
+
+@pytest.mark.exact
+def test_one_of_eight_workers_holds_its_share(wide_pool: Pool) -> None:
+    check_share(wide_pool, 8, batch={"global": 8, "micro": 1})
+
+
+def check_share(pool: Pool, workers: int, **more: Any) -> None:
+    document = small(f"{HERE}:Deep") | more
+    micro_batches = document["batch"]["global"] // document["batch"]["micro"]
     whole, estimated = held(document), estimate_of(full(document), workers)
     for share in pool.run(workers, held, full(document)):
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
@@ -645,7 +655,7 @@ def test_a_worker_holds_its_share(pool: Pool, workers: int) -> None:
         for name in ("communication_bytes", "buffers_bytes"):
             assert share[name] == estimated[name]
     assert estimated["units"] == 10  # of the sequence: two layers, and eight blocks
-    passes, sets = 4 // workers, 3 * whole["parameters_bytes"]  # gathered twice, and reduced
+    passes, sets = micro_batches // workers, 3 * whole["parameters_bytes"]  # gathered twice, and reduced
     assert estimated["sent_bytes"] == passes * sets * (workers - 1) // workers
 
 

@@ -13,7 +13,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -144,14 +143,6 @@ def test_bits_do_not_depend_on_how_a_run_is_executed(pool: Pool, case: Case) -> 
 def test_bits_do_not_depend_on_how_a_run_is_executed_in_full(pool: Pool, case: Case) -> None:
     """G1, the full product."""
     check(pool, case)
-
-
-@pytest.fixture(scope="module")
-def wide_pool() -> Iterator[Pool]:
-    """As many processes as a step has micro-batches."""
-    pool = Pool(8)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.exact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,6 @@ def test_the_bits_are_those_of_the_whole_optimizer(
     pool: Pool, job: str, precision: str, workers: int
 ) -> None:
     check(pool, job, precision, workers)
-
-
-@pytest.fixture(scope="module")
-def wide_pool() -> Iterator[Pool]:
-    pool = Pool(8)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.exact
