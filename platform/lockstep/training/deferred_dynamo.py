@@ -11,6 +11,8 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +57,31 @@ class _DeferredCompiler(ModuleType):
             return importlib.import_module(_COMPILER)
 
 
+class _ImportedMeanwhile(MetaPathFinder, Loader):
+    """Gives a module of the compiler as it is where the import of it has imported the compiler, and with that the module.
+
+    `import torch._dynamo.exc` asks the stand-in for its path, and would then load a second `exc`, whose exceptions nobody raises.
+    """
+
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        imported = sys.modules.get(name)
+        if not name.startswith(f"{_COMPILER}.") or target is not None or imported is None:
+            return None
+        return ModuleSpec(name, self, loader_state=(imported, imported.__spec__))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = spec.loader_state[0]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is loaded: only its own specification is put back. (Torch's modules of settings have kept theirs.)"""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state[1]
+
+
 def defer_compiler() -> None:
     """From here on import torch's compiler when it is used. Does nothing where it is imported already."""
     if _COMPILER not in sys.modules:
         torch._dynamo = sys.modules[_COMPILER] = _DeferredCompiler()
+        sys.meta_path.insert(0, _ImportedMeanwhile())

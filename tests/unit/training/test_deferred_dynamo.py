@@ -62,6 +62,18 @@ def test_what_uses_the_compiler_has_it_whole(use: str) -> None:
     assert told == [True, False, "module", True, True]
 
 
+@pytest.mark.parametrize("name", ["exc", "config"])
+def test_a_module_of_the_compiler_is_there_once(name: str) -> None:
+    """Another would have exceptions that nobody raises, and settings that nobody reads."""
+    told = answer(
+        f"import importlib; module = importlib.import_module('torch._dynamo.{name}'); import torch._inductor.exc, torch._dynamo.exc; "
+        f"print(json.dumps([torch._dynamo.__dict__['{name}'] is module is sys.modules['torch._dynamo.{name}'], "
+        "issubclass(torch._inductor.exc.InductorError, torch._dynamo.exc.TorchDynamoException), "
+        "torch._dynamo.eval_frame.config is torch._dynamo.config, module.__spec__.origin == module.__file__]))"
+    )
+    assert told == [True] * 4
+
+
 def test_a_search_through_all_modules_imports_no_compiler() -> None:
     told = answer(
         "import inspect; inspect.getmodule(trained.__code__); [hasattr(m, '__warningregistry__') for m in [*sys.modules.values()]]; "
