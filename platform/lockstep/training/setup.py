@@ -268,7 +268,8 @@ def prepare(
     rehearsed = rehearse(spec, job, group, opened.data, built, warn)
     tell(StageEnded("rehearsal", time.time()))
     begun = begin(spec, job, group, opened, built, rehearsed, warn, origin, joining_worker=joining_worker)
-    del opened, start  # what was read of a checkpoint has been restored, and takes as much memory as the state
+    # What was read of a checkpoint has been restored, and takes as much memory as the state.
+    del opened, start
     step = make_stepper(spec, job, group, built.plan, rehearsed, begun)
     if origin is not None and origin.replay is not None and origin.replay.probe is not None:
         step.probe = origin.replay.probe
