@@ -47,7 +47,7 @@ class Round(NamedTuple):
     fsdp_bytes: float
 
 
-def counted() -> int:
+def bytes_sent() -> int:
     """Bytes that this worker has sent so far; 0 on the loopback interface, which all have together."""
     return sent_bytes() if os.environ["GLOO_SOCKET_IFNAME"] == WIRE else 0
 
@@ -63,12 +63,12 @@ class CountedContest(Contest):
     def tell(self, event: Event) -> None:
         super().tell(event)
         if self._steps == 0:
-            self._before = counted()
+            self._before = bytes_sent()
 
     def _round(self, own: float) -> None:
-        own_bytes, between = counted() - self._before, counted()
+        own_bytes, between = bytes_sent() - self._before, bytes_sent()
         super()._round(own)
-        self.bytes.append((own_bytes / self.block, (counted() - between) / (2 * self.block)))
+        self.bytes.append((own_bytes / self.block, (bytes_sent() - between) / (2 * self.block)))
 
 
 def contest(micro_batches: int, rounds: int) -> list[Round]:

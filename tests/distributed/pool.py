@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import LockstepError
 from tests.forked import forking
@@ -20,6 +20,14 @@ ANSWER_S = 300
 """How long a worker may take for one call; the slowest here takes a tenth of it."""
 
 
+class Worker(NamedTuple):
+    """A process of a pool, the pipe to it, and the network namespace in which it is, if any."""
+
+    process: Any
+    pipe: Connection
+    machine: str | None
+
+
 class Pool:
     """Up to `size` processes; `run` gives the first W of them a process group and one function to call."""
 
@@ -27,8 +35,7 @@ class Pool:
         """Each worker is on one of `machines`, network namespaces of `tests.network`; on this machine's loopback where there are none."""
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         self._calls = 0
-        self._machines: list[str | None] = [*machines[:size]] or [None] * size
-        self._workers = [_start(machine) for machine in self._machines]
+        self._workers = [_start(machine) for machine in [*machines[:size]] or [None] * size]
 
     def run(self, workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` in each of `workers` processes, in one gloo group; what each returned, by rank.
@@ -38,18 +45,17 @@ class Pool:
         """
         self._calls += 1
         store = Path(self._folder.name, f"store-{self._calls}")
-        for rank, (_, pipe) in enumerate(self._workers[:workers]):
+        for rank, (_, pipe, _) in enumerate(self._workers[:workers]):
             pipe.send((function.__module__, function.__qualname__, args, rank, workers, str(store)))
-        answers = [_answer(process, pipe) for process, pipe in self._workers[:workers]]
+        answers = [_answer(process, pipe) for process, pipe, _ in self._workers[:workers]]
         errors = [value for value in answers if isinstance(value, Exception)]
         if not errors:
             return answers
-        if workers > 1 or not self._workers[0][0].is_alive():
-            failed, machines = self._workers[:workers], self._machines[:workers]
+        if workers > 1 or not self._workers[0].process.is_alive():
+            failed = self._workers[:workers]
             # Behind the others, which are called first while these start.
-            self._workers = self._workers[workers:] + [_start(machine) for machine in machines]
-            self._machines = self._machines[workers:] + machines
-            for process, pipe in failed:
+            self._workers = self._workers[workers:] + [_start(worker.machine) for worker in failed]
+            for process, pipe, _ in failed:
                 _end(process, pipe, patience_s=0)
         first = next((error for error in errors if isinstance(error, LockstepError)), errors[0])
         for error in errors:
@@ -58,14 +64,14 @@ class Pool:
         raise first
 
     def close(self) -> None:
-        for _, pipe in self._workers:
+        for _, pipe, _ in self._workers:
             pipe.close()
-        for process, pipe in self._workers:
+        for process, pipe, _ in self._workers:
             _end(process, pipe, patience_s=10)
         self._folder.cleanup()
 
 
-def _start(machine: str | None = None) -> tuple[Any, Connection]:
+def _start(machine: str | None) -> Worker:
     context = forking()
     here, there = context.Pipe()
     process = context.Process(
@@ -73,7 +79,7 @@ def _start(machine: str | None = None) -> tuple[Any, Connection]:
     )  # a daemon may have no loader processes
     process.start()
     there.close()
-    return process, here
+    return Worker(process, here, machine)
 
 
 def _answer(process: Any, pipe: Connection) -> Any:

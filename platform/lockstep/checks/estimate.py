@@ -234,7 +234,7 @@ def estimated(fixture: Fixture) -> Estimate:
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
         communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
-        units=full.units if is_fully_sharded(spec, workers) else 0,
+        units=full.units if spec.is_fully_sharded(workers) else 0,
         sent_bytes=sent_bytes(spec, full, plan.micro_batches, workers),
         checkpoint_bytes=full.checkpoint,
         total_bytes=total_bytes(spec, full, plan.micro_batches, workers, on_gpu=on_gpu),
@@ -396,7 +396,7 @@ def updating_bytes(spec: Spec, measured: Measured, workers: int) -> int:
     """Bytes that an update allocates and frees: for the worker's own spans, then for the rounds that gather the other workers'."""
     if not is_sharded(spec, workers):
         return measured.updating
-    if is_fully_sharded(spec, workers):
+    if spec.is_fully_sharded(workers):
         return held_bytes(spec, measured.updating, workers)
     owned = [0] * workers
     for span in _spans(measured, workers):
@@ -462,18 +462,13 @@ def total_bytes(
     step = standing + moving + max(sums + batches + computing, in_update)
     start = measured.parameters + 2 * measured.buffers + measured.batch + measured.computing
     by_shards = asks_for_shards(spec, measured.parameters) and not (measured.tables or on_gpu)
-    begins_whole = is_fully_sharded(spec, workers) and not by_shards
+    begins_whole = spec.is_fully_sharded(workers) and not by_shards
     return max(step, start if begins_whole else 0)
-
-
-def is_fully_sharded(spec: Spec, workers: int) -> bool:
-    """Whether workers share the parameters out."""
-    return spec.sharding.mode == "full" and workers > 1
 
 
 def is_offloaded(spec: Spec, workers: int) -> bool:
     """Whether workers keep their rows in host memory."""
-    return is_fully_sharded(spec, workers) and spec.sharding.offload
+    return spec.is_fully_sharded(workers) and spec.sharding.offload
 
 
 def host_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
@@ -505,12 +500,12 @@ def copied_bytes(spec: Spec, measured: Measured, workers: int) -> int:
 
 def held_bytes(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
     """The bytes that one worker holds of `size` bytes of parameters, or of a state of parameters; of these, `on_all` bytes are whole on every worker."""
-    return on_all - (on_all - size) // workers if is_fully_sharded(spec, workers) else size
+    return on_all - (on_all - size) // workers if spec.is_fully_sharded(workers) else size
 
 
 def with_mirror(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
     """`held_bytes`, with what a worker mirrors of another's share."""
-    mirrors = is_fully_sharded(spec, workers) and is_mirrored(spec)
+    mirrors = spec.is_fully_sharded(workers) and is_mirrored(spec)
     return held_bytes(spec, size, workers, on_all) + (
         held_bytes(spec, size - on_all, workers) if mirrors else 0
     )
@@ -518,7 +513,7 @@ def with_mirror(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
 
 def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of the tree's sums on the worker that holds the most."""
-    if is_fully_sharded(spec, workers):
+    if spec.is_fully_sharded(workers):
         return held_bytes(spec, measured.summed, workers, measured.table_rows) * sums_in_passes(
             micro_batches, workers
         )
@@ -527,14 +522,14 @@ def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int)
 
 def moving_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of what is gathered, sent and received at once."""
-    if is_fully_sharded(spec, workers):
+    if spec.is_fully_sharded(workers):
         return moving_units(spec, measured.largest_unit, measured.parameters - measured.tables)
     return communication_bytes(spec, measured.gradients, micro_batches, workers)
 
 
 def sent_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """What a worker sends in a step where each sends one sum of its gradients; the few numbers beside them, and a first pass over the whole batch, apart."""
-    if is_fully_sharded(spec, workers):
+    if spec.is_fully_sharded(workers):
         passes = -(-micro_batches // workers)
         gathers = 2 if spec.sharding.reshard_after_forward else 1
         sets = passes * (gathers * (measured.parameters - measured.tables) + measured.gradients)

@@ -433,6 +433,15 @@ class Spec(Section):
         """Where the record's files are kept, a folder a run."""
         return Path(self.record.folder or self.checkpoint.storage)
 
+    def is_fully_sharded(self, workers: int) -> bool:
+        """Whether so many workers shard the parameters: one alone shares nothing out."""
+        return self.sharding.mode == "full" and workers > 1
+
+    @property
+    def mirrors_parameters(self) -> bool:
+        """Whether workers have mirrors of sharded parameters, now or once they are more than one."""
+        return self.sharding.mode == "full" and self.faults.mirror
+
     def document(self) -> dict[str, Any]:
         """The spec as plain data, as a spec file would write it."""
         document = self.model_dump(mode="json", by_alias=True)

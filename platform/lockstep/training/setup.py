@@ -301,8 +301,8 @@ def build(spec: Spec, job: Job, group: Group, data: JobData, warn: Warn, *, repl
     check_rules(spec, data)
     for text in warnings_of(train_data):
         warn(text)
-    is_sharded = shards(spec, group)
-    if is_sharded or mirrors_shards(spec):
+    is_sharded = spec.is_fully_sharded(group.size)
+    if is_sharded or spec.mirrors_parameters:
         return_freed_memory()
     if spec.sharding.offload and not is_sharded and not replays:
         warn(
@@ -328,16 +328,6 @@ def build(spec: Spec, job: Job, group: Group, data: JobData, warn: Warn, *, repl
     return Built(plan, state, batches, deferred)
 
 
-def shards(spec: Spec, group: Group) -> bool:
-    """Whether the parameters are sharded: one worker shares nothing out."""
-    return spec.sharding.mode == "full" and group.size > 1
-
-
-def mirrors_shards(spec: Spec) -> bool:
-    """Whether workers have mirrors of sharded parameters, now or once they are more than one."""
-    return spec.sharding.mode == "full" and spec.faults.mirror
-
-
 def rehearse(spec: Spec, job: Job, group: Group, data: JobData, built: Built, warn: Warn) -> Rehearsed:
     """Compute the first micro-batch, and try the rest of the promise in other processes. A deferred model is sharded before. All ranks call it."""
     plan, state, batches, deferred = built
@@ -350,7 +340,7 @@ def rehearse(spec: Spec, job: Job, group: Group, data: JobData, built: Built, wa
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
-    counts_calls = shards(spec, group) or mirrors_shards(spec)
+    counts_calls = spec.is_fully_sharded(group.size) or spec.mirrors_parameters
     with imports_of_job(job), calls.counted() if counts_calls else nullcontext():
         phases, evaluate = (
             rehearse_sharded(steps, deferred, group, evaluation)
@@ -386,7 +376,7 @@ def begin(
         facts["leaked_rows"] = leaked_rows(opened.data, spec.seed, warn)
     check_agreed(group, facts["fields"], spec)
     check_same_order(group, state.order)
-    if shards(spec, group) and state.sharding is None:
+    if spec.is_fully_sharded(group.size) and state.sharding is None:
         shard(spec, job, state, group, rehearsed.calls, whole=tables)
     elif state.mirrored_shards is not None and state.sharding is None:
         hold_whole(spec, job, state, group, rehearsed.calls, tables)
@@ -579,7 +569,7 @@ def make_state(
         schedule=schedule,
         compiled=_compiled(spec, model, device),
     )
-    if group is not None and spec.sharding.mode == "full" and spec.faults.mirror:
+    if group is not None and spec.mirrors_parameters:
         state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
     return state
 

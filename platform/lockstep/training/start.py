@@ -73,7 +73,7 @@ def find_start(
     spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
 ) -> Start | None:
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
-    load = partial(_load, group=group, warn=warn, is_sharded=spec.sharding.mode == "full" and group.size > 1)
+    load = partial(_load, group=group, warn=warn, is_sharded=spec.is_fully_sharded(group.size))
     if origin is not None and origin.replay is not None and origin.replay.step:
         replay = origin.replay
         replayed = load(replay.storage, replay.run_id, replay.step)

@@ -44,8 +44,7 @@ def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | Non
     check_shardable(optimizer)
     if group is not None and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
-    mirrored = spec.sharding.mode == "full" and spec.faults.mirror
-    if group is None or (group.size == 1 and not mirrored):
+    if group is None or (group.size == 1 and not spec.mirrors_parameters):
         return optimizer
     kind = FullyShardedOptimizer if spec.sharding.mode == "full" else ShardedOptimizer
     return kind(optimizer, group)
