@@ -4,8 +4,7 @@ A set is as many bytes as the model's parameters. Two workers with 1 … 8 micro
 into its buckets. Counted is what torch's allocator gives and takes back from the third step on, and the buckets, which
 are there before.
 
-Then what a worker of 2 and 4 holds at the most where everything is sharded, beside what the arithmetic of docs/models-that-do-not-fit.md says: parameters,
-gradients and AdamW's state over W, the tree's partial sums of a worker's rows, and a unit three times. Last, the anonymous memory of the process by the
+Then what a worker of 2, 4 and 8 holds at the most where everything is sharded, beside what `lockstep estimate` says. Last, the anonymous memory of the process by the
 stage of its life, which counts where its memory is limited: also of a process that keeps what it has freed, as glibc does by itself.
 
     python -m tests.benchmarks.memory
@@ -13,28 +12,22 @@ stage of its life, which counts where its memory is limited: also of a process t
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
 from lockstep.spec.loading import load_spec
-from lockstep.training.loop import fit
-from lockstep.training.observe.worker_memory import UNIT_COPIES, sums_in_passes
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
-from tests.distributed import memory_by_stage
+from tests.distributed import memory_by_stage, test_sharded_memory
 from tests.distributed.pool import Pool
-from tests.distributed.small_jobs import Plain
-from tests.distributed.test_peak_memory import SET, Counting, document, peak
+from tests.distributed.test_peak_memory import SET, document, peak
+from tests.distributed.test_sharded_memory import MODEL
 from tests.live_bytes import counted
 
 WORKERS = 2
@@ -52,52 +45,6 @@ def by_hand(given: dict[str, Any]) -> float:
     return found.peak / SET + 1
 
 
-UNITS, UNIT_WIDTH = 16, 512
-MODEL = UNITS * UNIT_WIDTH * UNIT_WIDTH * 4
-
-
-class Wide(Plain):
-    """Units of one size, large enough that what does not depend on the model is next to nothing."""
-
-    def model(self) -> nn.Module:
-        units = [nn.Linear(UNIT_WIDTH, UNIT_WIDTH, bias=False) for _ in range(UNITS)]
-        return nn.Sequential(nn.ZeroPad1d((0, UNIT_WIDTH - 8)), *units)
-
-
-class Standing(Counting):
-    """Notes what lives after the second step, and counts in the third alone: at the end rank 0 puts whole weights together."""
-
-    standing = 0
-
-    def tell(self, event: Event) -> None:
-        if isinstance(event, StepRow) and event.step == 2:
-            gc.collect()
-            tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-            gradients = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-            gone = {gradient.untyped_storage().data_ptr() for gradient in gradients}  # before the next step
-            storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-            storages = {begin: size for begin, size in storages.items() if begin not in gone}
-            self.standing = sum(storages.values())
-        super().tell(event)
-        if isinstance(event, StepRow) and event.step == 3:
-            self.context.__exit__(None, None, None)
-
-
-def sharded_peak(given: dict[str, Any]) -> int:
-    """Bytes that a worker holds at the most in a step, of whatever kind."""
-    spec, record = load_spec(given), Standing("cpu")
-    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
-    fit(spec, job, group, record.tell, record)
-    group.close()
-    return record.standing + record.found.peak
-
-
-def by_arithmetic(workers: int, micro_batches: int) -> int:
-    """What the page says of a model of equal units without activations."""
-    unit = MODEL // UNITS
-    return MODEL * (4 + sums_in_passes(micro_batches, workers)) // workers + UNIT_COPIES * unit
-
-
 def main() -> None:
     os.environ.update(WORKER_ENVIRONMENT, OMP_NUM_THREADS="1")  # before a worker starts
     torch.set_num_threads(1)
@@ -111,14 +58,15 @@ def main() -> None:
             print(f"{each:25}" + "".join(f"{max(side):9.2f}" for side in sides), flush=True)
     finally:
         pool.close()
-    print("workers, fully sharded      held   by arithmetic, in sets")
+    print("workers, fully sharded      held   by the estimate, in sets")
     for workers in (2, 4, 8):
         pool = Pool(workers)
         try:
-            given = {**document(8), "sharding": "full", "optimizer": {"name": "adamw"}}
-            given["job"] = {"use": "tests.benchmarks.memory:Wide"}
-            held = max(pool.run(workers, sharded_peak, given)) / MODEL
-            print(f"{workers:22}{held:10.2f}{by_arithmetic(workers, 8) / MODEL:16.2f}", flush=True)
+            given = test_sharded_memory.document(workers, micro_batches=8)
+            held = max(pool.run(workers, test_sharded_memory.peak, given)) / MODEL
+            print(
+                f"{workers:22}{held:10.2f}{test_sharded_memory.estimate_of(given) / MODEL:16.2f}", flush=True
+            )
         finally:
             pool.close()
     print("stage, fully sharded on 4   anonymous memory   freed memory kept   by arithmetic, in sets")

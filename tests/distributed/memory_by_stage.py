@@ -90,7 +90,7 @@ def document(folder: str, **more: Any) -> Document:
 def by_arithmetic(workers: int) -> dict[str, float]:
     """What docs/models-that-do-not-fit.md says, in sets of the parameters: a share and some units; a save has what the rank writes twice beside it."""
     unit, standing = 1 / UNITS, 4 / workers
-    step = standing + 4 * unit
+    step = standing + 5 * unit
     return {
         "start": 2 / workers + 6 * unit,
         "resume": 3 / workers + 6 * unit,

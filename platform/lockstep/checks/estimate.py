@@ -45,7 +45,7 @@ from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import check_combination, optimizers_of
 from lockstep.training.step.sharding import SCALARS, Span, flat, gathering_bytes, spans
 from lockstep.training.step.sharding_units import Calls, units_of
-from lockstep.training.step.uncut_parameters import largest
+from lockstep.training.step.uncut_parameters import NO_UNITS, UnitBytes, unit_bytes
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -96,8 +96,8 @@ class Measured:
     """What an update makes and lets go of."""
     phases: int = 1
     """Of a step. With several, a worker holds all its micro-batches of the step until the last phase has had them."""
-    largest_unit: int = 0
-    """Parameters that are gathered at once where they are sharded."""
+    unit_bytes: UnitBytes = NO_UNITS
+    """Parameters that are gathered where they are sharded."""
     units: int = 0
     """Modules that are gathered one at a time."""
     tables: int = 0
@@ -233,7 +233,7 @@ def estimated(fixture: Fixture) -> Estimate:
         average_bytes=with_mirror(spec, full.average, workers, min(full.average, full.tables)),
         activations_bytes=full.activations,
         reduction_bytes=sums_bytes(spec, full, plan.micro_batches, workers),
-        communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers),
+        communication_bytes=moving_bytes(spec, full, plan.micro_batches, workers, on_gpu=on_gpu),
         units=full.units if spec.is_fully_sharded(workers) else 0,
         sent_bytes=sent_bytes(spec, full, plan.micro_batches, workers),
         checkpoint_bytes=full.checkpoint,
@@ -320,7 +320,7 @@ def measured(fixture: Fixture, key: MicroBatch) -> Measured:
         computing=computing,
         updating=updating,
         phases=len(modules),
-        largest_unit=largest(model, units, frozenset(tables)),
+        unit_bytes=unit_bytes(model, units, frozenset(tables)),
         units=len(units),
         tables=nbytes(tables.values()),
         updated_at_once=max(
@@ -444,7 +444,7 @@ def total_bytes(
     sums = sums_bytes(spec, measured, micro_batches, workers)
     if offloaded:
         sums = measured.table_rows * sums_in_passes(micro_batches, workers)
-    moving = moving_bytes(spec, measured, micro_batches, workers)
+    moving = moving_bytes(spec, measured, micro_batches, workers, on_gpu=on_gpu)
     updating = updating_bytes(spec, measured, workers)
     if is_offloaded(spec, workers):
         updating = copied_bytes(spec, measured, workers)
@@ -459,7 +459,9 @@ def total_bytes(
     )
     computing = measured.computing - measured.gradients + gradients
     in_update = kept + resident(measured.gradients, measured.table_rows) + updating
-    step = standing + moving + max(sums + batches + computing, in_update)
+    if not spec.is_fully_sharded(workers):  # DDP's buckets stay
+        in_update += moving
+    step = standing + max(moving + sums + batches + computing, in_update)
     start = measured.parameters + 2 * measured.buffers + measured.batch + measured.computing
     by_shards = asks_for_shards(spec, measured.parameters) and not (measured.tables or on_gpu)
     begins_whole = spec.is_fully_sharded(workers) and not by_shards
@@ -520,10 +522,12 @@ def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int)
     return reduction_bytes(spec, measured.summed, micro_batches, workers)
 
 
-def moving_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
+def moving_bytes(
+    spec: Spec, measured: Measured, micro_batches: int, workers: int, *, on_gpu: bool = False
+) -> int:
     """Bytes of what is gathered, sent and received at once."""
     if spec.is_fully_sharded(workers):
-        return moving_units(spec, measured.largest_unit, measured.parameters - measured.tables)
+        return moving_units(spec.sharding, measured.unit_bytes, micro_batches, workers, on_gpu=on_gpu)
     return communication_bytes(spec, measured.gradients, micro_batches, workers)
 
 

@@ -14,18 +14,23 @@ from lockstep.data.contents import PARTS
 from lockstep.plan import Plan
 from lockstep.reduction_tree import nodes, worker_ranges
 from lockstep.spec.fields import Spec
+from lockstep.spec.sharding import Sharding
 from lockstep.training.state import TrainState
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.phases import Optimizers, optimizers_of, phases_of
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
+from lockstep.training.step.uncut_parameters import UnitBytes
 
 BUCKETS_MOVING = 2
 """Buckets that are in flight at once: the one that leaves, and the one before it."""
 
 
 UNIT_COPIES = 3
-"""Copies of a unit's parameters that are there at once where they are sharded and at most one unit is gathered ahead: gathered, or as gradients, and what
-is sent and received of them."""
+"""Copies of a unit that are there at once while its gradients are reduced, its parameters let go of: the gradients (FSDP keeps the last of them until they are
+sent), what is sent of them, and what is received."""
+
+GLOO_THREADS = 2
+"""Collectives that gloo runs at a time, each gathering into memory of its own first. NCCL gathers in place."""
 
 
 def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
@@ -43,7 +48,8 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
         parameters = [*sharding.local.values(), *sharding.mirrors.values()]
         gradients = _bytes_of_gradients(sharding.local.values())
         reduction = gradients * sums_in_passes(count, workers)
-        communication = moving_units(spec, sharding.largest_unit_bytes, sharding.cut_bytes)
+        on_gpu = sharding.group.device.type == "cuda"
+        communication = moving_units(spec.sharding, sharding.unit_bytes, count, workers, on_gpu=on_gpu)
     return json.dumps(
         {
             "parameters_bytes": nbytes(parameters),
@@ -118,14 +124,19 @@ def checkpoint_bytes(state: TrainState) -> int:
     return sum(tensor.nbytes for part in packed for tensor in part.tensors.values())
 
 
-def moving_units(spec: Spec, largest: int, every: int) -> int:
-    """Bytes of the units that are gathered at once, and of the gradients of one, where the parameters are sharded.
-
-    `largest` has the bytes of the largest unit, `every` those of all parameters that are sharded.
-    """
-    sharding = spec.sharding
-    gathered = min(max(1, sharding.prefetch) * largest, every) if sharding.reshard_after_forward else every
-    return gathered + (UNIT_COPIES - 1) * largest
+def moving_units(
+    sharding: Sharding, units: UnitBytes, micro_batches: int, workers: int, *, on_gpu: bool
+) -> int:
+    """Bytes of what is there of whole parameters and their gradients at once, beside a worker's rows: while a backward reduces a unit, and gathers others ahead."""
+    others = units.every - units.outside - units.largest
+    ahead = min(sharding.prefetch * units.largest, others) if sharding.reshard_after_forward else others
+    moving = ahead + UNIT_COPIES * units.largest + units.largest // workers
+    if sharding.reshard_after_forward and not on_gpu:
+        moving += min(ahead, GLOO_THREADS * units.largest)
+    if micro_batches <= workers:  # no gradients yet of this unit and those ahead, nor sums in their place
+        moving -= (ahead + units.largest) // workers
+    gathered = 2 * units.outside  # and its gradients, to the end of the backward, which reduces them last
+    return max(gathered + moving, UNIT_COPIES * units.outside)
 
 
 def sums_held(assigned: range, leaves: int) -> int:
@@ -134,9 +145,9 @@ def sums_held(assigned: range, leaves: int) -> int:
 
 
 def sums_in_passes(micro_batches: int, workers: int) -> int:
-    """The most partial sums of its rows that a worker keeps between two passes of a step."""
+    """The most partial sums of its rows that a worker keeps between two passes of a step, beside the one that becomes the gradient."""
     ends = range(workers, micro_batches, workers)
-    return max((len(nodes(range(end), micro_batches)) for end in ends), default=0)
+    return max((len(nodes(range(end), micro_batches)) for end in ends), default=1) - 1
 
 
 def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:

@@ -42,7 +42,7 @@ from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
-from lockstep.training.step.uncut_parameters import largest, uncut
+from lockstep.training.step.uncut_parameters import uncut, unit_bytes
 
 T = TypeVar("T")
 
@@ -108,10 +108,7 @@ class FullSharding:
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
         self._places = places_of(model)
         self.mirrored = mirrored
-        self.largest_unit_bytes = largest(model, units, self.whole)
-        """The bytes of the parameters that are gathered at once, those outside of all units apart."""
-        self.cut_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in self.whole)
-        """The bytes of all parameters that are sharded."""
+        self.unit_bytes = unit_bytes(model, units, self.whole)
         cut_mirrors: dict[str, Tensor] = {}
 
         def fill_and_mirror(names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -58,11 +59,27 @@ def uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: boo
     return frozenset(result)
 
 
-def largest(model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str] = frozenset()) -> int:
-    """The bytes of the parameters of the largest unit, or of those in none; without those that stay `whole`."""
+class UnitBytes(NamedTuple):
+    """Bytes of the parameters that are sharded."""
+
+    every: int
+    largest: int
+    """Those of the largest unit."""
+    outside: int
+    """Those in no unit, which are gathered for a whole micro-batch."""
+
+
+NO_UNITS = UnitBytes(every=0, largest=0, outside=0)
+
+
+def unit_bytes(
+    model: nn.Module, units: Sequence[nn.Module], whole: frozenset[str] = frozenset()
+) -> UnitBytes:
+    """The sizes of a model's units, without the parameters that stay `whole`."""
     uncut = {id(parameter) for name, parameter in model.named_parameters() if name in whole}
     sizes = [sum(p.nbytes for p in unit.parameters() if id(p) not in uncut) for unit in units]
-    return max([*sizes, sum(p.nbytes for p in model.parameters() if id(p) not in uncut) - sum(sizes)])
+    every = sum(p.nbytes for p in model.parameters() if id(p) not in uncut)
+    return UnitBytes(every, max(sizes, default=0), max(0, every - sum(sizes)))
 
 
 def outside(model: nn.Module, units: Sequence[nn.Module], named: Mapping[int, str]) -> Iterator[str]:
