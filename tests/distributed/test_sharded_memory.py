@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep.training.step.full_sharding as full_sharding
-from lockstep.checks.estimate import estimated
+from lockstep.checks.estimate import ROOM, Estimate, estimated
 from lockstep.checks.fixture import Fixture
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
@@ -36,8 +36,13 @@ MODEL = UNITS * UNIT
 class Wide(Plain):
     """Units of one size."""
 
+    class Params(Plain.Params):
+        units: int = UNITS
+
+    params: Params
+
     def model(self) -> nn.Module:
-        units = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)]
+        units = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.params.units)]
         return nn.Sequential(nn.ZeroPad1d((0, WIDTH - 8)), *units)
 
 
@@ -117,8 +122,12 @@ def peak(document: Document, keeps: bool = False) -> int:
 
 
 def estimate_of(document: Document) -> int:
+    return full_estimate(document).total_bytes
+
+
+def full_estimate(document: Document) -> Estimate:
     with determinism("strict", 1):
-        return estimated(Fixture(load_spec(document))).total_bytes
+        return estimated(Fixture(load_spec(document)))
 
 
 def check(document: Document, keeps: bool = False) -> None:
@@ -171,3 +180,28 @@ def test_what_is_in_no_unit_is_estimated(workers: int) -> None:
 @pytest.mark.parametrize("workers", [3, 4, 8])
 def test_each_of_more_workers_holds_what_is_estimated(workers: int) -> None:
     check(document(workers))
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_the_largest_model_that_fits_is_told(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """A model of as many units as an estimate of another one says fits by its own estimate, and one of two more does not."""
+    available = 96 << 20
+    monkeypatch.setattr("lockstep.checks.estimate.available_bytes", lambda device, workers: available)
+    given = document(workers)
+
+    def of_units(units: int) -> Estimate:
+        use = given["job"]["use"]
+        return full_estimate({**given, "job": {"use": use, "params": {"units": units}}})
+
+    most = of_units(UNITS).largest_units
+    assert most is not None and most > UNITS
+    assert of_units(most).total_bytes <= ROOM * available < of_units(most + 2).total_bytes
+    of_few = of_units(
+        4
+    ).largest_units  # of which an update makes temporary tensors of three, as if it made more of more
+    assert of_few is not None and 0.85 * most < of_few <= most
+
+
+def test_nothing_is_said_of_a_model_that_is_not_sharded() -> None:
+    told = full_estimate({**document(2), "sharding": "optimizer"})
+    assert (told.units, told.largest_units) == (0, None)

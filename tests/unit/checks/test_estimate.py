@@ -17,16 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checks.estimate import (
     Estimate,
-    Measured,
     as_text,
-    at,
     estimate,
     estimated,
-    measured,
-    total_bytes,
 )
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import LiveBytes
+from lockstep.checks.memory_arithmetic import total_bytes
+from lockstep.checks.memory_measurement import Measured, at, measured
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan

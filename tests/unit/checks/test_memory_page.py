@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checks.estimate import (
-    Measured,
-    ParameterState,
+from lockstep.checks.memory_arithmetic import (
     copied_bytes,
     held_bytes,
     host_bytes,
@@ -20,6 +18,7 @@ from lockstep.checks.estimate import (
     total_bytes,
     with_mirror,
 )
+from lockstep.checks.memory_measurement import Measured, ParameterState
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.step.uncut_parameters import UnitBytes
