@@ -18,7 +18,9 @@ def test_the_units_of_a_sharded_model_are_told() -> None:
     told = as_text(dry_run(load_spec(document, ["sharding=full"]))).splitlines()
     line = "units             the blocks that the model repeats: gathered 1 ahead, and again for its backward"
     assert line in told
-    assert "memory            `lockstep estimate` measures it, what a step sends, and how many units fit" in told
+    assert (
+        "memory            `lockstep estimate` measures it, what a step sends, and how many units fit" in told
+    )
     rows = "rows              in host memory, and copied to the device to compute with them"
     assert rows not in told
     offloaded = dry_run(load_spec(document, ["sharding={mode: full, offload: true}"]))
