@@ -44,7 +44,7 @@ from lockstep.training.modes import Modes
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.settings import Settings
-from lockstep.training.step import optimizer_step
+from lockstep.training.step import accumulation, forward_backward, optimizer_step
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.learning_rate import Rates
@@ -66,12 +66,12 @@ WARM_UP = 20
 TABLE_ROWS = 500_000
 
 OWNERS: dict[str, Sequence[tuple[Any, str]]] = {
-    "keys": [(optimizer_step, "seed_all"), (fetching, "seed_all")],
+    "keys": [(forward_backward, "seed_all"), (fetching, "seed_all")],
     "fetch": [(Loader, "__next__")],
     "forward": [(LossModule, "__call__")],
     "DDP": [(DistributedDataParallel, "__call__")],
     "backward": [(LossModule, "backward"), (PhaseStep, "forget_gradients")],
-    "partial sums": [(TreeSum, "add"), (TreeSum, "close"), (optimizer_step, "add_in_place")],
+    "partial sums": [(TreeSum, "add"), (TreeSum, "close"), (accumulation, "add_in_place")],
     "exchange": [
         *((Reduction, name) for name in ("__call__", "begin")),
         *((Exchange, name) for name in ("put", "flag", "vote", "close", "send", "read")),

@@ -75,7 +75,11 @@ def measured(document: dict[str, Any], steps: int) -> tuple[float, float, float]
     began = time.process_time()
     for _ in range(MARKS):
         times.mark("forward")
-    marks = (time.process_time() - began) / MARKS * (2 + 3 * len(run.step.assigned))
+    marks = (
+        (time.process_time() - began)
+        / MARKS
+        * (2 + 3 * len(run.step.accumulation.assigned(run.plan.position(0))))
+    )
     return median(taken[False][2:]), median(taken[True][2:]), marks
 
 

@@ -47,6 +47,7 @@ from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.loop import fit, join
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import StepBuffers
+from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.mirrored_shards import MirroredShards, _Exchange
 from lockstep.training.step.optimizer_step import Stepper
@@ -399,7 +400,7 @@ class Breaking(Plain):
 
 
 _PLACES: dict[str, tuple[Any, str]] = {
-    "forward": (Stepper, "_forward"),
+    "forward": (ForwardBackward, "forward"),
     "send whole": (Group, "swap"),
     "pass on": (Group, "pass_on"),
     "take on": (_Piece, "advance"),

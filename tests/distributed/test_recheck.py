@@ -17,7 +17,7 @@ from lockstep.plan import Position
 from lockstep.randomness import digest64
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.sdc_check import assigned_again, is_chosen, odd_ones
-from lockstep.training.step.optimizer_step import Stepper
+from lockstep.training.step.accumulation import Accumulation
 from tests.distributed import test_same_bits
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
@@ -62,17 +62,17 @@ class Work(NamedTuple):
 def worked(document: Document) -> list[Work]:
     """What this worker computes in a run, in order."""
     done: list[Work] = []
-    own, again = Stepper._compute, Stepper.recomputed
+    own, again = Accumulation._compute, Accumulation.recomputed
 
-    def computed(self: Stepper, phase: Any, position: Position, m: int, *where: Any, **how: Any) -> None:
+    def computed(self: Accumulation, phase: Any, position: Position, m: int, *where: Any, **how: Any) -> None:
         done.append(Work(position.step, m, again=False))
         own(self, phase, position, m, *where, **how)
 
-    def recomputed(self: Stepper, position: Position, m: int, batch: Any) -> Any:
+    def recomputed(self: Accumulation, phase: Any, position: Position, m: int, batch: Any) -> Any:
         done.append(Work(position.step, m, again=True))
-        return again(self, position, m, batch)
+        return again(self, phase, position, m, batch)
 
-    with mock.patch.multiple(Stepper, _compute=computed, recomputed=recomputed):
+    with mock.patch.multiple(Accumulation, _compute=computed, recomputed=recomputed):
         train(document)
     return done
 
@@ -101,7 +101,7 @@ def test_the_worker_that_would_wait_computes_it_before_its_own(pool: Pool) -> No
 def lying(document: Document, rank: int, seed: int, share: float) -> Attempted:
     """An attempt on whose worker `rank` some of all gradients that it computes have one bit flipped, as a broken core would have it."""
     here = dist.get_rank() if dist.is_initialized() else 0
-    take, calls = Stepper._take_gradients, [0]
+    take, calls = Accumulation._take_gradients, [0]
 
     def lie(gradients: list[Tensor]) -> list[Tensor]:
         calls[0] += 1
@@ -109,10 +109,10 @@ def lying(document: Document, rank: int, seed: int, share: float) -> Attempted:
             flip(gradients[0], bit=calls[0] % 23)
         return gradients
 
-    def taken(self: Stepper, *where: Any) -> list[Tensor]:
+    def taken(self: Accumulation, *where: Any) -> list[Tensor]:
         return lie(take(self, *where))
 
-    with mock.patch.object(Stepper, "_take_gradients", taken):
+    with mock.patch.object(Accumulation, "_take_gradients", taken):
         return attempted(document, AttemptOrigin())
 
 
@@ -159,15 +159,15 @@ def test_of_two_that_both_repeat_themselves_both_are_named(pool: Pool, tmp_path:
 
 
 def always_wrong(document: Document, rank: int) -> Attempted:
-    take = Stepper._take_gradients
+    take = Accumulation._take_gradients
 
-    def taken(self: Stepper, *where: Any) -> list[Tensor]:
+    def taken(self: Accumulation, *where: Any) -> list[Tensor]:
         gradients = take(self, *where)
         if self.group.rank == rank:
             flip(gradients[0])
         return gradients
 
-    with mock.patch.object(Stepper, "_take_gradients", taken):
+    with mock.patch.object(Accumulation, "_take_gradients", taken):
         return attempted(document, AttemptOrigin())
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lockstep.reduction_tree
 import lockstep.training.run_facts
-import lockstep.training.step.optimizer_step
+import lockstep.training.step.forward_backward
 import lockstep.training.step.phase_step
 import lockstep.training.step.reduction
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
@@ -314,9 +314,11 @@ def train_left_fold(document: Document) -> Trained:
 
 def train_rank_seeds(document: Document) -> Trained:
     """The usual recipe of one seed a rank."""
-    seed_all, rank = lockstep.training.step.optimizer_step.seed_all, dist.get_rank()
+    seed_all, rank = lockstep.training.step.forward_backward.seed_all, dist.get_rank()
     with mock.patch.object(
-        lockstep.training.step.optimizer_step, "seed_all", lambda key, device: seed_all((rank, *key), device)
+        lockstep.training.step.forward_backward,
+        "seed_all",
+        lambda key, device: seed_all((rank, *key), device),
     ):
         return train(document)
 

@@ -155,7 +155,7 @@ def take_steps(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, 
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
         run = prepare(spec, job, group, tell_nobody)
         clock = StepClock(group.device, run.step.each_phase)
-        run.step.probe = clock
+        run.step.compute.probe = clock
         with closing(run.loader()) as batches:
             for position in run.plan.positions():
                 with clock.step():

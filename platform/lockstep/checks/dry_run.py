@@ -127,7 +127,9 @@ def _sharded(sharding: Any) -> list[str]:
             "and again for its backward" if settings.reshard_after_forward else "and kept until its backward"
         )
         lines.append(f"units             {units}: gathered {settings.prefetch} ahead, {again}")
-        lines.append("memory            `lockstep estimate` measures it, what a step sends, and how many units fit")
+        lines.append(
+            "memory            `lockstep estimate` measures it, what a step sends, and how many units fit"
+        )
     if settings.offload:
         lines.append("rows              in host memory, and copied to the device to compute with them")
     return lines

@@ -111,7 +111,7 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
         written_buffers=first.written,
     )
     if over_batch:
-        step.places = fixture.sampler(range(len(keys))).places
+        step.compute.places = fixture.sampler(range(len(keys))).places
     batches, outcome = [fixture.fetch(each) for each in keys], Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)

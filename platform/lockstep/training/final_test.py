@@ -26,7 +26,7 @@ def tested(run: Run, tell: Tell) -> dict[str, Any]:
         try:
             metrics = run.evaluate(state.model, [*run.evaluate.tests], lambda: tell(Alive()))
         finally:
-            run.evaluate.restore_buffers_by(run.step.buffers.restore)
+            run.evaluate.restore_buffers_by(run.step.compute.buffers.restore)
     for name, text in run.evaluate.figures.items():
         tell(Document(f"test/{name}", text))
     step = state.best.step if best is not None else state.counters.step

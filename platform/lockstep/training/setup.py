@@ -121,13 +121,13 @@ class Run:
             terms=old.terms,
             tables=old.tables,
             statistics=old.loss_statistics,
-            written_buffers=old.buffers.written,
+            written_buffers=old.compute.buffers.written,
         )
-        step.settings = old.settings
+        step.compute.settings = old.compute.settings
         if self.evaluate is not None:
             self.evaluate.join(group)
             self.evaluate.shard(self.state.sharding)
-            self.evaluate.restore_buffers_by(step.buffers.restore)
+            self.evaluate.restore_buffers_by(step.compute.buffers.restore)
         if self.state.job_weights is not None:
             self.state.job_weights.group = group
         watch_bits(step, self.spec, plan, self.batches, tell, origin)
@@ -155,7 +155,7 @@ class Run:
             done = key.step - start
             if done <= 0 or (done & (done - 1) and key.step != last):
                 return False
-            return key.micro_batch == self.step.assigned(self.plan.position(key.step)).start
+            return key.micro_batch == self.step.accumulation.assigned(self.plan.position(key.step)).start
 
         return compared
 
@@ -272,10 +272,10 @@ def prepare(
     del opened, start
     step = make_stepper(spec, job, group, built.plan, rehearsed, begun)
     if origin is not None and origin.replay is not None and origin.replay.probe is not None:
-        step.probe = origin.replay.probe
+        step.compute.probe = origin.replay.probe
     watch_bits(step, spec, built.plan, built.batches, tell, origin)
     if rehearsed.evaluate is not None:
-        rehearsed.evaluate.restore_buffers_by(step.buffers.restore)
+        rehearsed.evaluate.restore_buffers_by(step.compute.buffers.restore)
         rehearsed.evaluate.shard(begun.state.sharding)
     tell(StageEnded("preparation", time.time()))
     return Run(
@@ -482,7 +482,7 @@ def make_stepper(
         statistics=any(result.statistics for result in phases.values()),
         written_buffers=frozenset[int]().union(*(result.written for result in phases.values())),
     )
-    step.settings = rehearsed.settings
+    step.compute.settings = rehearsed.settings
     return step
 
 
@@ -496,22 +496,23 @@ def watch_bits(
 ) -> None:
     """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
     sampler = make_sampler(spec, plan, batches.samples)
-    step.samples = lambda position, m: sampler.at(position, m).ids
-    step.places = sampler.places
+    step.compute.samples = lambda position, m: sampler.at(position, m).ids
+    step.compute.places = sampler.places
     compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
     compares &= not spec.data.loader_processes  # the loader compares what it fetches
     replays = origin is not None and origin.replay is not None
     by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
     if spec.recheck or by_default:
         memory = partial(memory_of, step.state.job, step.state.model)
-        step.recheck = Recheck(
+        (phase,) = step.each_phase
+        step.accumulation.recheck = Recheck(
             spec,
             plan,
             step.group,
             batches,
             sampler,
             step.agreement,
-            step.recomputed,
+            partial(step.accumulation.recomputed, phase),
             memory,
             together=step.state.sharding is not None,
         )

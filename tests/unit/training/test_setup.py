@@ -210,7 +210,7 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
     old = run.step
     old.parts, old.terms, old.tables = {"": ("a",)}, {"": ("b",)}, {"": frozenset({"0.weight"})}
     old.loss_statistics = True
-    old.buffers.written = frozenset({7})
+    old.compute.buffers.written = frozenset({7})
     joined: list[Group] = []
     monkeypatch.setattr(type(run.evaluate), "join", lambda self, group: joined.append(group))
     group = Group(0, 1, torch.device("cpu"))
@@ -222,7 +222,7 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
         "statistics": True,
         "written_buffers": frozenset({7}),
     }
-    assert again.step is not old and again.step.settings is old.settings
+    assert again.step is not old and again.step.compute.settings is old.compute.settings
     assert joined == [group] and joined[0] is group
     assert again.group is again.step.group is group
     weights = again.state.job_weights
@@ -329,7 +329,9 @@ def test_a_step_names_the_samples_of_its_micro_batches() -> None:
     run = prepared(spec_of(), Plain(Plain.Params(samples=20)))
     sampler = make_sampler(run.spec, run.plan, run.batches.samples)
     named = [
-        list(run.step.samples(position, m)) for position in map(run.plan.position, (0, 3)) for m in (0, 1)
+        list(run.step.compute.samples(position, m))
+        for position in map(run.plan.position, (0, 3))
+        for m in (0, 1)
     ]
     assert named == [list(sampler.at(run.plan.position(step), m).ids) for step in (0, 3) for m in (0, 1)]
     assert len({*map(tuple, named)}) == 4
@@ -394,6 +396,6 @@ def test_steps_are_computed_twice_where_nothing_else_compares_them(
     sections: Mapping[str, Any], origin: AttemptOrigin | None, rechecks: bool
 ) -> None:
     run = prepared(spec_of(), Plain(Plain.Params(samples=20)))
-    run.step.recheck = None
+    run.step.accumulation.recheck = None
     watch_bits(run.step, spec_of(**sections), run.plan, run.batches, tell_nobody, origin)
-    assert (run.step.recheck is not None) == rechecks
+    assert (run.step.accumulation.recheck is not None) == rechecks

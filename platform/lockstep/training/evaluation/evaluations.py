@@ -153,7 +153,7 @@ class Evaluations:
         if measured is None:
             with weights_shown(run.state, pending.weights, pending.beside):
                 measured = self._computed(pending.labels, own_buffers=True)
-            run.step.buffers.restore()
+            run.step.compute.buffers.restore()
         best = self._judged(
             measured.metrics, pending.labels, pending.step, pending.weights, lambda: pending.beside
         )
@@ -176,7 +176,7 @@ class Evaluations:
         try:
             metrics = run.evaluate(run.state.model, labels, lambda: self._tell(Alive()))
         finally:
-            run.evaluate.restore_buffers_by(run.step.buffers.restore)
+            run.evaluate.restore_buffers_by(run.step.compute.buffers.restore)
         return Measured(metrics, dict(run.evaluate.figures), time.perf_counter() - began, time.time())
 
     # --- what follows -----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from lockstep.training.observe.memory_limits import address_space, killing_limit
 from lockstep.training.observe.memory_owners import holdings
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import TrainState
+from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.phase_step import LossModule
 
@@ -365,4 +366,6 @@ def _run_in(frames: Iterable[FrameType]) -> tuple[Run | None, TrainState | None]
 
 def _batches_in(frames: Iterable[FrameType]) -> list[Any]:
     """The micro-batches that are computed."""
-    return [frame.f_locals.get("batch") for frame in frames if frame.f_code is Stepper._backward.__code__]
+    return [
+        frame.f_locals.get("batch") for frame in frames if frame.f_code is ForwardBackward.backward.__code__
+    ]

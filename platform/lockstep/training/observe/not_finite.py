@@ -188,7 +188,7 @@ def _computed(
             with nullcontext() if plainly else state.precision.autocast():
                 loss = phase.module(batch)
             look.backward()
-            total = loss.total * step.scale_down(run.plan.position(key.step))
+            total = loss.total * step.compute.scale_down(run.plan.position(key.step))
             total = total if plainly else state.precision.scaled(total)
             # Not backward(): DDP's hooks on the parameters would wait for the other ranks.
             learning = phase.module.parameters_that_learn
@@ -198,7 +198,7 @@ def _computed(
     finally:
         for hook in hooks:
             hook.remove()
-        step.buffers.restore()
+        step.compute.buffers.restore()
     return look
 
 

@@ -69,7 +69,7 @@ class Watch:
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
         # The modules of a compiled loss do not run one by one.
         if self._leads and self._precision.name != "fp32" and run.state.compiled is None:
-            self._coverage = run.step.probe = Coverage(self._precision.name)
+            self._coverage = run.step.compute.probe = Coverage(self._precision.name)
         self._forget()
 
     def begin(self, position: Position) -> None:
@@ -85,7 +85,7 @@ class Watch:
                 and self._coverage is None
                 and is_compared(position.number, self._every or 1)
             ):
-                self._beside = self._step.probe = BesideFp32(self._step)
+                self._beside = self._step.compute.probe = BesideFp32(self._step)
 
     def _flow_of(self, position: Position, phase: PhaseStep) -> LayerFlow:
         """Observes the update of a phase. Where the step changes what learns in the phase, it sees nothing."""
@@ -98,7 +98,7 @@ class Watch:
     def end(self, position: Position, row: StepRow, tell: Tell) -> None:
         """Called when the step is done and its row is reported. Where an observation is due, all ranks gather."""
         if self._coverage is not None:
-            self._step.probe = NoProbe()
+            self._step.compute.probe = NoProbe()
             tell(Document(NAME, self._coverage.text()))
             self._coverage = None
         self._steps, self._whole_s = self._steps + 1, self._whole_s + row.step_s
@@ -154,7 +154,7 @@ class Watch:
         """Drop what the comparison kept. If it failed, none is tried again."""
         if self._beside is None:
             return
-        self._step.probe, problem = NoProbe(), self._beside.problem
+        self._step.compute.probe, problem = NoProbe(), self._beside.problem
         self._beside = None
         if problem is not None:
             self._is_comparing = False
@@ -165,7 +165,7 @@ class Watch:
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = 0.0
         self._hook_began = self._hook_s()
-        self._step.times.take()
+        self._step.compute.times.take()
 
     def _hook_s(self) -> float:
         """Seconds that the hooks of all phases have taken so far; those of a new reduction begin at 0."""
@@ -178,7 +178,7 @@ class Watch:
         cuda = device.type == "cuda"
         held_bytes, keeps_graphs = self._growth.look(position.number)
         return Seen(
-            self._step.times.take(),
+            self._step.compute.times.take(),
             0.0 if cuda else hook_s,  # on CUDA the hook only launches, and its time is part of backward's
             held_bytes,
             int(torch.cuda.max_memory_allocated(device)) if cuda else 0,

@@ -61,8 +61,10 @@ class BesideFp32(NoProbe):
         precision = self._step.state.precision
         try:
             with torch.enable_grad():
-                exact_loss, exact = self._step.beside(phase, position, 0, copied(batch), self._plain)
-                loss, gradients = self._step.beside(phase, position, 0, batch, precision)
+                exact_loss, exact = self._step.accumulation.beside(
+                    phase, position, 0, copied(batch), self._plain
+                )
+                loss, gradients = self._step.accumulation.beside(phase, position, 0, batch, precision)
         except LockstepError as error:
             self.problem = error
             return {}
