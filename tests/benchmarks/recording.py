@@ -29,9 +29,9 @@ import psutil
 import ray
 import torch
 
+from lockstep.attempts.event_sender import Sender
 from lockstep.attempts.mailbox import start_mailbox, wait_for_run_id
 from lockstep.attempts.recorder_actor import start_recorder
-from lockstep.attempts.sender import Sender
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.communication.group import Group

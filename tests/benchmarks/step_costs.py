@@ -40,7 +40,7 @@ from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.integrity.resume_check.check import SpareCheck
 from lockstep.training.integrity.step_digests import StepDigests
 from lockstep.training.loop import fit
-from lockstep.training.modes import Modes
+from lockstep.training.module_modes import Modes
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.settings import Settings

@@ -86,7 +86,7 @@ def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pyte
 
 def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> None:
     """Two of six, of more CPUs each than a node has; nothing once it has as many as it can use."""
-    from lockstep.attempts.cluster_room import can_grow
+    from lockstep.attempts.cluster_capacity import can_grow
     from lockstep.attempts.placement import WorkerPlacement
     from lockstep.attempts.resizing import Resizing
 

@@ -24,11 +24,11 @@ from lockstep.record.mirror.stores import find_run
 from lockstep.spec.fields import Faults
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps import trial, trial_watchdog
-from lockstep.sweeps.peers import Peer
 from lockstep.sweeps.recorders import GOES_ON, WHOSE, recorders_here
 from lockstep.sweeps.trial import Training, run_name
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_watchdog import SweepWatchdog
+from lockstep.sweeps.trial_workers import Peer
 from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
 from tests.distributed.training import Document, train
 from tests.raised import raises

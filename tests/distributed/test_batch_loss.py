@@ -28,7 +28,7 @@ from lockstep.training.determinism import determinism
 from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step import problems as step_problems
-from lockstep.training.step.rows import StepRows
+from lockstep.training.step.sample_rows import StepRows
 from tests.distributed import batch_kinds
 from tests.distributed.batch_kinds import (
     HELD,

@@ -37,7 +37,7 @@ from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.rows import StepRows
+from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
 from tests.distributed import (
     batch_kinds,

@@ -21,7 +21,7 @@ from lockstep.randomness import model_key, seed_all, step_key
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.integrity.state_digest import weights_digest
-from lockstep.training.modes import ModuleSettings
+from lockstep.training.module_modes import ModuleSettings
 from lockstep.training.step.phase_step import PhaseStep
 from tests.distributed import mode_kinds as kinds
 from tests.distributed.kinds import RUN, Kind, document, taken_up, train_attempts, train_every

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.attempts.cluster_room import find_place
+from lockstep.attempts.cluster_capacity import find_place
 from lockstep.attempts.first_placement import Say, first_place, next_place
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.hung_workers import end_with_stacks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.failed_nodes import FailedNodes
-from lockstep.attempts.repeated_failures import Repeats, repeat
+from lockstep.attempts.failing_micro_batches import Repeats, repeat
 from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.driver.run_view import RunView
 from lockstep.errors import DriftError, LockstepError

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.attempts import problems
-from lockstep.attempts.cluster_room import can_grow, find_place, most_resources
+from lockstep.attempts.cluster_capacity import can_grow, find_place, most_resources
 from lockstep.attempts.demand import RoomRequest
 from lockstep.attempts.placement import WorkerPlacement, each_of, total
 from lockstep.driver.signals import StopSignal

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from lockstep.attempts.cluster_room import rooms_left
+from lockstep.attempts.cluster_capacity import rooms_left
 from lockstep.attempts.joining_workers import JoiningWorkerPlace
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.placement import most_of

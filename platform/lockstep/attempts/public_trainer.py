@@ -19,7 +19,7 @@ import ray
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 
-from lockstep.attempts.lifeline import end_with, start_lifeline
+from lockstep.attempts.liveness import end_with, start_lifeline
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.process_group import ReplicaTorch
 from lockstep.clusters.background import in_background

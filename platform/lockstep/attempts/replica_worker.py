@@ -15,7 +15,7 @@ import ray
 import ray.train
 import torch.distributed as dist
 
-from lockstep.attempts.lifeline import end_with, is_over
+from lockstep.attempts.liveness import end_with, is_over
 from lockstep.attempts.mailbox import ANSWER_S, TrainerSlot
 from lockstep.attempts.process_group import form_group, set_torchrun_variables
 from lockstep.attempts.worker_main import joining_worker_main, train_as

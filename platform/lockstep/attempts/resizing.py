@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.attempts.cluster_room import draining, find_place, room, workers_at_most
+from lockstep.attempts.cluster_capacity import draining, find_place, room, workers_at_most
 from lockstep.attempts.demand import RoomRequest
 from lockstep.attempts.placement import WorkerPlacement, most_of
 from lockstep.errors import SpecError

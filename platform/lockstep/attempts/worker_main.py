@@ -13,9 +13,9 @@ import ray.train
 import ray.train.torch
 import torch
 
+from lockstep.attempts.event_sender import Sender
 from lockstep.attempts.hung_workers import listening
 from lockstep.attempts.mailbox import MailboxRendezvousClient, wait_for_run_id, wait_until_named
-from lockstep.attempts.sender import Sender
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group

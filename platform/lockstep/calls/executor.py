@@ -33,7 +33,7 @@ from lockstep.job.recorded_source import imported_from, shadows
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 from lockstep.proof import protocol
 from lockstep.proof.inspection import Inspection, InspectionRequest, sample_ids
-from lockstep.proof.microscope import Microscope
+from lockstep.proof.operator_trace import Microscope
 from lockstep.proof.replaying import Replayed, replay_here, replay_spec
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_history

@@ -13,7 +13,7 @@ from lockstep.checks.fixture import Fixture
 from lockstep.checks.loss_inputs import LossInputs, LossInputsMode
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.evaluate import has_evaluation_loss
-from lockstep.training.modes import Modes, evaluating
+from lockstep.training.module_modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.means import means_alone, means_of, number
 from lockstep.training.step.sparse_gradients import numbers_of

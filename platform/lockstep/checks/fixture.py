@@ -29,7 +29,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.initial_model import make_model
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
-from lockstep.training.modes import evaluating
+from lockstep.training.module_modes import evaluating
 from lockstep.training.planning import make_plan
 from lockstep.training.setup import make_state
 from lockstep.training.state import TrainState

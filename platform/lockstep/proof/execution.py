@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.errors import JobError
 from lockstep.proof import problems, protocol, sandbox
-from lockstep.proof.microscope import Look
+from lockstep.proof.operator_trace import Look
 from lockstep.proof.recorded_run import copy_checkpoint
 from lockstep.proof.replaying import Informed, Replayed, Watching
 from lockstep.proof.sandbox import Sandbox

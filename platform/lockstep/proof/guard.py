@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.proof import guard_worker, problems
 from lockstep.proof.identity_changes import Cause, causes
-from lockstep.proof.microscope import Look
+from lockstep.proof.operator_trace import Look
 from lockstep.proof.run_diff import Compared, Parted, add_parting, first_parting
 from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet

@@ -64,7 +64,7 @@ def _train(request: dict[str, Any], replay_here: Any) -> None:
     from lockstep.checkpoint.runs.run_folder import Replay
     from lockstep.checks.preflight import find_initial_weights
     from lockstep.communication.group import Group, local_device
-    from lockstep.proof.microscope import Microscope
+    from lockstep.proof.operator_trace import Microscope
     from lockstep.record.ledger.tables import write_evaluations, write_parquet
     from lockstep.spec.loading import load_spec
 

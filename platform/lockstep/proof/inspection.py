@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.job.loading import load_job
 from lockstep.plan import Position
-from lockstep.proof.microscope import Look, Microscope
+from lockstep.proof.operator_trace import Look, Microscope
 from lockstep.record.events.union import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import make_sampler, open_data

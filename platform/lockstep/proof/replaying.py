@@ -12,7 +12,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group, local_device
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.loading import load_job
-from lockstep.proof.microscope import Look
+from lockstep.proof.operator_trace import Look
 from lockstep.record.events.union import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.driver_requests import NoRequests

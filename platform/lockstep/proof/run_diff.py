@@ -14,7 +14,7 @@ from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof import problems
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.identity_changes import Cause, causes
-from lockstep.proof.microscope import Look, ObservedValue, parting
+from lockstep.proof.operator_trace import Look, ObservedValue, parting
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
 from lockstep.proof.summary_checks import plan_of

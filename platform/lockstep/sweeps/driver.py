@@ -368,7 +368,7 @@ class _Driver:
 
     def _places(self) -> tuple[int, list[dict[str, float]]]:
         """How many trials run at a time, and what the workers of one are given."""
-        from lockstep.attempts.cluster_room import most_resources, node_resources
+        from lockstep.attempts.cluster_capacity import most_resources, node_resources
         from lockstep.attempts.placement import fit_workers, room_on
 
         pbt = self.spec.scheduler.has_population

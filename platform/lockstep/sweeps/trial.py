@@ -54,10 +54,10 @@ from lockstep.running_time import join, wait_for
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import problems
-from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
 from lockstep.sweeps.trial_rendezvous import TrialRendezvousClient, trial_rendezvous
 from lockstep.sweeps.trial_run import RECORDER, TrialRun
+from lockstep.sweeps.trial_workers import device, first_cause, joined, start_peers
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit

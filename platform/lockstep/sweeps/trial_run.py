@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.attempts.sender import ALIVE_S, Sender
+from lockstep.attempts.event_sender import ALIVE_S, Sender
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
 from lockstep.running_time import wait_for

@@ -23,7 +23,7 @@ from lockstep.job.interface import Job
 from lockstep.parsing import check_version, strict_json
 from lockstep.training import problems
 from lockstep.training.failure import job_at
-from lockstep.training.modes import ModuleSettings, Settings
+from lockstep.training.module_modes import ModuleSettings, Settings
 
 VERSION = 1
 _KEY = "lockstep-beside"

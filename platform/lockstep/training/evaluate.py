@@ -24,13 +24,13 @@ from lockstep.training import problems, whole_set
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.whole_set_watch import WholeSetWatch
 from lockstep.training.job_data import dataset_size, shown_label
-from lockstep.training.modes import evaluating, has_own_train
+from lockstep.training.module_modes import evaluating, has_own_train
 from lockstep.training.step.full_sharding import FullSharding, diverged
 from lockstep.training.step.means import means_alone, means_of
 from lockstep.training.step.parameters import ParameterWatch
 from lockstep.training.step.phases import own_phases
 from lockstep.training.step.precision import Precision
-from lockstep.training.step.rows import rows_by_name
+from lockstep.training.step.sample_rows import rows_by_name
 
 T = TypeVar("T")
 

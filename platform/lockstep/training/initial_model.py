@@ -16,7 +16,7 @@ from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.child_process import can_fork
 from lockstep.training.integrity.rehearsal.micro_batch import check_model
 from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
-from lockstep.training.modes import enter_training
+from lockstep.training.module_modes import enter_training
 from lockstep.training.step.activations import checkpoint_activations
 from lockstep.training.step.parameters import check_scaled
 from lockstep.training.step.sparse_gradients import declared_tables

@@ -55,7 +55,7 @@ from lockstep.training.job_data import (
 )
 from lockstep.training.metric_rules import check_followed, check_metric
 from lockstep.training.model_sharding import hold_whole, keep_tables_whole, shard
-from lockstep.training.modes import learning_in_evaluation_mode
+from lockstep.training.module_modes import learning_in_evaluation_mode
 from lockstep.training.planning import make_plan, updates_of
 from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.settings import Settings

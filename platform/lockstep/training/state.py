@@ -20,7 +20,7 @@ from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training import problems
 from lockstep.training.auxiliary_state import beside_weights, copied, unlisted_tensors
-from lockstep.training.modes import ModuleSettings
+from lockstep.training.module_modes import ModuleSettings
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.job_weights import JobWeights

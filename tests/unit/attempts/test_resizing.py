@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import cluster_room, resizing
+from lockstep.attempts import cluster_capacity, resizing
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.resizing import Advice, Resizing
 from lockstep.spec.loading import load_spec
@@ -22,12 +22,12 @@ class Nodes:
         self.has, self.free = has, {node: dict(resources) for node, resources in has.items()}
         self.answer, self.to_go = set(has), dict[str, float]()
         monkeypatch.setattr(
-            cluster_room, "ray", SimpleNamespace(nodes=self._nodes, available_resources=self._available)
+            cluster_capacity, "ray", SimpleNamespace(nodes=self._nodes, available_resources=self._available)
         )
-        monkeypatch.setattr(cluster_room, "free_resources", lambda: self.free)
-        for module in (cluster_room, resizing):
+        monkeypatch.setattr(cluster_capacity, "free_resources", lambda: self.free)
+        for module in (cluster_capacity, resizing):
             monkeypatch.setattr(module, "draining", lambda: self.to_go)
-        monkeypatch.setattr(cluster_room, "answers", lambda node: node["NodeID"] in self.answer)
+        monkeypatch.setattr(cluster_capacity, "answers", lambda node: node["NodeID"] in self.answer)
         monkeypatch.setattr(resizing, "RoomRequest", NoRequest)
         monkeypatch.setattr(resizing, "LOOK_S", 0.0)
 

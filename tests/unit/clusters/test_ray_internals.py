@@ -223,7 +223,7 @@ def test_a_name_that_no_part_lists_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     without = {name: how for name, how in NEEDED["nodes"].items() if "available_resources" not in name}
     monkeypatch.setitem(NEEDED, "nodes", without)
     for asking in (
-        ROOT / "platform" / "lockstep" / "attempts" / "cluster_room.py",
+        ROOT / "platform" / "lockstep" / "attempts" / "cluster_capacity.py",
         DOOR / "driver_trainer.py",
     ):
         assert unlisted(asking) == ["ray._private.state.available_resources_per_node"]

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep import Loss, Phase, train
 from lockstep.calls.replay_call import replay
 from lockstep.calls.verify import verify
-from lockstep.proof.microscope import Look, ObservedValue, parting
+from lockstep.proof.operator_trace import Look, ObservedValue, parting
 from tests.distributed.kinds import document
 from tests.distributed.phase_kinds import Gan
 from tests.unit.proof.test_verify import first

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import cluster_room
+from lockstep.attempts import cluster_capacity
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps.driver import _Driver
 
@@ -14,8 +14,8 @@ from lockstep.sweeps.driver import _Driver
 def places(
     monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, float]], *, pbt: bool = True, **changes: Any
 ) -> tuple[int, list[dict[str, float]]]:
-    monkeypatch.setattr(cluster_room, "node_resources", lambda: nodes)
-    monkeypatch.setattr(cluster_room, "largest_cluster", lambda: None)
+    monkeypatch.setattr(cluster_capacity, "node_resources", lambda: nodes)
+    monkeypatch.setattr(cluster_capacity, "largest_cluster", lambda: None)
     workers = {"min": changes.pop("workers", 1)}
     driver: Any = object.__new__(_Driver)
     driver.spec = load_sweep(

@@ -16,7 +16,7 @@ from lockstep.reduction_tree import evaluation_ranges
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
-from lockstep.training.modes import evaluating
+from lockstep.training.module_modes import evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.precision import Precision
 from tests.raised import raises

@@ -36,7 +36,7 @@ from lockstep.training.step.closures import Closure
 from lockstep.training.step.compiled import Program
 from lockstep.training.step.full_sharding import FullSharding, _not_once, advised, diverged
 from lockstep.training.step.phase_step import PhaseStep
-from lockstep.training.step.rows import StepRows
+from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.sharded_modes import NoShards
 from lockstep.training.step.statistics import own_statistics
 from lockstep.training.step.weight_average import Average

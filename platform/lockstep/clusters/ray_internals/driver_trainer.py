@@ -27,11 +27,11 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
-from lockstep.clusters.ray_internals.held_poll import RayTrainWorker
 from lockstep.clusters.ray_internals.losses import Losses
 from lockstep.clusters.ray_internals.nodes import free_resources
 from lockstep.clusters.ray_internals.stage_times import StageTimes
 from lockstep.clusters.ray_internals.train_page import Shown, TrainPage
+from lockstep.clusters.ray_internals.train_worker_poll import RayTrainWorker
 
 FIRST_S = 3.0
 """How long to wait for room: what the previous attempt held is free only once Ray has noticed."""

@@ -21,7 +21,7 @@ from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.probe import NoProbe, Probe
-from lockstep.training.modes import Modes
+from lockstep.training.module_modes import Modes
 from lockstep.training.observe.rank_speed import Stopwatch
 from lockstep.training.observe.step_times import StepTimes
 from lockstep.training.settings import Settings

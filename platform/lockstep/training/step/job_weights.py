@@ -26,7 +26,7 @@ from lockstep.training import problems
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.state_digest import tree_digest
-from lockstep.training.modes import Modes
+from lockstep.training.module_modes import Modes
 from lockstep.training.step.buffers import KeptBuffers
 
 

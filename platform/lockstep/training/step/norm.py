@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep.spec.optimizers import TorchOptimizer
-from lockstep.training.step.real_view import real_views
+from lockstep.training.step.complex_as_real import real_views
 
 BLOCK = 1 << 16
 """Elements of a block. As float64 they are 512 KiB, which stay in a core's cache from the copy to the sum; with a quarter

@@ -31,6 +31,7 @@ from lockstep.training.step import problems as step_problems
 from lockstep.training.step.after_step import has_after_step
 from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
+from lockstep.training.step.complex_as_real import real_view
 from lockstep.training.step.direct_update import DirectUpdate
 from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
@@ -39,7 +40,6 @@ from lockstep.training.step.learning_rate import Rates, hooks_of_job
 from lockstep.training.step.norm import GradientNorm, multiply_in_place
 from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of
-from lockstep.training.step.real_view import real_view
 from lockstep.training.step.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer

@@ -28,8 +28,8 @@ from torch.futures import Future
 from lockstep.communication.group import Group
 from lockstep.plan import Plan, Position
 from lockstep.reduction_tree import Stage, are_siblings, nodes, slices, stages
+from lockstep.training.step.complex_as_real import real_views
 from lockstep.training.step.exchange import Exchange
-from lockstep.training.step.real_view import real_views
 
 Gradients = list[Tensor]
 

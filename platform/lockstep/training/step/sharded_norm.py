@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication.group import Group
+from lockstep.training.step.complex_as_real import real_view
 from lockstep.training.step.host_memory import HostMemory
 from lockstep.training.step.norm import BLOCK, GradientNorm, workspace_bytes
-from lockstep.training.step.real_view import real_view
 from lockstep.training.step.shards import Shard, element_ranges
 
 

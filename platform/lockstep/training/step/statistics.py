@@ -17,7 +17,7 @@ from lockstep.plan import Plan
 from lockstep.reduction_tree import nodes
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import TreeSum
-from lockstep.training.step.rows import StepRows
+from lockstep.training.step.sample_rows import StepRows
 
 Statistics = Mapping[str, Mean | Tensor]
 

@@ -26,7 +26,7 @@ from lockstep.training.step.exchange import Totals
 from lockstep.training.step.means import as_float, check_form, check_same_parts, has_form
 from lockstep.training.step.phases import ModelPhase
 from lockstep.training.step.precision import Precision
-from lockstep.training.step.rows import StepRows
+from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.statistics import Statistics
 
 AtHand = Callable[[], Mapping[str, Tensor]]

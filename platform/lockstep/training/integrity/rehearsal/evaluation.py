@@ -18,7 +18,7 @@ from lockstep.training.integrity.rehearsal.generators import OwnGenerators
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest
 from lockstep.training.job_data import shown_label
-from lockstep.training.modes import evaluating, has_own_train
+from lockstep.training.module_modes import evaluating, has_own_train
 from lockstep.training.step.buffers import KeptBuffers
 
 

@@ -62,9 +62,9 @@ from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, na
 from lockstep.training.integrity.rehearsal.object_state import Memory
 from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
 from lockstep.training.integrity.rehearsal.thread_pools import out_of_order
-from lockstep.training.interleaving import is_unsaid, told_interleaved
+from lockstep.training.interleaved_samples import is_unsaid, told_interleaved
 from lockstep.training.job_data import make_sampler
-from lockstep.training.modes import evaluating
+from lockstep.training.module_modes import evaluating
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers, statistics
 from lockstep.training.step.compiled import CompiledLosses

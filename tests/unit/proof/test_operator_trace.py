@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.proof.microscope import Look, ObservedValue, Phase, parting
+from lockstep.proof.operator_trace import Look, ObservedValue, Phase, parting
 
 
 def seen(what: str, digest: int, phase: Phase = "forward") -> ObservedValue:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from lockstep.attempts.failing_micro_batches import Repeats, repeat
 from lockstep.attempts.problems import REPEATED
-from lockstep.attempts.repeated_failures import Repeats, repeat
 from lockstep.errors import DeviceError, FailedAt
 
 ECC = DeviceError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.job.interface import Job
 from lockstep.training.auxiliary_state import beside_weights, load_beside, put_beside, save_beside
-from lockstep.training.modes import Modes, ModuleSettings, enter_training, learning_in_evaluation_mode
+from lockstep.training.module_modes import Modes, ModuleSettings, enter_training, learning_in_evaluation_mode
 
 
 def modes(model: nn.Module) -> dict[str, bool]:
