@@ -17,7 +17,7 @@ def train_trial(config):
 
     from lockstep.communication.group import Group
     from lockstep.job.loading import load_job
-    from lockstep.record.events.union import EvaluationRow
+    from lockstep.record.ledger.rows import EvaluationRow
     from lockstep.spec.loading import load_spec
     from lockstep.training.driver_requests import NoRequests
     from lockstep.training.loop import fit

@@ -22,7 +22,8 @@ import torch
 
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import EvaluationRow, Event, StepRow, Warned
+from lockstep.record.events.union import Event, Warned
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

@@ -39,8 +39,9 @@ from lockstep.checkpoint.runs.run_checkpoints import read_shared
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Saved, Share
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.record.events.union import Finished, Segment, Started, StepRow
+from lockstep.record.events.union import Finished, Segment, Started
 from lockstep.record.ledger.history import History, Saving
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

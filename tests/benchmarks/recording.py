@@ -36,7 +36,8 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow, tell_nobody
+from lockstep.record.events.union import Event, tell_nobody
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.driver_requests import NoRequests

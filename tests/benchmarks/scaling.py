@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from lockstep.data.order import SHARED_FROM, epoch_order
 from lockstep.record.events.metrics import step_points
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 from lockstep.reduction_tree import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.training.read_relay import PIECE, links
 from lockstep.training.step.reduction import LATENCY_BYTES

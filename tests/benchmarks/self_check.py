@@ -22,7 +22,8 @@ import torch
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import CheckpointRow, Event, ResumeChecked, StepRow, Warned
+from lockstep.record.events.union import CheckpointRow, Event, ResumeChecked, Warned
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.integrity.resume_check.check import SHARE

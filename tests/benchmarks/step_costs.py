@@ -30,7 +30,8 @@ from jobs.tabular.sample import write_sample
 from lockstep.communication.group import Group
 from lockstep.data import micro_batches as fetching
 from lockstep.data.loader import Loader
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.training import loop as training_loop
 from lockstep.training.clock import Clock
 from lockstep.training.determinism import determinism

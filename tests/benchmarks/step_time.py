@@ -31,7 +31,8 @@ from torch import Tensor
 from jobs.tabular.sample import write_sample
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, Started, StepRow
+from lockstep.record.events.union import Event, Started
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

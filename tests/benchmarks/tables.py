@@ -35,7 +35,8 @@ from lockstep.communication.group import Group
 from lockstep.data import node_folder
 from lockstep.data.order import WINDOW
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, Started, StepRow
+from lockstep.record.events.union import Event, Started
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT

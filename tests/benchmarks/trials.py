@@ -23,7 +23,8 @@ import ray
 
 from lockstep.driver.progress import Silent
 from lockstep.driver.signals import StopSignal
-from lockstep.record.events.union import EvaluationRow, Finished, Started
+from lockstep.record.events.union import Finished, Started
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.recorders import recorders_here

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lockstep import Job, Loss, Mean, Term
 from lockstep.communication.group import Group
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

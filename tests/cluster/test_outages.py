@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from tests.processes import named
 from tests.unit.record.postgresql import postgresql

@@ -14,7 +14,8 @@ import lockstep.training.setup as setup
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StageEnded, StepRow
+from lockstep.record.events.union import Event, StageEnded
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

@@ -19,7 +19,8 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.errors import LockstepError
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, ResumeChecked, StepRow
+from lockstep.record.events.union import Event, ResumeChecked
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity.resume_check.request import Answer, Request

@@ -35,8 +35,9 @@ from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import EvaluationRow, Event, Restored, StepRow, tell_nobody
+from lockstep.record.events.union import Event, Restored, tell_nobody
 from lockstep.record.ledger.history import History
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests

@@ -10,7 +10,8 @@ import torch
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.diagnosis import rules
-from lockstep.record.events.union import EvaluationRow, Event, Observation, Recorded, StepRow
+from lockstep.record.events.union import Event, Recorded
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

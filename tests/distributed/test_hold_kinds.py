@@ -20,7 +20,8 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.data.problems import PROCESSES_DIFFER
 from lockstep.errors import LockstepError
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.training.integrity.problems import NOT_RESUMED, SAVING_CHANGES
 from lockstep.training.integrity.rehearsal import step_rehearsal
 from lockstep.training.step import problems

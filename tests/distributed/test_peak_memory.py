@@ -18,7 +18,8 @@ from torch import nn
 import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests

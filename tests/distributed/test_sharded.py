@@ -20,7 +20,8 @@ from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.start import Start
 from lockstep.training.step import problems

@@ -19,7 +19,8 @@ from lockstep.checks.estimate import ROOM, Estimate, estimated
 from lockstep.checks.fixture import Fixture
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.loop import fit

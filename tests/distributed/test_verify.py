@@ -22,7 +22,8 @@ from lockstep.proof.replaying import Replayed, Watching, replay_spec
 from lockstep.proof.run_diff import Side, difference
 from lockstep.proof.spans import Span
 from lockstep.proof.verification import Take, Verified, verify
-from lockstep.record.events.union import EvaluationRow, Event, Started, StepRow
+from lockstep.record.events.union import Event, Started
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests

@@ -28,20 +28,9 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import (
-    CheckpointRow,
-    Diagnosed,
-    EvaluationRow,
-    Event,
-    Finished,
-    Observation,
-    Restored,
-    StepRow,
-    Warned,
-)
-from lockstep.record.events.union import (
-    Document as Text,
-)
+from lockstep.record.events.union import CheckpointRow, Diagnosed, Event, Finished, Restored, Warned
+from lockstep.record.events.union import Document as Text
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests

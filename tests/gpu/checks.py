@@ -29,7 +29,8 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism, numerics_probe

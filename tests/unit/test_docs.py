@@ -23,10 +23,12 @@ from lockstep.cli.main import app
 from lockstep.communication.group import Group
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow, Warned, tell_nobody
+from lockstep.record.events.union import Event, Warned, tell_nobody
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec
-from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
+from lockstep.spec.schedulers import Asha, Median, Pbt
+from lockstep.spec.sweep import KINDS, Budget, SweepSpec, load_sweep
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from tests import reference

@@ -19,11 +19,12 @@ from lockstep.errors import LockstepError, RecordError, SpecError, StorageError
 from lockstep.parsing import with_hash
 from lockstep.proof import statement
 from lockstep.proof.summary_checks import read_weights
-from lockstep.record.events.union import VERSION, Opened
+from lockstep.record.events.union import Opened
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.rows import VERSION
 from lockstep.record.ledger.tables import Rows
 from lockstep.training.auxiliary_state import beside_path, load_beside, save_beside
 from lockstep.training.stored_weights import load_weights

@@ -18,7 +18,8 @@ from jobs.practice.glu import Glu, GluFunction
 from jobs.practice.straight_through import Binary, BinaryPoints, SignFunction
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import EvaluationRow, Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

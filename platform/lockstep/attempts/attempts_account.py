@@ -14,7 +14,8 @@ from lockstep.attempts.recording import Recording
 from lockstep.driver.options import HeardAlerts, RunOptions
 from lockstep.driver.run_view import RunView
 from lockstep.record.alerts import WAITING
-from lockstep.record.events.union import Alerted, AttemptsSummarised, StepRow, Warned
+from lockstep.record.events.union import Alerted, AttemptsSummarised, Warned
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 

@@ -12,7 +12,8 @@ import ray
 
 from lockstep.attempts.mailbox import ANSWER_S, Asked
 from lockstep.clusters.bounded_calls import answer_of
-from lockstep.record.events.union import Alive, Event, Restored, StepRow
+from lockstep.record.events.union import Alive, Event, Restored
+from lockstep.record.ledger.rows import StepRow
 
 FLUSH_S = 0.25
 """Seconds for which rows are gathered before they are sent: a call costs the training thread about 0.2 ms."""

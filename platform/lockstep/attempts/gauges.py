@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Gauge
 
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 
 _TOLD = {
     "step": "Optimizer steps that the run has done",

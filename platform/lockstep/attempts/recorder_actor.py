@@ -23,7 +23,8 @@ from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
 from lockstep.clusters.bounded_calls import answer_of
 from lockstep.errors import RecordError
 from lockstep.process import collect_seldom
-from lockstep.record.events.union import Event, Started, StepRow
+from lockstep.record.events.union import Event, Started
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.mirror.stores import store_for, warm_up
 from lockstep.record.recorder import Recorder

@@ -35,7 +35,7 @@ from lockstep.proof import protocol
 from lockstep.proof.inspection import Inspection, InspectionRequest, sample_ids
 from lockstep.proof.operator_trace import Microscope
 from lockstep.proof.replaying import Replayed, replay_here, replay_spec
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_history
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF

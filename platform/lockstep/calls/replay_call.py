@@ -16,8 +16,8 @@ from lockstep.proof.execution import Execution, handed
 from lockstep.proof.inspection import FILES, InspectionRequest
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.spans import span
-from lockstep.record.events.union import StepRow
 from lockstep.record.ledger.comparison import step_difference
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.locations import tracking_uri
 
 MOST_BYTES = 1 << 36

@@ -16,7 +16,8 @@ from lockstep.checks import problems
 from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Every, Length, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.schedules import StepDecay

@@ -16,7 +16,8 @@ from lockstep.checks.fixture import Fixture
 from lockstep.checks.preflight import check_storage
 from lockstep.checks.tracking_store import database_opens
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import Event, StepRow
+from lockstep.record.events.union import Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.mirror.stores import reader
 from lockstep.record.redaction import without_uri_secrets

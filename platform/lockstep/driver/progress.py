@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lockstep.durations import duration_text
 from lockstep.printing import on_one_line, printable
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 
 if TYPE_CHECKING:
     from rich.console import Console

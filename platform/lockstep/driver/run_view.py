@@ -17,7 +17,6 @@ from lockstep.record.events.union import (
     Broke,
     CheckpointRow,
     Corrupted,
-    EvaluationRow,
     Event,
     Finished,
     Joined,
@@ -25,10 +24,10 @@ from lockstep.record.events.union import (
     Restored,
     StageEnded,
     Started,
-    StepRow,
     Straggling,
     Warned,
 )
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ class RunView:
                 self._take_error(event)
             case CheckpointRow():
                 self.saved = self.saved or event.uri is not None
-            case union.Observation() | union.Sampled():
+            case Observation() | union.Sampled():
                 pass  # of interest to the record alone, as are those below
             case union.Document():
                 if event.tells_memory:

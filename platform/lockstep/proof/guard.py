@@ -18,7 +18,7 @@ from lockstep.proof import guard_worker, problems
 from lockstep.proof.identity_changes import Cause, causes
 from lockstep.proof.operator_trace import Look
 from lockstep.proof.run_diff import Compared, Parted, add_parting, first_parting
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.training.worker_environment import sent_environment
 

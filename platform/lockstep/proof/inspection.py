@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.job.loading import load_job
 from lockstep.plan import Position
 from lockstep.proof.operator_trace import Look, Microscope
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import make_sampler, open_data
 from lockstep.training.observe.worker_memory import tensors_in

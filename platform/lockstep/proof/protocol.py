@@ -17,7 +17,7 @@ from lockstep import errors
 from lockstep.errors import LockstepError
 from lockstep.proof import problems
 from lockstep.proof.errors import ProtocolError
-from lockstep.record.events.union import Digests, EvaluationRow, StepRow
+from lockstep.record.ledger.rows import Digests, EvaluationRow, StepRow
 
 MOST_BYTES = 1 << 24
 """The longest line: a row of a hundred thousand micro-batches has 2 MB."""

@@ -32,9 +32,9 @@ from lockstep.job.source import MAIN_MODULE
 from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import OutsideError, beneath, component, moved, read_beneath
 from lockstep.proof import problems
-from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.mirror.run_store import SWEEP_FILE, CheckpointCopy, StoredRun
 from lockstep.record.mirror.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec

@@ -13,7 +13,8 @@ from lockstep.communication.group import Group, local_device
 from lockstep.job.inputs.external_facts import MOVED
 from lockstep.job.loading import load_job
 from lockstep.proof.operator_trace import Look
-from lockstep.record.events.union import EvaluationRow, Event, Finished, Started, StepRow
+from lockstep.record.events.union import Event, Finished, Started
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit

@@ -35,7 +35,7 @@ from lockstep.proof.summary_checks import (
     read_weights,
     same_in_json,
 )
-from lockstep.record.events.union import VERSION, EvaluationRow, StepRow
+from lockstep.record.ledger.rows import VERSION, EvaluationRow, StepRow
 from lockstep.record.ledger.segments import SEGMENT_STEPS
 from lockstep.record.ledger.tables import DETERMINISTIC
 from lockstep.record.mirror.seal import Sealed, sealed_files

@@ -15,7 +15,7 @@ from lockstep.errors import StorageError, first_line
 from lockstep.job.identity import identity_digest
 from lockstep.plan import Plan
 from lockstep.proof import problems
-from lockstep.record.events.union import EvaluationRow, StepRow
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.redaction import redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside

@@ -33,8 +33,8 @@ from lockstep.proof.summary_checks import (
     read_weights,
     same_in_json,
 )
-from lockstep.record.events.union import EvaluationRow, StepRow
 from lockstep.record.ledger.comparison import Digest, differing_rows
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.integrity.digests import Digester, model_digest, optimizer_digest

@@ -18,15 +18,13 @@ from lockstep.record.events.union import (
     CheckpointRow,
     Corrupted,
     Diagnosed,
-    EvaluationRow,
     Event,
-    Observation,
     Recorded,
     Restored,
-    StepRow,
     Violated,
 )
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.spec.alert import AlertRule
 from lockstep.spec.fields import Spec
 

@@ -23,7 +23,6 @@ from lockstep.errors import RecordError
 from lockstep.record.events.union import (
     Document,
     EndStatus,
-    EvaluationRow,
     Event,
     Failed,
     Finished,
@@ -31,6 +30,7 @@ from lockstep.record.events.union import (
     Restored,
     Started,
 )
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.mirror.run_store import Status, StoredRun
 from lockstep.record.mirror.stores import find_history, warm_up
 from lockstep.record.recorder import Recorder

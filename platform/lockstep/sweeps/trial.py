@@ -46,7 +46,8 @@ from lockstep.errors import (
 from lockstep.job.identity import deciding, identity_digest
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.events.union import EvaluationRow, StageEnded, Warned
+from lockstep.record.events.union import StageEnded, Warned
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.run_store import StoredRun
 from lockstep.record.mirror.stores import find_history, find_run

@@ -9,7 +9,8 @@ from typing import Any
 
 from lockstep.attempts.event_sender import ALIVE_S, Sender
 from lockstep.clusters.bounded_calls import answer_of
-from lockstep.record.events.union import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.record.events.union import Alive, CheckpointRow, Event, Restored, Started
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.running_time import wait_for
 from lockstep.sweeps import problems
 from lockstep.sweeps.recorders import ANSWER_S

@@ -7,7 +7,7 @@ import time
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.plan import Position
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 
 
 class Clock:

@@ -22,11 +22,11 @@ from lockstep.record.events.union import (
     Finished,
     PeakMemory,
     Started,
-    StepRow,
     Straggling,
     Tell,
     tell_nobody,
 )
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.clock import Clock

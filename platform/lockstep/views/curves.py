@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from lockstep.parsing import MOST_YAML_BYTES, yaml_value
 from lockstep.paths import read_bounded
 from lockstep.record.events.metrics import evaluation_points, observation_points, step_points
-from lockstep.record.events.union import Observation, StepRow
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.rows import Observation, StepRow
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import find_history, find_observations, find_run

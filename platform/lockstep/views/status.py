@@ -12,9 +12,10 @@ from typing import Any
 from lockstep.checkpoint.runs.run_checkpoints import steps_of
 from lockstep.durations import duration_text
 from lockstep.errors import LockstepError, RecordError, SpecError
-from lockstep.record.events.union import StepRow, TimeSpent
+from lockstep.record.events.union import TimeSpent
 from lockstep.record.ledger.goodput import time_spent, time_text
 from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.spec.loading import load_spec
 from lockstep.views.curves import Curves, curves_of

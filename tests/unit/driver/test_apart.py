@@ -22,7 +22,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import Interrupted
-from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.rows import EvaluationRow
 from tests.unit.driver import called_apart
 from tests.unit.record.rows import step_row
 

@@ -100,7 +100,7 @@ def test_a_display_that_breaks_ends_nothing_but_itself(begin: str, meanwhile: st
 NAMED = """
 from lockstep.driver.progress import Line
 from lockstep.driver.run_view import RunView
-from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.rows import EvaluationRow
 from tests.unit.record.rows import step_row
 line = Line()
 with line.running():

@@ -27,8 +27,9 @@ from lockstep.proof import signatures
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.statement import plain, statement
 from lockstep.record.events.codec import to_line
-from lockstep.record.events.union import EvaluationRow, Finished, Started, StepRow
+from lockstep.record.events.union import Finished, Started
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.record.mirror.documents import as_json, flat
 from lockstep.record.mirror.folder import run_in_folder

@@ -26,7 +26,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.job.identity import identity_digest
 from lockstep.proof import problems as proof_problems
 from lockstep.proof import signatures
-from lockstep.record.events.union import VERSION
+from lockstep.record.ledger.rows import VERSION
 from tests.in_process import here
 from tests.raised import raises
 from tests.unit.proof.forged_runs import sealed_again

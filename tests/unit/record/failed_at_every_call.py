@@ -25,20 +25,11 @@ from lockstep.errors import RecordError, StorageError
 from lockstep.record import opening, writer
 from lockstep.record.errors import DeniedError, RejectedError, UnavailableError
 from lockstep.record.events.metrics import Point, evaluation_points, step_points
-from lockstep.record.events.union import (
-    CheckpointRow,
-    Document,
-    EvaluationRow,
-    Event,
-    Failed,
-    Finished,
-    Restored,
-    Started,
-    StepRow,
-)
+from lockstep.record.events.union import CheckpointRow, Document, Event, Failed, Finished, Restored, Started
 from lockstep.record.ledger import segments
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC, read_evaluations, read_parquet
 from lockstep.record.mirror import delivery_lanes
 from lockstep.record.mirror.folder import FolderStore

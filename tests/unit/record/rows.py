@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.record.events.union import Corrupted, EvaluationRow, StepRow, Witness
+from lockstep.record.events.union import Corrupted, Witness
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 
 
 def step_row(step: int, **changes: Any) -> StepRow:

@@ -33,11 +33,11 @@ from lockstep.errors import LockstepError
 from lockstep.parsing import strict_json, with_hash
 from lockstep.proof import signatures, statement
 from lockstep.record.events.metrics import points_of
-from lockstep.record.events.union import EvaluationRow
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_end import end_of, status_of
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.checkpoint_copies import named_by
 from lockstep.record.mirror.folder import FolderReader, recorded_in_folder

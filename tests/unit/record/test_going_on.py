@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lockstep.record.events.metrics import EVERY_STEP, OF_TIME
-from lockstep.record.events.union import Document, Event, Finished, Observation, Restored, Sampled, Started
+from lockstep.record.events.union import Document, Event, Finished, Restored, Sampled, Started
 from lockstep.record.ledger import journal as journal_module
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import Observation
 from lockstep.record.ledger.segments import digest_of, seal
 from lockstep.record.ledger.tables import Rows, read_parquet
 from lockstep.record.mirror.sync import sync

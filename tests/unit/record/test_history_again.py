@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 
-from lockstep.record.events.union import EvaluationRow, Restored
+from lockstep.record.events.union import Restored
 from lockstep.record.ledger import segments
 from lockstep.record.ledger.history import MOST_OBSERVATIONS, History
+from lockstep.record.ledger.rows import EvaluationRow
 from tests.unit.record.rows import step_row
 from tests.unit.record.test_observations import observation
 

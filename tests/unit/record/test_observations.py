@@ -10,8 +10,9 @@ import pytest
 
 from lockstep.record.events.codec import from_line, to_line
 from lockstep.record.events.metrics import points_of
-from lockstep.record.events.union import Finished, Observation, Restored
+from lockstep.record.events.union import Finished, Restored
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import Observation
 from lockstep.record.ledger.tables import read_observations
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.recorder import Recorder

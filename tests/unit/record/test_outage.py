@@ -16,8 +16,9 @@ import pytest
 from lockstep import train
 from lockstep.record import problems
 from lockstep.record.events.metrics import Point, step_points
-from lockstep.record.events.union import Finished, StepRow
+from lockstep.record.events.union import Finished
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC, read_parquet
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder

@@ -20,7 +20,8 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.errors import RecordError
 from lockstep.job.identity import identity_digest
-from lockstep.record.events.union import Digests, Finished, Started
+from lockstep.record.events.union import Finished, Started
+from lockstep.record.ledger.rows import Digests
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.stores import find_run
 from lockstep.record.recorder import Recorder

@@ -31,13 +31,13 @@ from lockstep.record.events.union import (
     Finished,
     Printed,
     Started,
-    StepRow,
     TakenOver,
     Violated,
     Warned,
 )
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from lockstep.record.mirror.folder import FolderStore
 from lockstep.record.mirror.stores import reader

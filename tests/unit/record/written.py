@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.record.events.codec import from_line
-from lockstep.record.events.union import StepRow
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import StepRow
 
 
 def read_steps(folder: Path) -> list[StepRow]:

@@ -13,7 +13,7 @@ import pytest
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.ledger.tables import Rows
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import trial as trials

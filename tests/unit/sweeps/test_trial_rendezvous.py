@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from lockstep.errors import StorageError
-from lockstep.record.events.union import CheckpointRow, EvaluationRow, Restored
+from lockstep.record.events.union import CheckpointRow, Restored
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.sweeps import problems
 from lockstep.sweeps.trial_rendezvous import TrialRendezvous, TrialRendezvousClient
 from lockstep.sweeps.trial_run import TrialRun

@@ -16,17 +16,8 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.job.loading import load_job
-from lockstep.record.events.union import (
-    CheckpointRow,
-    Document,
-    EvaluationRow,
-    Event,
-    Finished,
-    Observation,
-    Restored,
-    Started,
-    StepRow,
-)
+from lockstep.record.events.union import CheckpointRow, Document, Event, Finished, Restored, Started
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training import clock

@@ -15,8 +15,8 @@ import pytest
 
 from lockstep import resume, train
 from lockstep.record.events.metrics import evaluation_points, step_points
-from lockstep.record.events.union import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.tables import OBSERVATIONS, read_history, read_observations
 from lockstep.views import problems, tensorboard
 from lockstep.views.curves import Curves, curves_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.record.events.union import Observation
+from lockstep.record.ledger.rows import Observation
 from lockstep.views import problems
 from lockstep.views.terminal_curves import Screen, Series, drawn, series_of
 from tests.in_process import here

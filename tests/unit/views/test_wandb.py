@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.record.events.metrics import evaluation_points, step_points
-from lockstep.record.events.union import EvaluationRow, Failed, Finished, Started, StepRow
+from lockstep.record.events.union import Failed, Finished, Started
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.views import wandb
 from lockstep.views.wandb import write_offline_run
 from tests.in_process import here

@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple, assert_never
 
 from lockstep.record.events import union
-from lockstep.record.events.union import Diagnosed, EvaluationRow, Observation, Recorded, StepRow
+from lockstep.record.events.union import Diagnosed, Recorded
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 
 WINDOW = 50
 """Steps that are judged together."""

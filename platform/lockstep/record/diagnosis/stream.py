@@ -14,16 +14,9 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record.diagnosis.rules import REACH, Diagnosis
-from lockstep.record.events.union import (
-    Diagnosed,
-    EvaluationRow,
-    Event,
-    Observation,
-    Recorded,
-    Restored,
-    StepRow,
-)
+from lockstep.record.events.union import Diagnosed, Event, Recorded, Restored
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.spec.fields import Spec
 
 

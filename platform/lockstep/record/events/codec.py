@@ -20,21 +20,17 @@ from lockstep.paths import component, relative
 from lockstep.record import problems
 from lockstep.record.events.union import (
     SOURCE,
-    VERSION,
     Alerted,
     AttemptsSummarised,
     CheckpointRow,
     Corrupted,
     Delivered,
     Diagnosed,
-    Digests,
     Document,
-    EvaluationRow,
     Failed,
     Finished,
     InputsFound,
     Mended,
-    Observation,
     Opened,
     PeakMemory,
     Recorded,
@@ -42,7 +38,6 @@ from lockstep.record.events.union import (
     Sampled,
     SetAside,
     Started,
-    StepRow,
     Straggling,
     TakenOver,
     TimeSpent,
@@ -50,6 +45,7 @@ from lockstep.record.events.union import (
     Warned,
     Witness,
 )
+from lockstep.record.ledger.rows import VERSION, Digests, EvaluationRow, Observation, StepRow
 
 
 def to_line(event: Recorded, folder: Path) -> bytes:

@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple, assert_never
 
 from lockstep.record.events import union
-from lockstep.record.events.union import CheckpointRow, EvaluationRow, Observation, Recorded, Sampled, StepRow
+from lockstep.record.events.union import CheckpointRow, Recorded, Sampled
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 
 LOSS = "train/loss"
 EVERY_STEP = (LOSS, "train/lr", "train/grad_norm", "train/clipped_norm", "perf/step_s", "perf/data_wait_s")

@@ -17,19 +17,16 @@ from lockstep.record.events.union import (
     Corrupted,
     Diagnosed,
     Document,
-    EvaluationRow,
     Event,
     Failed,
     Finished,
     Joined,
-    Observation,
     Printed,
     Recorded,
     Restored,
     Segment,
     StageEnded,
     Started,
-    StepRow,
     Straggling,
     TakenOver,
     Violated,
@@ -38,6 +35,7 @@ from lockstep.record.events.union import (
 from lockstep.record.git_state import git_state
 from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.segments import check, steps_in
 from lockstep.record.redaction import redacted, redacted_document
 from lockstep.spec.fields import Spec

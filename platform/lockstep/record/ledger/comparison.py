@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from lockstep.record.events.union import Digests, EvaluationRow, Observation, StepRow
+from lockstep.record.ledger.rows import Digests, EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.tables import DETERMINISTIC
 
 

@@ -22,10 +22,10 @@ from lockstep.record.events.union import (
     Opened,
     Recorded,
     Started,
-    StepRow,
     TimeSpent,
 )
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import StepRow
 
 TIMED = (Opened, Started, AttemptsSummarised, Finished, Failed, TimeSpent)
 """The events, beside the steps, from which follows what became of a run's time."""

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.record.events.union import EvaluationRow, Observation, Restored, Segment, StepRow
+from lockstep.record.events.union import Restored, Segment
 from lockstep.record.ledger import tables
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.segments import end_of, evaluations_in, seal, steps_in
 from lockstep.record.ledger.tables import Rows
 

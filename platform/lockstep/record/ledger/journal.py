@@ -24,17 +24,15 @@ from lockstep.record.events.codec import StepTime, damaged_content, from_line, s
 from lockstep.record.events.union import (
     CheckpointRow,
     Delivered,
-    EvaluationRow,
     Mended,
-    Observation,
     Opened,
     Recorded,
     Sampled,
     Segment,
     Started,
-    StepRow,
 )
 from lockstep.record.ledger.journal_file import NAME, READ_BYTES, JournalFile, broken
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.segments import digest_of
 from lockstep.record.ledger.step_offsets import StepOffsets
 

@@ -8,9 +8,10 @@ from typing import assert_never
 
 from lockstep.record.events import union
 from lockstep.record.events.codec import from_line
-from lockstep.record.events.union import EvaluationRow, Failed, Finished, Observation, Recorded, StepRow
+from lockstep.record.events.union import Failed, Finished, Recorded
 from lockstep.record.ledger.goodput import TIMED
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.step_offsets import StepOffsets
 
 

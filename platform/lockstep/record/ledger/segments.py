@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.parsing import check_version, json_mapping
 from lockstep.record import problems
-from lockstep.record.events.union import EvaluationRow, Segment, StepRow
+from lockstep.record.events.union import Segment
 from lockstep.record.ledger import tables
+from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.record.ledger.tables import Rows
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from lockstep.files import replacing
 from lockstep.parsing import check_version, one_line
 from lockstep.paths import OutsideError, open_beneath
 from lockstep.record import problems
-from lockstep.record.events.union import VERSION, Digests, EvaluationRow, Observation, StepRow
+from lockstep.record.ledger.rows import VERSION, Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from lockstep.record import problems
 from lockstep.record.events.metrics import EVERY_STEP, Point, is_of_step, points_of
-from lockstep.record.events.union import Corrupted, Opened, Recorded, StepRow
+from lockstep.record.events.union import Corrupted, Opened, Recorded
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.mirror.delivery_lanes import Call, Lane, Part, send_acceptable
 from lockstep.record.mirror.run_store import POINTS_PER_CALL, Measured, RunStore
 

@@ -21,6 +21,7 @@ from lockstep.record.events.metrics import evaluation_points, test_points
 from lockstep.record.events.union import SOURCE, Failed, Finished, Recorded, TakenOver
 from lockstep.record.ledger.goodput import time_tags
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror import documents
 from lockstep.record.mirror.data_sets import DataSet, data_sets, measured_by
 from lockstep.record.mirror.final_model_files import model_folder
@@ -146,7 +147,7 @@ class Projection:
                 self._time = event
             case union.Violated():
                 self._tags.setdefault("violation", event.text)
-            case union.StepRow() | union.EvaluationRow() | union.Observation() | union.Sampled():
+            case StepRow() | EvaluationRow() | Observation() | union.Sampled():
                 pass  # they become points; the ledger is written when the run ends
             case (
                 union.Warned()

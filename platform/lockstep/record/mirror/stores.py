@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.parsing import MOST_YAML_BYTES, yaml_value
 from lockstep.paths import OutsideError, beneath, component, read_bounded
 from lockstep.record import problems
-from lockstep.record.events.union import Observation
+from lockstep.record.ledger.rows import Observation
 from lockstep.record.ledger.tables import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.mirror.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
 from lockstep.spec.fields import Spec

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.events.union import Observation
+from lockstep.record.ledger.rows import Observation
 from lockstep.record.plots import run_plots
 
 LAYERS = "layers/"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LockstepError, first_line
 from lockstep.files import replacing
-from lockstep.record.events.union import EvaluationRow
+from lockstep.record.ledger.rows import EvaluationRow
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,19 +12,12 @@ from lockstep.errors import StorageError
 from lockstep.parsing import MOST_BYTES
 from lockstep.paths import read_beneath
 from lockstep.record.events.metrics import OF_TIME, Point, points_of
-from lockstep.record.events.union import (
-    Corrupted,
-    EvaluationRow,
-    Finished,
-    Mended,
-    Observation,
-    Opened,
-    StepRow,
-)
+from lockstep.record.events.union import Corrupted, Finished, Mended, Opened
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
 from lockstep.record.ledger.journal_end import end_of, lost_end, status_of
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import as_written
 from lockstep.spec.fields import Spec

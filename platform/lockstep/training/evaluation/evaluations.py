@@ -23,7 +23,8 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import nearest
 from lockstep.job.identity import forked_step
 from lockstep.plan import Position
-from lockstep.record.events.union import Alive, Document, EvaluationRow, Tell, Warned
+from lockstep.record.events.union import Alive, Document, Tell, Warned
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.training import problems
 from lockstep.training.auxiliary_state import beside_weights
 from lockstep.training.evaluation.evaluator import Evaluator

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.plan import Position, is_due
-from lockstep.record.events.union import Digests
+from lockstep.record.ledger.rows import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.integrity.agreement import Agreement, Held
 from lockstep.training.integrity.digests import Summed, held_optimizer_digest, resolved

@@ -17,7 +17,8 @@ from torch import Tensor
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position, is_due
 from lockstep.record.diagnosis.rules import GRAPH_KEPT
-from lockstep.record.events.union import Diagnosed, Document, Observation, StepRow, Tell, Warned
+from lockstep.record.events.union import Diagnosed, Document, Tell, Warned
+from lockstep.record.ledger.rows import Observation, StepRow
 from lockstep.training.integrity.probe import NoProbe
 from lockstep.training.observe.dtype_coverage import NAME, Coverage
 from lockstep.training.observe.layers import LayerFlow

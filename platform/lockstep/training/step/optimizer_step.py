@@ -24,7 +24,7 @@ from lockstep.errors import NumericsError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, update_key
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.agreement import Agreement

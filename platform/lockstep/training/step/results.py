@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lockstep.record.events.union import StepRow
+from lockstep.record.ledger.rows import StepRow
 from lockstep.training.step.exchange import Agreed
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from lockstep.record.diagnosis import rules
 from lockstep.record.diagnosis.rules import Diagnosis
-from lockstep.record.events.union import EvaluationRow, Observation, Recorded, StepRow
+from lockstep.record.events.union import Recorded
+from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from tests.unit.record.rows import evaluation_row, step_row
 
 Curve = Callable[[int], float]

@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from lockstep.record.events.codec import from_line, step_time, to_line
-from lockstep.record.events.union import Alive, Digests, Document, Recorded
+from lockstep.record.events.union import Alive, Document, Recorded
+from lockstep.record.ledger.rows import Digests
 from tests.unit.record.rows import step_row
 
 FOLDER = Path("/runs/abc")

@@ -15,7 +15,6 @@ from lockstep.record.events.union import (
     Opened,
     Recorded,
     Started,
-    StepRow,
     TimeSpent,
 )
 from lockstep.record.ledger.goodput import (
@@ -26,6 +25,7 @@ from lockstep.record.ledger.goodput import (
     with_time,
 )
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import StepRow
 from tests.unit.record.rows import step_row
 
 BEGAN = 1_000.0

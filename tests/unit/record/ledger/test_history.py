@@ -27,10 +27,11 @@ from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.writer import share
 from lockstep.errors import StorageError
 from lockstep.record import problems
-from lockstep.record.events.union import EvaluationRow, Finished, Restored, Segment
+from lockstep.record.events.union import Finished, Restored, Segment
 from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.mirror.checkpoint_copies import _linked
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

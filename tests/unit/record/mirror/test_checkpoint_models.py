@@ -12,7 +12,8 @@ import pytest
 
 from lockstep.record.errors import UnavailableError
 from lockstep.record.events.metrics import Point
-from lockstep.record.events.union import CheckpointRow, EvaluationRow, Event, Finished, Started
+from lockstep.record.events.union import CheckpointRow, Event, Finished, Started
+from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.record.mirror import delivery_lanes
 from lockstep.record.mirror.data_sets import DataSet, measured_by
 from lockstep.record.mirror.folder import FolderStore

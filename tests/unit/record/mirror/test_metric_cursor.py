@@ -15,8 +15,9 @@ from lockstep.errors import RecordError
 from lockstep.record import problems
 from lockstep.record.errors import RejectedError
 from lockstep.record.events.metrics import Point, evaluation_points, step_points
-from lockstep.record.events.union import Opened, Recorded, Sampled, StepRow
+from lockstep.record.events.union import Opened, Recorded, Sampled
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import StepRow
 from lockstep.record.mirror import metric_cursor
 from lockstep.record.mirror.delivery_lanes import Lane
 from lockstep.record.mirror.metric_cursor import Evaluations, MetricCursor

@@ -19,12 +19,12 @@ from lockstep.record.events.union import (
     Document,
     Failed,
     Finished,
-    Observation,
     PeakMemory,
     Recorded,
     Started,
 )
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.rows import Observation
 from lockstep.record.ledger.tables import read_evaluations, read_observations, read_parquet
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import RunFiles

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from lockstep.errors import ResumeError
-from lockstep.record.events.union import ResumeChecked, StepRow, Tell, Warned
+from lockstep.record.events.union import ResumeChecked, Tell, Warned
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.integrity import problems
