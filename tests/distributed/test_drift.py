@@ -150,6 +150,59 @@ def test_honest_ranks_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
         assert not found.corrupted
 
 
+def sharded(folder: Path, *, mirror: bool = True, **params: Any) -> Document:
+    """With neither saves nor digests in the plan, and an optimizer that the workers share out."""
+    given = document(folder, own_optimizer=False, **params)
+    return given | {
+        "sharding": "optimizer",
+        "faults": {"mirror": mirror},
+        "checkpoint": {"storage": str(folder), "every": None},
+    }
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(
+    ("rank", "mirror"),
+    [(0, True), (2, True), *(pytest.param(*case, marks=pytest.mark.exact) for case in ((0, False), (1, True), (2, False)))],
+)  # fmt: skip
+def test_weights_are_compared_before_sharded_updates_overwrite_them(
+    pool: Pool, tmp_path: Path, rank: int, mirror: bool
+) -> None:
+    """The part that a rank updates would go to all from there, and the same update would hide what the rank computed with others' parts."""
+    given = sharded(tmp_path, rank=rank, mirror=mirror)
+    found = pool.run(3, attempted, given, AttemptOrigin())
+    assert {one.code for one in found} == {problems.OTHER_BITS.code}
+    assert f"rank {rank} (host " in found[0].error
+    assert "first in '0.weight'" in found[0].error
+    assert all((told.wrong, told.step) == ((rank,), 3) for one in found for told in one.corrupted)
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_with_a_sharded_optimizer_the_repeated_steps_tell_which_was_wrong(
+    pool: Pool, tmp_path: Path, rank: int
+) -> None:
+    until = tmp_path / "mended"
+    given = sharded(tmp_path, rank=rank, until=str(until)) | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}}
+    }
+    found = pool.run(2, attempted, given, AttemptOrigin())
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.how, doubt.step) == ((), "undecided", 3)
+    until.touch()
+    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.scenario
+def test_honest_ranks_of_a_sharded_optimizer_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
+    given = sharded(tmp_path, what="nothing")
+    alone = train(given).weights_digest
+    for found in pool.run(3, attempted, given, AttemptOrigin()):
+        assert (found.error, found.corrupted, found.weights) == ("", [], alone)
+
+
 def test_sharded_weights_that_part_are_found(pool: Pool, tmp_path: Path) -> None:
     """What every rank has is compared. A part that a rank alone updates goes to all from there, and is the same on all."""
     given = document(tmp_path, what="buffer", rank=2)

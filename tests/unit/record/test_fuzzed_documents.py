@@ -37,7 +37,7 @@ from lockstep.record.ledger import segments, tables
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_end import end_of, status_of
 from lockstep.record.ledger.journal_file import NAME
-from lockstep.record.ledger.rows import EvaluationRow
+from lockstep.record.ledger.rows import VERSION, EvaluationRow
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.checkpoint_copies import named_by
 from lockstep.record.mirror.folder import FolderReader, recorded_in_folder
@@ -76,7 +76,7 @@ RUN_JSON = {
     "tags": {"lockstep.heartbeat": "1", "lockstep.process": "p 1 2", "lockstep.host": "h", "lockstep.beat": "3"},
 }  # fmt: skip
 EVENTS: list[Any] = [
-    {"opened": {"version": 1, "at": 1.0, "host": "h"}},
+    {"opened": {"version": VERSION, "at": 1.0, "host": "h"}},
     {"started": {"workers": 1, "fields": {"a": 1}, "plan": {"steps": 1}, "source": {"a/b.py": "x"}, "git": {"commit": "c"}}},
     {"step": [1, 0, 64, 0.5, 64.0, {"a": 0.25}, 0.001, 1.0, 1.0, 1.0, False, 0.0, 0.1, 2.0, 1, [1, 2, [3], 4]]},
     {"evaluation": [1, 0, {"eval/loss": 0.5}, 0.1, 2.0]},

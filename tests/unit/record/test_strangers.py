@@ -15,6 +15,7 @@ from lockstep.checkpoint.manifest import VERSION, Manifest
 from lockstep.cli.records import _page, _table
 from lockstep.errors import LockstepError
 from lockstep.parsing import with_hash
+from lockstep.record.ledger import rows
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.checkpoint_copies import _linked, named_by
 from lockstep.record.mirror.folder import FolderReader
@@ -35,7 +36,7 @@ def run_folder(storage: Path, events: Sequence[Mapping[str, Any]]) -> Path:
     )
     (folder / "run.json").write_text(json.dumps(run_json(RUN, status="RUNNING", ended=None)))
     with (folder / NAME).open("wb") as journal:
-        for event in [{"opened": {"version": 1, "at": 1.0, "host": "h"}}, *events]:
+        for event in [{"opened": {"version": rows.VERSION, "at": 1.0, "host": "h"}}, *events]:
             text = json.dumps(event, separators=(",", ":")).encode()
             journal.write(b"%s %08x\n" % (text, zlib.crc32(text)))
     return folder

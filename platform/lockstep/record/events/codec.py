@@ -141,9 +141,11 @@ class StepTime(NamedTuple):
 
 
 _NO_DIGESTS = b",null]}"
-"""How the line of a step without digests ends: its attempt is before that, and the times before the attempt."""
+"""How the line of a step without digests ends: digests are the last of a row, and numbers are before them."""
 
 _OF_TIME = tuple(StepRow._fields.index(name) for name in StepTime._fields)
+_FROM_DIGESTS = tuple(StepRow._fields.index("digests") - index for index in _OF_TIME[1:])
+"""How many fields before the digests attempt and times are."""
 
 
 def step_time(line: bytes) -> StepTime | None:
@@ -151,7 +153,8 @@ def step_time(line: bytes) -> StepTime | None:
     try:
         number = step_number(line)
         if number is not None and line[:-9].endswith(_NO_DIGESTS):
-            _, step_s, wall_clock, attempt = line[: -9 - len(_NO_DIGESTS)].rsplit(b",", 3)
+            last = line[: -9 - len(_NO_DIGESTS)].rsplit(b",", max(_FROM_DIGESTS))
+            attempt, step_s, wall_clock = (last[-before] for before in _FROM_DIGESTS)
             return StepTime(number, int(attempt), float(step_s), float(wall_clock))
         values = json_mapping(line[:-9])["step"]
         step, attempt, step_s, wall_clock = (values[index] for index in _OF_TIME)

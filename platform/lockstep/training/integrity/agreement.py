@@ -1,7 +1,7 @@
 """Whether all ranks hold the same state and, where they do not, which of them is wrong.
 
 Each rank makes digests of what it holds (`digests.py`). The ranks compare them in the steps whose rows have digests, after each evaluation
-before it is reported, and at every save before anything is copied. Where they differ, the attempt ends: every checkpoint saved before holds a
+before it is reported, at every save before anything is copied, and where the checksums of weights differ that a sharded optimizer overwrites. Where they differ, the attempt ends: every checkpoint saved before holds a
 state that they agreed on.
 
 With three ranks or more, those outside the majority are wrong. With two that differ, nobody knows which is wrong. Their digests go to the

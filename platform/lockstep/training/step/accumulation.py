@@ -279,7 +279,7 @@ class Accumulation:
     def _backward_nothing(self, phase: PhaseStep) -> None:
         # DDP's buckets need every rank, also one that a ragged step leaves without a micro-batch.
         loss: Loss = phase.wrapped(None)
-        phase.exchange.close()
+        self.compute.close(phase)
         phase.module.backward(loss.total)
 
     def _no_sync(self, phase: PhaseStep) -> Any:

@@ -51,8 +51,8 @@ class Agreed(NamedTuple):
     save: bool
     regroup: bool
     pace: list[float]
-    same_order: bool = True
-    """Whether every rank closed its message with the same `order`."""
+    same_compared: bool = True
+    """Whether every rank closed its message with the same `compared`."""
 
 
 class Exchange:
@@ -107,8 +107,8 @@ class Exchange:
         """Note whether this rank asks to end the run after this step, to save its state then, or to form another group."""
         self._votes = float(stop), float(save), float(regroup)
 
-    def close(self, pace: float = 0.0, order: int = 0) -> None:
-        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds; `order` is below 2**53, and compared."""
+    def close(self, pace: float = 0.0, compared: int | Tensor = 0) -> None:
+        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds; `compared` is a whole number below 2**53."""
         device = self.group.device
         length = self.rows * self.width + self.flags + len(self._votes) + 2
         sent = self._values + [0.0] * (length - len(self._values))
@@ -116,7 +116,7 @@ class Exchange:
             sent[self.rows * self.width + b] = 1.0
         for b in self._resized:
             sent[self.rows * self.width + b] = _RESIZED
-        sent[-5:] = *self._votes, pace, float(order)
+        sent[-5:] = *self._votes, pace, self._value(compared)
         self._values, self._flagged, self._resized = [], (), ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -160,8 +160,8 @@ class Exchange:
         flagged = [b for b, value in enumerate(flags) if value]
         stop, save, regroup = (any(message[i] for message in messages) for i in (-5, -4, -3))
         pace = [message[-2] for message in messages]
-        same_order = len({message[-1] for message in messages}) == 1
-        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace, same_order)
+        same = len({message[-1] for message in messages}) == 1
+        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace, same)
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

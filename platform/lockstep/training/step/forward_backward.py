@@ -20,6 +20,7 @@ from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.integrity.checksum import checksum
 from lockstep.training.integrity.probe import NoProbe, Probe
 from lockstep.training.module_modes import Modes
 from lockstep.training.observe.rank_speed import Stopwatch
@@ -32,6 +33,7 @@ from lockstep.training.step.full_sharding import advised
 from lockstep.training.step.means import check_form, check_same_parts, has_form
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep
+from lockstep.training.step.phases import sharded_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.statistics import StepStatistics
 
@@ -147,7 +149,7 @@ class ForwardBackward:
             if m == 0 and counts:
                 phase.exchange.flag(self.buffers.keep(), self.buffers.resized())
             if last:
-                phase.exchange.close(self.watch.take())
+                self.close(phase, self.watch.take())
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
@@ -159,6 +161,15 @@ class ForwardBackward:
         self.leave_no_trace()
         if batch is not None and not self.evaluates_again:
             self._note_statistics(phase, position, m, batch, loss, counts=counts and not empty)
+
+    def close(self, phase: PhaseStep, pace: float = 0.0) -> None:
+        """Close the message of this rank to the others, before its last backward; `pace` is its time for a micro-batch, in seconds.
+
+        Where the workers share the optimizer out, its weights are compared in each step: the update overwrites them with what their owners send, so that
+        a bit that has flipped would be the same everywhere by the time of the next digests, or gone, and what was computed with it would stay.
+        """
+        compares = self.group.size > 1 and bool(sharded_of(self.state.optimizer))
+        phase.exchange.close(pace, checksum(self.state.model.parameters()) if compares else 0)
 
     def _note_statistics(
         self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss, *, counts: bool
