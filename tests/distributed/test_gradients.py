@@ -17,7 +17,7 @@ import lockstep.training.step.optimizer_step as optimizer_step
 from lockstep import Loss
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import Problem
-from lockstep.proof.spans import Span
+from lockstep.proof.step_spans import Span
 from lockstep.randomness import model_key, seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training import problems as training_problems

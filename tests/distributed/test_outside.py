@@ -20,7 +20,7 @@ from lockstep.errors import LockstepError
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import replay_here
 from lockstep.proof.run_diff import Unwatched
-from lockstep.proof.spans import Span
+from lockstep.proof.step_spans import Span
 from lockstep.proof.verification import Verified, verify
 from lockstep.spec.loading import load_spec
 from lockstep.training import problems

@@ -20,7 +20,7 @@ from lockstep.proof.execution import Execution, ProcessSettings
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
 from lockstep.proof.run_diff import Side, difference
-from lockstep.proof.spans import Span
+from lockstep.proof.step_spans import Span
 from lockstep.proof.verification import Take, Verified, verify
 from lockstep.record.events.union import Event, Started
 from lockstep.record.ledger.rows import EvaluationRow, StepRow

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from lockstep.attempts.cluster_capacity import find_place
 from lockstep.attempts.first_placement import Say, first_place, next_place
-from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.hung_workers import end_with_stacks
 from lockstep.attempts.node_health import fleet_health
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members, joining_workers_for
+from lockstep.attempts.ray_metrics import Gauges
 from lockstep.attempts.resizing import Resizing
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checks.health import Health

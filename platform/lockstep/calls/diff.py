@@ -15,7 +15,7 @@ from lockstep.proof.execution import Execution, ProcessSettings, take_steps
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.run_diff import Difference, Side, Unwatched, difference
 from lockstep.proof.sandbox import Sandbox
-from lockstep.proof.spans import STEPS
+from lockstep.proof.step_spans import STEPS
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
 

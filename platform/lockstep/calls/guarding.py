@@ -22,7 +22,7 @@ from lockstep.proof.guard import (
     start_python,
 )
 from lockstep.proof.repository import Repository
-from lockstep.proof.spans import STEPS
+from lockstep.proof.step_spans import STEPS
 
 NOT_COMMITTED = ""
 """Stands for the working tree among commits."""

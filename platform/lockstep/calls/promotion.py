@@ -28,7 +28,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError, evidence_and_remedy
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
-from lockstep.proof.spans import STEPS
+from lockstep.proof.step_spans import STEPS
 from lockstep.proof.verification import Verified
 from lockstep.record.mirror.mlflow import registry
 from lockstep.record.mirror.stores import find_copies, keep_files

@@ -14,7 +14,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.proof.execution import Execution, take_steps
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.spans import Span, sample, span, whole
+from lockstep.proof.step_spans import Span, sample, span, whole
 from lockstep.proof.verification import Take, Verified
 from lockstep.proof.verification import verify as verify_spans
 from lockstep.spec.fields import Spec

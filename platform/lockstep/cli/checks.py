@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import problems
-from lockstep.cli.answers import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
+from lockstep.cli.command_output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 from lockstep.cli.commands import command
 from lockstep.exit_codes import ExitCode
 

@@ -9,7 +9,7 @@ import typer
 
 from lockstep import printing
 from lockstep.cli import problems
-from lockstep.cli.answers import Address, Json, Overrides, Verbose, answered
+from lockstep.cli.command_output import Address, Json, Overrides, Verbose, answered
 from lockstep.cli.commands import Groups, command
 from lockstep.driver.options import declared
 

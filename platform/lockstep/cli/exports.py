@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
+from lockstep.cli.command_output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 from lockstep.cli.commands import command
 from lockstep.cli.proofs import Sandbox
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lockstep.cli import checks, cluster, exports, first_minutes, problems, proofs, records, sweeps
-from lockstep.cli.answers import (
+from lockstep.cli import checks, cluster, exports, getting_started, problems, proofs, records, sweeps
+from lockstep.cli.command_output import (
     Json,
     Overrides,
     SpecFile,
@@ -328,5 +328,5 @@ def _result_text(run: Result, *, starts: bool = False) -> str:
     return "\n".join(lines)
 
 
-for commands in (first_minutes, sweeps, checks, records, proofs, exports, cluster):
+for commands in (getting_started, sweeps, checks, records, proofs, exports, cluster):
     commands.register(app)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import problems
-from lockstep.cli.answers import (
+from lockstep.cli.command_output import (
     RUNS,
     Json,
     Overrides,

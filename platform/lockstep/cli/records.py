@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import problems
-from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
+from lockstep.cli.command_output import RUNS, Json, RunId, Storage, Uri, Verbose, answered, say
 from lockstep.cli.commands import Groups, command
 from lockstep.durations import duration_text
 from lockstep.errors import NoSuchRunError, SpecError

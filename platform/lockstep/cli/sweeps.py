@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import (
+from lockstep.cli.command_output import (
     Json,
     Overrides,
     SpecFile,

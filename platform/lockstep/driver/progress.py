@@ -83,7 +83,7 @@ def display() -> Iterator[None]:
 
 def _end_display() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.answers`
+    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.command_output`
         os.dup2(null, 1)
     os.dup2(null, 2)
     os.close(null)

@@ -23,7 +23,7 @@ from lockstep.proof.identity_changes import UNTOLD, Cause, causes
 from lockstep.proof.record_checks import record_disagreements, told_of
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
-from lockstep.proof.spans import Span
+from lockstep.proof.step_spans import Span
 from lockstep.proof.summary_checks import (
     DIGEST_OF,
     file_disagreements,

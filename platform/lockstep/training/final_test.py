@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.record.events.union import Alive, Document, Tell
 from lockstep.training.setup import Run
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.weights_shown import weights_shown
+from lockstep.training.swapped_weights import weights_shown
 
 
 def tested(run: Run, tell: Tell) -> dict[str, Any]:

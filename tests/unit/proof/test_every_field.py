@@ -19,7 +19,7 @@ from lockstep.errors import LockstepError
 from lockstep.proof.record_checks import TOLD, record_disagreements
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.replaying import Replayed
-from lockstep.proof.spans import whole
+from lockstep.proof.step_spans import whole
 from lockstep.proof.verification import Verified, verify
 from lockstep.record.ledger import final_tables
 from lockstep.record.ledger.journal import Journal

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.interface import Loss
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.rehearsal.sums import check_sum, distance_from_mean
+from lockstep.training.integrity.rehearsal.loss_sums import check_sum, distance_from_mean
 from tests.raised import raises
 
 positive = st.lists(st.floats(0.01, 100), min_size=2, max_size=64)

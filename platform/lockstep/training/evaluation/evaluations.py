@@ -34,7 +34,7 @@ from lockstep.training.metric_rules import check_followed
 from lockstep.training.setup import Run
 from lockstep.training.state import Best, Pending, tensors
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.weights_shown import weights_shown
+from lockstep.training.swapped_weights import weights_shown
 
 
 class Evaluated(NamedTuple):

@@ -23,7 +23,7 @@ from lockstep.training.integrity.resume_check.resumed_step import alone
 from lockstep.training.loop import surroundings
 from lockstep.training.setup import Run, prepare
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.weights_shown import put_weights
+from lockstep.training.swapped_weights import put_weights
 
 ALIVE_S = 1.0
 """Seconds between two signs of life."""

@@ -51,6 +51,7 @@ from lockstep.training.integrity.rehearsal.child_process import (
 from lockstep.training.integrity.rehearsal.evaluation import EvaluationRehearsal
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
 from lockstep.training.integrity.rehearsal.generators import of_training
+from lockstep.training.integrity.rehearsal.loss_sums import check_sum, told_compared
 from lockstep.training.integrity.rehearsal.micro_batch import (
     Computed,
     Rehearsal,
@@ -60,7 +61,6 @@ from lockstep.training.integrity.rehearsal.micro_batch import (
 )
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory
-from lockstep.training.integrity.rehearsal.sums import check_sum, told_compared
 from lockstep.training.integrity.rehearsal.thread_pools import out_of_order
 from lockstep.training.interleaved_samples import is_unsaid, told_interleaved
 from lockstep.training.job_data import make_sampler

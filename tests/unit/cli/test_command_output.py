@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lockstep.cli.answers import answered, json_text
+from lockstep.cli.command_output import answered, json_text
 from lockstep.errors import SpecError
 from lockstep.printing import folded
 from tests.forked import ROOT, script
@@ -71,7 +71,7 @@ def test_json_has_no_number_that_json_does_not_know() -> None:
 REFUSED = """
 import os, sys
 import typer
-from lockstep.cli.answers import answered
+from lockstep.cli.command_output import answered
 from lockstep.errors import SpecError
 read, write = os.pipe()
 os.dup2(write, 2)
@@ -193,7 +193,7 @@ import json, os, sys
 for number in {closed}:
     os.close(number)
     setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-from lockstep.cli.answers import open_standard_streams
+from lockstep.cli.command_output import open_standard_streams
 open_standard_streams()
 other = os.open({file!r}, os.O_RDWR | os.O_CREAT)
 print("out")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import Address, Json, Overrides, Uri, Verbose, answered
+from lockstep.cli.command_output import Address, Json, Overrides, Uri, Verbose, answered
 from lockstep.cli.commands import command
 
 
