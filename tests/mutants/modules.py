@@ -19,8 +19,8 @@ COVERED = {
         "tests/unit/record/ledger/test_goodput.py",
         "tests/unit/record/test_going_on.py",
     ],
-    "record/mirror/metric_cursor.py": [
-        "tests/unit/record/mirror/test_metric_cursor.py",
+    "record/mirror/metric_batches.py": [
+        "tests/unit/record/mirror/test_metric_batches.py",
         "tests/unit/record/test_outage.py",
         "tests/unit/record/test_partial_store.py",
     ],
@@ -107,7 +107,7 @@ COVERED = {
     "training/step/mirrored_optimizer.py": ["tests/distributed/test_mirrors.py"],
     "record/mirror/delivery_lanes.py": [
         "tests/unit/record/mirror/test_delivery_lanes.py",
-        "tests/unit/record/mirror/test_metric_cursor.py",
+        "tests/unit/record/mirror/test_metric_batches.py",
         "tests/unit/record/test_partial_store.py",
     ],
     "record/mirror/projection.py": [
@@ -225,7 +225,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Journal.missing_steps: constant changed: 1 -> (2)": "all steps are looked through: slower",
         "newest_step: comparison swapped: length >= size -> (length > size)": "all of the file is read once more",
     },
-    "record/mirror/metric_cursor.py": {
+    "record/mirror/metric_batches.py": {
         "MetricCursor._batches: comparison swapped: len(points) > POINTS_PER_CALL -> (len(points) >= POINTS_PER_CALL)": "a full batch is sent now, or as the next row comes",
         "MetricCursor._is_new: constant changed: 1 -> (2)": _STEPS,
         "MetricCursor._is_new: constant changed: 1 -> (0)": "a point of step 0 is compared with the highest step either way",

@@ -208,7 +208,7 @@ def test_a_backlog_is_sent_though_every_fifth_answer_is_lost(
 
     The negative control does not hear of the batches that the store took: FINISHED is not told then.
     """
-    monkeypatch.setattr("lockstep.record.mirror.metric_cursor.POINTS_PER_CALL", 10)
+    monkeypatch.setattr("lockstep.record.mirror.metric_batches.POINTS_PER_CALL", 10)
     if not counted:
         monkeypatch.setattr(Lane, "answered", lambda lane: None)
     calls = [0]

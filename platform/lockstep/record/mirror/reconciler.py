@@ -24,7 +24,7 @@ from lockstep.record.ledger.journal import Journal
 from lockstep.record.mirror.checkpoint_copies import Copies, checkpoint_tags
 from lockstep.record.mirror.delivery_lanes import Call, Lane, Outage, Part
 from lockstep.record.mirror.final_model_files import FinalModel
-from lockstep.record.mirror.metric_cursor import Evaluations, MetricCursor
+from lockstep.record.mirror.metric_batches import Evaluations, MetricCursor
 from lockstep.record.mirror.projection import Ending, Projection
 from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import RunStore, Status

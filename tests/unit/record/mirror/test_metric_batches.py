@@ -18,9 +18,9 @@ from lockstep.record.events.metrics import Point, evaluation_points, step_points
 from lockstep.record.events.union import Opened, Recorded, Sampled
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.rows import StepRow
-from lockstep.record.mirror import metric_cursor
+from lockstep.record.mirror import metric_batches
 from lockstep.record.mirror.delivery_lanes import Lane
-from lockstep.record.mirror.metric_cursor import Evaluations, MetricCursor
+from lockstep.record.mirror.metric_batches import Evaluations, MetricCursor
 from lockstep.record.mirror.run_store import Ended, Measured, RunStore
 from tests.raised import raises
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
@@ -120,7 +120,7 @@ def test_whole_rows_fill_a_call_and_a_larger_one_takes_several(
     deliver: Deliver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store learns each step's rate from the step before it, also across calls."""
-    monkeypatch.setattr(metric_cursor, "POINTS_PER_CALL", 2 * EACH)
+    monkeypatch.setattr(metric_batches, "POINTS_PER_CALL", 2 * EACH)
     delivery = deliver(store := Points())
     assert delivery.tell(*rows(1, 2, 3, 4, 5)) == points(*rows(1, 2, 3, 4, 5))
     assert [len(call) for call in store.calls] == [2 * EACH, 2 * EACH, EACH]
@@ -198,8 +198,8 @@ def test_a_refused_point_costs_no_other_and_is_due_again_at_the_end(deliver: Del
 
 def test_of_many_refused_points_some_are_kept(deliver: Deliver, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take memory in a process that may train for weeks. What is not kept is told all the same, and `record sync` finds it."""
-    monkeypatch.setattr(metric_cursor, "MOST_REFUSED", 3)
-    monkeypatch.setattr(metric_cursor, "POINTS_PER_CALL", 2)
+    monkeypatch.setattr(metric_batches, "MOST_REFUSED", 3)
+    monkeypatch.setattr(metric_batches, "POINTS_PER_CALL", 2)
     delivery = deliver(store := Points())
     store.rejects = lambda point: point.step < 3
     delivery.tell(*rows(1, 2, 3))
