@@ -165,11 +165,12 @@ class ForwardBackward:
     def close(self, phase: PhaseStep, pace: float = 0.0) -> None:
         """Close the message of this rank to the others, before its last backward; `pace` is its time for a micro-batch, in seconds.
 
-        Where the workers share the optimizer out, its weights are compared in each step: the update overwrites them with what their owners send, so that
-        a bit that has flipped would be the same everywhere by the time of the next digests, or gone, and what was computed with it would stay.
+        Where the workers share the optimizer out, the weights are compared in each step that its update overwrites with what their owners send:
+        a bit of them that has flipped would be the same everywhere by the time of the next digests, or gone, and what was computed with it would stay.
         """
-        compares = self.group.size > 1 and bool(sharded_of(self.state.optimizer))
-        phase.exchange.close(pace, checksum(self.state.model.parameters()) if compares else 0)
+        sharded = sharded_of(self.state.optimizer).values() if self.group.size > 1 else ()
+        overwritten = [parameter for optimizer in sharded for parameter in optimizer.overwritten]
+        phase.exchange.close(pace, checksum(overwritten) if overwritten else 0)
 
     def _note_statistics(
         self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss, *, counts: bool

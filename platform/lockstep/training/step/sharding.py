@@ -162,6 +162,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ids = set(map(id, parameters))
         self._on_all = frozenset(i for i, parameter in enumerate(self.parameters) if id(parameter) in ids)
 
+    @property
+    def overwritten(self) -> list[Tensor]:
+        """The parameters of which an update takes other ranks' parts: those that learn, without those that every rank updates whole."""
+        return [p for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._on_all]
+
     def _build(self) -> None:
         """Split the parameters, once they have their shapes: those of a lazy module get them in its first forward."""
         if self._built:
