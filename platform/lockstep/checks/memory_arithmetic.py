@@ -10,7 +10,7 @@ from lockstep.training.observe.worker_memory import (
     communication_bytes,
     moving_units,
     reduction_bytes,
-    sums_in_passes,
+    sums_beside_gradients,
 )
 from lockstep.training.step.host_memory import PORTION_BYTES
 from lockstep.training.step.sharding import Span, gathering_bytes, spans
@@ -82,7 +82,7 @@ def total_bytes(
         standing += parameters + measured.buffers + average
     sums = sums_bytes(spec, measured, micro_batches, workers)
     if offloaded:
-        sums = measured.table_rows * sums_in_passes(micro_batches, workers)
+        sums = measured.table_rows * sums_beside_gradients(micro_batches, workers)
     moving = moving_bytes(spec, measured, micro_batches, workers, on_gpu=on_gpu)
     updating = updating_bytes(spec, measured, workers)
     if is_offloaded(spec, workers):
@@ -123,7 +123,9 @@ def host_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int)
         held_bytes(spec, size, workers)
         for size in (measured.parameters - measured.tables, gradients, average)
     )
-    return rows + optimizer + held_bytes(spec, summed, workers) * sums_in_passes(micro_batches, workers)
+    return (
+        rows + optimizer + held_bytes(spec, summed, workers) * sums_beside_gradients(micro_batches, workers)
+    )
 
 
 def copied_bytes(spec: Spec, measured: Measured, workers: int) -> int:
@@ -155,7 +157,7 @@ def with_mirror(spec: Spec, size: int, workers: int, on_all: int = 0) -> int:
 def sums_bytes(spec: Spec, measured: Measured, micro_batches: int, workers: int) -> int:
     """Bytes of the tree's sums on the worker that holds the most."""
     if spec.is_fully_sharded(workers):
-        return held_bytes(spec, measured.summed, workers, measured.table_rows) * sums_in_passes(
+        return held_bytes(spec, measured.summed, workers, measured.table_rows) * sums_beside_gradients(
             micro_batches, workers
         )
     return reduction_bytes(spec, measured.summed, micro_batches, workers)

@@ -47,7 +47,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
     else:
         parameters = [*sharding.local.values(), *sharding.mirrors.values()]
         gradients = _bytes_of_gradients(sharding.local.values())
-        reduction = gradients * sums_in_passes(count, workers)
+        reduction = gradients * sums_beside_gradients(count, workers)
         on_gpu = sharding.group.device.type == "cuda"
         communication = moving_units(spec.sharding, sharding.unit_bytes, count, workers, on_gpu=on_gpu)
     return json.dumps(
@@ -145,9 +145,14 @@ def sums_held(assigned: range, leaves: int) -> int:
 
 
 def sums_in_passes(micro_batches: int, workers: int) -> int:
-    """The most partial sums of its rows that a worker keeps between two passes of a step, beside the one that becomes the gradient."""
+    """The most partial sums of its rows that a worker keeps between two passes of a step."""
     ends = range(workers, micro_batches, workers)
-    return max((len(nodes(range(end), micro_batches)) for end in ends), default=1) - 1
+    return max((len(nodes(range(end), micro_batches)) for end in ends), default=0)
+
+
+def sums_beside_gradients(micro_batches: int, workers: int) -> int:
+    """As `sums_in_passes`, but for one: it becomes the gradient, unit by unit, and never lies beside it."""
+    return max(0, sums_in_passes(micro_batches, workers) - 1)
 
 
 def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
