@@ -165,7 +165,7 @@ class Disturbed:
         code = self.driver.poll()
         if code is None:
             return False
-        full = code == 1 and self.log().rstrip().endswith(os.strerror(errno.ENOSPC))
+        full = code == 1 and os.strerror(errno.ENOSPC) in self.log().rstrip().rpartition("\n")[2]
         assert code in {0, -9} or full, self.log()
         if code:
             self.resume()

@@ -34,7 +34,7 @@ from lockstep.cli.commands import Groups, OptionValues, command
 from lockstep.cli.entry import trains_here
 from lockstep.cli.interruption import fail, take_signals
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
-from lockstep.errors import NoSuchRunError, RecordError
+from lockstep.errors import NoSuchRunError
 from lockstep.exit_codes import ExitCode
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
@@ -253,14 +253,9 @@ def _resume_run_or_sweep(
     except NoSuchRunError as error:
         from lockstep.sweeps.sweep_resume import resume_sweep
 
-        try:
-            result = resume_sweep(
-                options, run_id, overrides, uri=uri, takeover=takeover, step=step, fork=fork
-            )
-        except RecordError:  # the store has no sweep of this id either
-            raise error from None
+        result = resume_sweep(options, run_id, overrides, uri=uri, takeover=takeover, step=step, fork=fork)
         if result is None:
-            raise
+            raise error from None
         return result
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.runs.lease import Lease, leased
 from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.driver.options import RunOptions
+from lockstep.errors import RecordError
 from lockstep.job.identity import changed_fields, shown
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.mirror.stores import find_sweep
@@ -33,7 +34,7 @@ def resume_sweep(
     step: int | None = None,
     fork: bool = False,
 ) -> SweepResult | None:
-    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may change placement, such as where it lies (`record.folder`).
+    """Go on with the sweep of this id; None where the run is no sweep, or the store has none of this id. `overrides` may change placement, such as where it lies (`record.folder`).
 
     SpecError where another command works on the sweep, unless it is taken over; where `overrides` change the bits of its trials; and
     for a `step` or a `fork`, which only a run has.
@@ -45,7 +46,10 @@ def resume_sweep(
         uri=uri,
     )
     store = where.record.uri or ""
-    document = find_sweep(store, sweep_id, where.folder)
+    try:
+        document = find_sweep(store, sweep_id, where.folder)
+    except RecordError:  # the store has no run of this id
+        return None
     if document is None:
         return None
     if options.local or options.chaos is not None:

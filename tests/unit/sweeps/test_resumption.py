@@ -17,6 +17,7 @@ from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import driver, problems
 from lockstep.sweeps.sweep_resume import resume_sweep
 from lockstep.sweeps.trial import run_name, spec_of
+from tests.in_process import here
 from tests.raised import raises
 
 FIELDS = {"optimizer.lr": 0.1}
@@ -111,3 +112,19 @@ def test_a_sweep_file_that_is_none_is_one_line(tmp_path: Path, began: list[Sweep
     with raises(record_problems.SWEEP_FILE, run="sweep-a", file=SWEEP_FILE, got=no_sweep) as raised:
         resume(words)
     assert "\n" not in str(raised.value) and began == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_error_of_the_sweep_itself_is_told_and_not_that_there_is_no_run_of_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], known: bool
+) -> None:
+    """The command looks for a run of the id first. What a sweep meets later says nothing of whether there is one."""
+
+    def full(*_: Any) -> None:
+        raise record_problems.UNREADABLE(run="sweep-a", file="journal", got="No space left on device")
+
+    monkeypatch.setattr(driver, "run_sweep", full)
+    words = recorded(tmp_path) if known else [f"checkpoint.storage={tmp_path}"]
+    code, _, err = here(monkeypatch, capfd, tmp_path, "resume", "sweep-a", *words, "--uri", "off")
+    assert ("No space left on device" in err) == known, err
+    assert ("sweep-a" in err, bool(code)) == (True, True)
