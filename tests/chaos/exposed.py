@@ -59,13 +59,13 @@ PLANTED = (*ERRORS, FLIP)
 
 
 def group_size() -> int:
-    """The workers of the group that takes the step in which this is called."""
+    """The workers of the group that takes the step in which this is called; 1 in a rehearsal, which takes none."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(stepper := frame.f_locals.get("self"), Stepper):
             return stepper.group.size
         frame = frame.f_back
-    raise AssertionError("no step is taken here")
+    return 1
 
 
 class Exposed(lockstep.Job):
