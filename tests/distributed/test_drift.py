@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lockstep.record.events.union import Corrupted, Event
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity import problems
 from lockstep.training.loop import fit
+from lockstep.training.step import forward_backward
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Kept, train, train_attempt
 from tests.raised import raises
@@ -193,6 +195,25 @@ def test_of_two_with_a_sharded_optimizer_the_repeated_steps_tell_which_was_wrong
     again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
     assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
     assert again.weights == train(given).weights_digest
+
+
+def attempted_unseeing(document: Document) -> Attempted:
+    with mock.patch.object(forward_backward, "checksum", lambda parameters: torch.tensor(1)):
+        return attempted(document, AttemptOrigin())
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_the_comparison_other_bits_are_the_run_s(pool: Pool, tmp_path: Path, rank: int) -> None:
+    """The control: whichever rank it is, nobody finds it later."""
+    given = sharded(
+        tmp_path, rank=rank, mirror=False, step=5
+    )  # in the steps 2, 4, 8 … a second opinion would find it
+    alone = train({**given, "job": {**given["job"], "params": {**given["job"]["params"], "what": "nothing"}}})
+    found = pool.run(3, attempted_unseeing, given)
+    assert {one.error for one in found} == {""}
+    assert len({one.weights for one in found}) == 1
+    assert found[0].weights != alone.weights_digest
 
 
 @pytest.mark.scenario

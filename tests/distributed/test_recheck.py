@@ -18,6 +18,7 @@ from lockstep.randomness import digest64
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.sdc_check import assigned_again, is_chosen, odd_ones
 from lockstep.training.step.accumulation import Accumulation
+from lockstep.training.step.forward_backward import ForwardBackward
 from tests.distributed import test_same_bits
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
@@ -62,9 +63,11 @@ class Work(NamedTuple):
 def worked(document: Document) -> list[Work]:
     """What this worker computes in a run, in order."""
     done: list[Work] = []
-    own, again = Accumulation._compute, Accumulation.recomputed
+    own, again = ForwardBackward.backward, Accumulation.recomputed
 
-    def computed(self: Accumulation, phase: Any, position: Position, m: int, *where: Any, **how: Any) -> None:
+    def computed(
+        self: ForwardBackward, phase: Any, position: Position, m: int, *where: Any, **how: Any
+    ) -> None:
         done.append(Work(position.step, m, again=False))
         own(self, phase, position, m, *where, **how)
 
@@ -72,7 +75,10 @@ def worked(document: Document) -> list[Work]:
         done.append(Work(position.step, m, again=True))
         return again(self, phase, position, m, batch)
 
-    with mock.patch.multiple(Accumulation, _compute=computed, recomputed=recomputed):
+    with (
+        mock.patch.object(ForwardBackward, "backward", computed),
+        mock.patch.object(Accumulation, "recomputed", recomputed),
+    ):
         train(document)
     return done
 

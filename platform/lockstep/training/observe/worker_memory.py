@@ -128,8 +128,12 @@ def moving_units(
     sharding: Sharding, units: UnitBytes, micro_batches: int, workers: int, *, on_gpu: bool
 ) -> int:
     """Bytes of what is there of whole parameters and their gradients at once, beside a worker's rows: while a backward reduces a unit, and gathers others ahead."""
-    others = units.every - units.outside - units.largest
-    ahead = min(sharding.prefetch * units.largest, others) if sharding.reshard_after_forward else others
+    in_other_units = units.every - units.outside - units.largest
+    ahead = (
+        min(sharding.prefetch * units.largest, in_other_units)
+        if sharding.reshard_after_forward
+        else in_other_units
+    )
     moving = ahead + UNIT_COPIES * units.largest + units.largest // workers
     if sharding.reshard_after_forward and not on_gpu:
         moving += min(ahead, GLOO_THREADS * units.largest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,8 +78,8 @@ class Accumulation:
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.tables.begin(position.micro_batches)
         for m in assigned[:-1]:
-            with self._no_sync(phase):
-                self._compute(phase, position, m, batches, scale_down, last=False)
+            with self._no_sync(phase), self._probed(phase, position, m):
+                self.compute.backward(phase, position, m, batches, scale_down, last=False)
             if self.digests.notes:
                 self.digests.next_micro_batch(m, names)
             self._add_tables(phase, position, m)
@@ -96,7 +96,8 @@ class Accumulation:
             reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
             self.digests.next_micro_batch(assigned[-1], names)
-            self._compute(phase, position, assigned[-1], batches, scale_down, last=True)
+            with self._probed(phase, position, assigned[-1]):
+                self.compute.backward(phase, position, assigned[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing(phase)
         if reduction is not None and not reduction.finished:
@@ -167,7 +168,7 @@ class Accumulation:
             self.compute.with_parameters(close)
             self.compute.let_go()
         self.compute.parameters.check(where)
-        self.compute.of_whole = self.compute.buffers.written_now()
+        self.compute.whole_batch_buffers = self.compute.buffers.written_now()
         self.compute.leave_no_trace()
         self.compute.times.mark("forward")
         return next(both)
@@ -209,19 +210,6 @@ class Accumulation:
             if counts:
                 self._note(phase, gradients, first=len(phase.names))
             phase.tables.add_pass(together, gradients)
-
-    def _compute(
-        self,
-        phase: PhaseStep,
-        position: Position,
-        m: int,
-        batches: Iterator[Any],
-        scale_down: float,
-        *,
-        last: bool,
-    ) -> None:
-        with self.compute.probe.around(position, m, self.state.model, phase.name):
-            self.compute.backward(phase, position, m, batches, scale_down, last=last)
 
     def recomputed(self, phase: PhaseStep, position: Position, m: int, batch: Any) -> list[Summed]:
         """What the gradient of a micro-batch of this step adds to its digest, computed as by `beside`. Where parameters are sharded all ranks call it."""
@@ -281,6 +269,9 @@ class Accumulation:
         loss: Loss = phase.wrapped(None)
         self.compute.close(phase)
         phase.module.backward(loss.total)
+
+    def _probed(self, phase: PhaseStep, position: Position, m: int) -> AbstractContextManager[None]:
+        return self.compute.probe.around(position, m, self.state.model, phase.name)
 
     def _no_sync(self, phase: PhaseStep) -> Any:
         wrapped = phase.wrapped

@@ -59,12 +59,12 @@ class ForwardBackward:
         self._computes_statistics = overrides(job, "step_statistics")
         if statistics or self._computes_statistics:
             self.statistics = StepStatistics(group, plan, "the statistics of the step")
-        self.first: PhaseStep | None = None
+        self.first_phase: PhaseStep | None = None
         """The first phase of the step under way."""
         self.evaluates_again = False
         """Whether an optimizer evaluates the loss again within its update."""
         self.buffers = StepBuffers(state.model, group, written_buffers)
-        self.of_whole: dict[int, Tensor] = {}
+        self.whole_batch_buffers: dict[int, Tensor] = {}
         """The buffers that the loss of the whole batch has written, which go with micro-batch 0's."""
         self.parameters = ParameterWatch(state.model)
         self.modules = ModuleWatch(state.model)
@@ -139,7 +139,7 @@ class ForwardBackward:
             batch = next(batches)
             self.probe.batch(position, m, batch)
             if m == 0 and phase.whole is not None:
-                self.buffers.put(self.of_whole)
+                self.buffers.put(self.whole_batch_buffers)
             loss = self.forward(phase, phase.wrapped, position, m, batch, counts=counts and not empty)
             self.probe.loss(position, m, loss.total)
         self.times.mark("forward")
@@ -183,7 +183,7 @@ class ForwardBackward:
             return
         if counts:
             self.statistics.note(m, loss.statistics, label)
-        if not self._computes_statistics or phase is not self.first:
+        if not self._computes_statistics or phase is not self.first_phase:
             return
         self.settings.put_back()
         seed_all(step_key(self.spec.seed, position.step, m, phase.phase.key), self.group.device)

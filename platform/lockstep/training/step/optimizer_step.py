@@ -148,7 +148,7 @@ class Stepper:
         )
         count = len(self.accumulation.turns(position))
         taken: dict[str, PhaseResult] = {}
-        self.compute.first = phases[0]
+        self.compute.first_phase = phases[0]
         mirrored = self.state.mirrored is not None
         for phase, phase_batches in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save, regroup=regroup)
@@ -186,7 +186,7 @@ class Stepper:
         if not agreed.same_compared:
             if self.state.sharding is not None:
                 raise diverged(f"step {position.number}")
-            self.agreement.check()
+            self.agreement.check()  # where the digests of all agree, one rank misread its weights for once: nothing is wrong
         if phase.whole is not None:
             phase.whole.check(agreed.totals)
         if self.accumulation.recheck is not None:
