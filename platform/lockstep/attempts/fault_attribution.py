@@ -57,14 +57,17 @@ class Blame:
             view.corrupted, {rank: member.node for rank, member in view.members.items()}
         )
         left_out = self._nodes.computed_wrong(verdict.nodes)
-        summary.corrupted.append(str(verdict.corruption))
+        summary.corrupted += map(str, (verdict.corruption, *verdict.settled))
         summary.left_out = sorted({*summary.left_out, *left_out})
         names = ", ".join(node[:8] for node in sorted(left_out))
-        self._warn(f"{verdict.corruption}{f'; node {names} is left out from now on' if names else ''}")
+        lines = "; ".join(map(str, (verdict.corruption, *verdict.settled)))
+        self._warn(f"{lines}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
             self._fault_of_job = verdict.fault_of_job
         elif verdict.corruption != view.corrupted:  # two attempts together decide what this one could not
             self._tell(verdict.corruption)
+        for corruption in verdict.settled:
+            self._tell(corruption)
         return left_out
 
     def _count_devices(self, view: RunView, summary: AttemptSummary) -> None:

@@ -178,7 +178,7 @@ FAULT_OF_JOB = Problem(
     "{got}; in attempt {attempt} it was {earlier}: the same step on other workers, so it is the job that is not deterministic there",
     "look for an operator that torch wrongly considers deterministic, or state that the job keeps",
     shown="after step … had other … in attempt … it was …: the same step on other workers, so it is the job that is not deterministic there; …",
-    cause="workers differ at the same step on different machines",
+    cause="workers differ at the same step, in two attempts that have no digests in common, or in three on different machines",
     advice="the tensor that the line names: an operator that torch wrongly considers deterministic, or state that the job keeps",
 )
 

@@ -1,18 +1,22 @@
 """Which workers can no longer be trusted, after attempts whose workers had different bits: pure, so that every case can be tested.
 
-A worker that was wrong is left out of the next attempts, with its node. If the same step differs again on other workers, or if each of its
-workers contradicts its own earlier result, no machine is wrong: the job is not deterministic there, and the run ends.
+A worker that was wrong is left out of the next attempts, with its node. Attempts vote: the same step has the same bits in each of them, so where two
+attempts differ and have one result in common, that one is right. If they have none in common, or the step differs a third time on yet
+other workers, no machine is wrong: the job is not deterministic there, and the run ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.attempts import problems
 from lockstep.errors import DriftError
-from lockstep.record.events.union import Corrupted
+from lockstep.record.events.union import Corrupted, Witness
+
+CHANCE = 2
+"""How often other workers may be wrong in the same step: bits that flip between two comparisons show in the step of the second one. More is the job's."""
 
 
 class Verdict(NamedTuple):
@@ -22,19 +26,54 @@ class Verdict(NamedTuple):
     """The difference, and who was wrong as far as is known by now."""
     nodes: frozenset[str] = frozenset()
     """Nodes that get no more workers."""
+    settled: tuple[Corrupted, ...] = ()
+    """Differences of earlier attempts that this one has decided."""
     fault_of_job: DriftError | None = None
     """The error that ends the run, if the job is at fault."""
 
 
+Result = tuple[int, ...]
+"""The digests that a worker had."""
+
+Identity = tuple[str, str, str, int]
+"""A worker across attempts: its node, device, UUID and rank."""
+
+
 class _Difference(NamedTuple):
     corruption: Corrupted
-    workers: Mapping[tuple[str, str, str, int], tuple[int, ...]]
-    """Node, device, UUID and rank of each worker, and its digests."""
     nodes: Mapping[int, str]
+    """The nodes of the attempt's workers, by rank."""
+
+    def result(self, worker: Witness) -> Result:
+        # Of a micro-batch a worker has one digest for each time that it computed it.
+        return worker.digests if self.corruption.micro_batch is None else worker.digests[-1:]
 
     @property
-    def wrong(self) -> set[tuple[str, str, str, int]]:
-        return {worker for worker in self.workers if worker[3] in self.corruption.wrong}
+    def results(self) -> dict[Identity, Result]:
+        return {
+            (self.nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): self.result(w)
+            for w in self.corruption.workers
+        }
+
+    @property
+    def wrong(self) -> set[Identity]:
+        return {worker for worker in self.results if worker[3] in self.corruption.wrong}
+
+    @property
+    def right(self) -> set[Result]:
+        """The results of which each may be right."""
+        return {result for worker, result in self.results.items() if worker[3] not in self.corruption.wrong}
+
+    @property
+    def nodes_of_wrong(self) -> frozenset[str]:
+        return frozenset(self.nodes[rank] for rank in self.corruption.wrong if rank in self.nodes)
+
+    def decided(self, right: Result) -> _Difference:
+        """The same, once its right result is known."""
+        if self.corruption.how != "undecided":
+            return self
+        wrong = tuple(sorted(w.rank for w in self.corruption.workers if self.result(w) != right))
+        return self._replace(corruption=replace(self.corruption, wrong=wrong, how="recomputation"))
 
 
 class UntrustedWorkers:
@@ -56,41 +95,48 @@ class UntrustedWorkers:
         """The verdict on a difference that an attempt reported; `nodes` has the nodes of its workers by rank."""
         if corruption.how == "recomputation":
             return self._settle(corruption)
-        digests_by_worker = {
-            (nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): w.digests for w in corruption.workers
-        }
-        current = _Difference(corruption, digests_by_worker, nodes)
+        current = _Difference(corruption, nodes)
         earlier = [
             difference
             for difference in self._differences
             if self._is_repetition(difference.corruption, corruption)
         ]
         self._differences.append(current)
+        if earlier:
+            return self._of_attempts(current, earlier)
         if corruption.wrong:
-            others = [
-                difference
-                for difference in earlier
-                if difference.wrong and not difference.wrong & current.wrong
-            ]
-            return self._of_job(current, others[-1]) if others else self._named(current)
-        if not earlier and corruption.micro_batch is None:  # the step will be taken again, and may decide it
+            return Verdict(corruption, current.nodes_of_wrong)
+        if corruption.micro_batch is None:  # the step will be taken again, and may decide it
             return Verdict(corruption)
-        if not earlier:
-            return self._undecided(current)
+        return self._undecided(current)
+
+    def _of_attempts(self, current: _Difference, earlier: Sequence[_Difference]) -> Verdict:
+        """The verdict on the difference of a step that has differed in earlier attempts."""
         last = earlier[-1]
-        common = {worker: digests for worker, digests in digests_by_worker.items() if worker in last.workers}
-        contradicted = {worker for worker, digests in common.items() if digests != last.workers[worker]}
-        if contradicted == set(common):
-            return self._of_job(current, last)
-        if not contradicted:  # each worker repeats its earlier result
-            return self._undecided(current)
-        wrong = tuple(sorted(worker[3] for worker in contradicted))
-        current = current._replace(corruption=replace(corruption, wrong=wrong, how="repetition"))
-        self._differences = [
-            *(difference for difference in self._differences[:-1] if difference is not last),
-            current,
-        ]
-        return self._named(current)
+        right = current.right & last.right
+        if len(right) == 1:
+            return self._decided(current, earlier, right.pop())
+        if right:
+            repeated = any(last.results.get(worker) == result for worker, result in current.results.items())
+            return self._undecided(current) if repeated else self._of_job(current, last)
+        # A worker that is compared with itself alone has no right result.
+        if not (current.right and last.right) and current.wrong & last.wrong:
+            return Verdict(current.corruption, current.nodes_of_wrong)
+        return self._of_job(current, last)
+
+    def _decided(self, current: _Difference, earlier: Sequence[_Difference], right: Result) -> Verdict:
+        """The verdict where two attempts have one result in common."""
+        alike = [current, *earlier]
+        decided = [difference.decided(right) for difference in alike]
+        by_id = {id(was): now for was, now in zip(alike, decided, strict=True)}
+        self._differences = [by_id.get(id(difference), difference) for difference in self._differences]
+        current, earlier = decided[0], decided[1:]
+        others = [difference for difference in earlier if not difference.wrong & current.wrong]
+        if len(others) >= CHANCE:
+            return self._of_job(current, others[-1])
+        settled = [now for was, now in zip(alike[1:], earlier, strict=True) if now is not was]
+        nodes = frozenset[str]().union(*(each.nodes_of_wrong for each in (current, *settled)))
+        return Verdict(current.corruption, nodes, tuple(each.corruption for each in settled))
 
     @staticmethod
     def _is_repetition(first: Corrupted, second: Corrupted) -> bool:
@@ -113,7 +159,9 @@ class UntrustedWorkers:
             difference._replace(corruption=corruption) if difference in doubts else difference
             for difference in self._differences
         ]
-        return self._named(doubts[-1]._replace(corruption=corruption)) if doubts else Verdict(corruption)
+        if not doubts:
+            return Verdict(corruption)
+        return Verdict(corruption, doubts[-1]._replace(corruption=corruption).nodes_of_wrong)
 
     def _undecided(self, difference: _Difference) -> Verdict:
         """The verdict while nobody knows who was wrong: none of the nodes gets more workers."""
@@ -122,11 +170,6 @@ class UntrustedWorkers:
             difference.corruption,
             frozenset(node for rank, node in difference.nodes.items() if rank in workers),
         )
-
-    def _named(self, difference: _Difference) -> Verdict:
-        """The verdict once the wrong ranks are known: their nodes get no more workers."""
-        corruption, nodes = difference.corruption, difference.nodes
-        return Verdict(corruption, frozenset(nodes[rank] for rank in corruption.wrong if rank in nodes))
 
     def _of_job(self, difference: _Difference, earlier: _Difference) -> Verdict:
         """The verdict that the job is at fault: no machine explains this difference and the earlier one."""

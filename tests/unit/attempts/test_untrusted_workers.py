@@ -44,12 +44,50 @@ def test_of_two_that_differ_again_the_one_that_contradicts_itself_is_wrong() -> 
     untrusted_workers.judge(found(1, 5, 6), NODES)
     verdict = untrusted_workers.judge(found(2, 5, 8), NODES)
     assert verdict.nodes == {"b"}
-    assert (verdict.corruption.wrong, verdict.corruption.how) == ((1,), "repetition")
+    assert (verdict.corruption.wrong, verdict.corruption.how) == ((1,), "recomputation")
     assert (
-        "rank 1 (host host-1, cuda:0, GPU-1, process 201) had other weights than when it was computed again"
+        "rank 1 (host host-1, cuda:0, GPU-1, process 201) had other weights than when these steps were taken again"
         in str(verdict.corruption)
     )
     assert not untrusted_workers.doubts
+
+
+def test_of_attempts_on_other_workers_the_result_that_both_had_is_right() -> None:
+    untrusted_workers, doubt = UntrustedWorkers(), found(1, 5, 6)
+    untrusted_workers.judge(doubt, NODES)
+    verdict = untrusted_workers.judge(found(2, 8, 5), {0: "x", 1: "y"})
+    assert verdict.nodes == {"b", "x"}
+    assert (verdict.corruption.wrong, verdict.corruption.how) == ((0,), "recomputation")
+    assert verdict.settled == (replace(doubt, wrong=(1,), how="recomputation"),)
+    assert not verdict.fault_of_job
+    assert not untrusted_workers.doubts
+
+
+def test_a_majority_decides_what_an_earlier_attempt_could_not() -> None:
+    untrusted_workers, doubt = UntrustedWorkers(), found(1, 5, 6)
+    untrusted_workers.judge(doubt, {0: "x", 1: "y"})
+    verdict = untrusted_workers.judge(found(2, 6, 6, 9, wrong=(2,)), NODES)
+    assert verdict.nodes == {"x", "c"}
+    assert verdict.settled == (replace(doubt, wrong=(0,), how="recomputation"),)
+    assert not untrusted_workers.doubts
+
+
+def test_what_the_majority_had_against_it_is_no_right_result() -> None:
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    assert untrusted_workers.judge(found(2, 6, 8), {0: "x", 1: "y"}).fault_of_job
+
+
+def test_of_a_micro_batch_the_newest_digest_of_each_worker_counts() -> None:
+    """Two workers computed it twice in the first attempt, of the second one each computed it once."""
+    untrusted_workers = UntrustedWorkers()
+    first, second = found(1, 5, 6), found(2, 5, 5, 7, wrong=(2,))
+    twice = [worker._replace(digests=worker.digests * 2) for worker in first.workers]
+    first = replace(first, micro_batch=3, workers=tuple(twice))
+    assert untrusted_workers.judge(first, {0: "x", 1: "y"}).nodes == {"x", "y"}
+    verdict = untrusted_workers.judge(replace(second, micro_batch=3), NODES)
+    assert verdict.nodes == {"y", "c"}
+    assert not verdict.fault_of_job
 
 
 def test_two_that_each_say_the_same_again_are_both_named() -> None:
@@ -60,17 +98,45 @@ def test_two_that_each_say_the_same_again_are_both_named() -> None:
     assert "which is wrong cannot be told from these alone: rank 0" in str(verdict.corruption)
 
 
-def test_the_same_step_on_other_workers_is_the_jobs() -> None:
-    """One line that names the first tensor, and both attempts."""
+def test_two_bits_that_flip_before_the_same_comparison_are_chance() -> None:
+    """The others of both attempts have the same weights, so the job is deterministic there."""
     untrusted_workers = UntrustedWorkers()
     untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
     verdict = untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,)), NODES)
+    assert verdict.nodes == {"b"}
+    assert not verdict.settled
+    assert not verdict.fault_of_job
+
+
+def test_the_same_step_on_other_workers_for_a_third_time_is_the_jobs() -> None:
+    """One line that names the first tensor, and two attempts."""
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,)), NODES)
+    verdict = untrusted_workers.judge(found(3, 8, 5, 5, wrong=(0,)), NODES)
     assert not verdict.nodes
     assert verdict.fault_of_job is not None and verdict.fault_of_job.code == FAULT_OF_JOB.code
     assert "first in 'fc.weight'" in verdict.fault_of_job.facts["got"]
-    assert verdict.fault_of_job.facts["attempt"] == "1"
-    assert verdict.fault_of_job.facts["earlier"].startswith("rank 2 (host host-2")
+    assert verdict.fault_of_job.facts["attempt"] == "2"
+    assert verdict.fault_of_job.facts["earlier"].startswith("rank 1 (host host-1")
     assert "\n" not in str(verdict.fault_of_job)
+
+
+def test_majorities_of_two_attempts_that_differ_are_the_jobs() -> None:
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
+    assert untrusted_workers.judge(found(2, 7, 7, 6, wrong=(2,)), NODES).fault_of_job
+
+
+def test_a_worker_alone_that_contradicts_itself_again_is_wrong() -> None:
+    untrusted_workers = UntrustedWorkers()
+    first, second = (
+        replace(found(attempt, 5, wrong=(0,)), micro_batch=3, how="repetition") for attempt in (1, 2)
+    )
+    untrusted_workers.judge(first, NODES)
+    assert untrusted_workers.judge(second, NODES).nodes == {"a"}
+    third = replace(second, attempt=3)
+    assert untrusted_workers.judge(third, {0: "x"}).fault_of_job
 
 
 def test_the_same_worker_again_is_still_that_worker() -> None:
