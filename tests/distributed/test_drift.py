@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,16 @@ from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Corrupted, Event
+from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training import loop
 from lockstep.training.integrity import problems
+from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.loop import fit
+from lockstep.training.setup import Run
 from lockstep.training.step import forward_backward
+from lockstep.training.step.mirrored_shards import MirroredShards
+from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Kept, train, train_attempt
 from tests.raised import raises
@@ -222,6 +229,126 @@ def test_honest_ranks_of_a_sharded_optimizer_tell_of_nothing(pool: Pool, tmp_pat
     alone = train(given).weights_digest
     for found in pool.run(3, attempted, given, AttemptOrigin()):
         assert (found.error, found.corrupted, found.weights) == ("", [], alone)
+
+
+# --- fully sharded parameters whose rows have a mirror ------------------------------------------------------------
+
+
+def fully_sharded(folder: Path, **more: Any) -> Document:
+    """With neither saves nor digests in the plan, and a job without `after_step`, which would give a mirror its owner's weights."""
+    plain = {"job": {"use": "tests.distributed.small_jobs:Plain"}, "sharding": "full", "ema": 0.9}
+    return sharded(folder) | plain | more
+
+
+def attempted_with_flip(
+    document: Document, origin: AttemptOrigin, what: str, rank: int, compares: bool = True
+) -> Attempted:
+    """An attempt in which a bit of rows that a rank has flips after step 5: of its own, or of those that it mirrors. With `compares` off nobody looks."""
+    note_step = loop.note_step
+
+    def noted(run: Run, row: StepRow) -> None:
+        note_step(run, row)
+        if row.step != 5 or run.group.rank != rank:
+            return
+        mirrored = run.state.mirrored_shards
+        if what == "buffer":
+            flip(next(run.state.model.buffers()), bit=20)
+        elif mirrored is not None:
+            quantity = ("weight", "moment", "average").index(what.removeprefix("mirrored "))
+            shard = next(value for number, _, _, value in mirrored.rows() if number == quantity)
+            if what.startswith("mirrored "):
+                assert shard.mirror is not None
+                shard = shard.mirror
+            flip(shard.local, bit=20)
+
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(loop, "note_step", noted))
+        if not compares:
+            patched.enter_context(mock.patch.object(MirroredShards, "balance", lambda self: 0))
+            patched.enter_context(mock.patch.object(Agreement, "_compare_mirrors", lambda self, held: None))
+        return attempted(document, origin)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.scenario)])
+@pytest.mark.parametrize("what", ["weight", "mirrored weight"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_are_compared_with_their_mirror_in_each_step(
+    pool: Pool, tmp_path: Path, workers: int, what: str, rank: int
+) -> None:
+    """Two workers have them: nobody knows which is wrong, until the steps are taken again."""
+    given = fully_sharded(tmp_path, checkpoint={"storage": str(tmp_path), "every": {"steps": 4}})
+    found = pool.run(workers, attempted_with_flip, given, AttemptOrigin(), what, rank)
+    assert {one.code for one in found} == {problems.OTHER_BITS.code}
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.how, doubt.step, doubt.quantity) == ((), "undecided", 5, "weights")
+    assert doubt.tensor == "0.weight"
+    assert rank in {worker.rank for worker in doubt.workers}
+    assert len(doubt.workers) == 2
+    again = pool.run(3, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("what", ["moment", "mirrored moment"])
+def test_a_moment_of_rows_shows_in_the_weights_of_the_next_update(
+    pool: Pool, tmp_path: Path, what: str
+) -> None:
+    found = pool.run(2, attempted_with_flip, fully_sharded(tmp_path), AttemptOrigin(), what, 1)
+    (doubt,) = found[0].corrupted
+    assert (doubt.step, doubt.quantity, doubt.tensor) == (6, "weights", "0.weight")
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(
+    ("what", "quantity", "tensor"),
+    [
+        ("moment", "optimizer state", "exp_avg of 0.weight"),
+        ("mirrored average", "average of the weights", "average of 0.weight"),
+        pytest.param("mirrored moment", "optimizer state", "exp_avg of 0.weight", marks=pytest.mark.exact),
+        pytest.param("average", "average of the weights", "average of 0.weight", marks=pytest.mark.exact),
+    ],
+)
+def test_nothing_is_saved_of_rows_that_differ_from_their_mirror(
+    pool: Pool, tmp_path: Path, what: str, quantity: str, tensor: str
+) -> None:
+    """What no step computes with is compared before a save, and of two that differ the steps that are taken again tell which was wrong."""
+    given = fully_sharded(
+        tmp_path, checkpoint={"storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 20}
+    )
+    found = pool.run(2, attempted_with_flip, given, AttemptOrigin(), what, 1)
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.step, doubt.quantity, doubt.tensor) == ((), 5, quantity, tensor)
+    assert max(saved(tmp_path)) == 4
+    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.exact)])
+def test_what_is_whole_beside_shards_is_compared(pool: Pool, tmp_path: Path, rank: int) -> None:
+    """Buffers, which every rank has, and without any mirror."""
+    given = fully_sharded(
+        tmp_path, checkpoint={"storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 20}
+    )
+    given |= {"faults": {"mirror": False}, "job": {**given["job"], "params": {"norm": "batch"}}}
+    found = pool.run(3, attempted_with_flip, given, AttemptOrigin(), "buffer", rank)
+    (told,) = found[0].corrupted
+    assert (told.wrong, told.how, told.step) == ((rank,), "majority", 5)
+    assert (told.quantity, told.tensor) == ("weights", "1.running_mean")
+    assert max(saved(tmp_path)) == 4
+
+
+@pytest.mark.scenario
+def test_without_the_comparison_of_rows_other_bits_are_the_run_s(pool: Pool, tmp_path: Path) -> None:
+    """The control."""
+    given = fully_sharded(tmp_path)
+    given["checkpoint"]["every"] = None
+    found = pool.run(2, attempted_with_flip, given, AttemptOrigin(), "weight", 1, False)
+    assert {one.error for one in found} == {""}
+    assert found[0].weights != train(given).weights_digest
 
 
 def test_sharded_weights_that_part_are_found(pool: Pool, tmp_path: Path) -> None:

@@ -6,6 +6,11 @@ COVERED = {
     "attempts/supervisor.py": ["tests/unit/attempts/test_supervisor.py"],
     "attempts/attempt_watch.py": ["tests/unit/attempts/test_supervisor.py"],
     "attempts/attempts_account.py": ["tests/unit/attempts/test_supervisor.py"],
+    "attempts/untrusted_workers.py": ["tests/unit/attempts/test_untrusted_workers.py"],
+    "attempts/fault_attribution.py": [
+        "tests/unit/attempts/test_fault_attribution.py",
+        "tests/unit/attempts/test_supervisor.py",
+    ],
     "record/ledger/journal_file.py": [
         "tests/unit/record/ledger/test_journal_file.py",
         "tests/unit/record/ledger/test_journal.py",

@@ -148,20 +148,15 @@ class UntrustedWorkers:
 
     def _settle(self, corruption: Corrupted) -> Verdict:
         """Settle a doubt: an attempt whose workers agree has taken its step again."""
-        doubts = [
-            difference
-            for difference in self._differences
-            if difference.corruption.how == "undecided"
-            and (difference.corruption.attempt, difference.corruption.step)
-            == (corruption.attempt, corruption.step)
-        ]
-        self._differences = [
-            difference._replace(corruption=corruption) if difference in doubts else difference
-            for difference in self._differences
-        ]
-        if not doubts:
-            return Verdict(corruption)
-        return Verdict(corruption, doubts[-1]._replace(corruption=corruption).nodes_of_wrong)
+        for i, difference in enumerate(self._differences):
+            doubt = difference.corruption
+            if doubt.how == "undecided" and (doubt.attempt, doubt.step) == (
+                corruption.attempt,
+                corruption.step,
+            ):
+                self._differences[i] = settled = difference._replace(corruption=corruption)
+                return Verdict(corruption, settled.nodes_of_wrong)
+        return Verdict(corruption)
 
     def _undecided(self, difference: _Difference) -> Verdict:
         """The verdict while nobody knows who was wrong: none of the nodes gets more workers."""

@@ -4,11 +4,12 @@ Each rank makes digests of what it holds (`digests.py`). The ranks compare them 
 before it is reported, at every save before anything is copied, and where the checksums of weights differ that a sharded optimizer overwrites. Where they differ, the attempt ends: every checkpoint saved before holds a
 state that they agreed on.
 
+Where shards have mirrors, each rank's rows are compared with their mirror: weights, moments and average. Of two that differ, nobody knows which is wrong.
+
 With three ranks or more, those outside the majority are wrong. With two that differ, nobody knows which is wrong. Their digests go to the
 next attempt, which takes the same steps again: where its ranks agree, those that had other digests were wrong.
 
-Not compared: the job's own state (`Job.state_dict`), the best weights of early stopping, and the moments of a sharded optimizer, of which
-each rank holds only its own part.
+Not compared: the job's own state (`Job.state_dict`), the best weights of early stopping, and shards without a mirror.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +31,15 @@ from lockstep.training.integrity import problems
 from lockstep.training.integrity.digests import (
     Digester,
     held_digest,
+    held_optimizer_digest,
     leaves,
     optimizer_digest,
+    resolved,
     values_digest,
 )
 from lockstep.training.state import TrainState
 from lockstep.training.step.phases import optimizers_of, sharded_of
+from lockstep.training.step.shards import Shard
 
 Held = tuple[int, int, int, int]
 """The digests of what a rank holds, in the order of `QUANTITIES`."""
@@ -63,6 +67,47 @@ def settled(doubt: Corrupted, held: Held) -> Corrupted:
     """An undecided difference, settled: the ranks now agree on `held` after the same step, so the ranks that held other digests were wrong."""
     wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
     return replace(doubt, wrong=wrong, how="recomputation")
+
+
+class _Row(NamedTuple):
+    """Rows of one tensor: of which quantity, and the name that messages use."""
+
+    quantity: int
+    label: str
+
+
+class _RowDigests(NamedTuple):
+    """The digests of a rank's rows, and of those of rank `owner` that it mirrors: what each adds to that of the whole."""
+
+    owner: int
+    own: dict[_Row, int]
+    of_mirror: dict[_Row, int]
+
+    @classmethod
+    def of(cls, digester: Digester, owner: int, rows: Iterable[tuple[int, str, str, Shard]]) -> _RowDigests:
+        keys, shards = [], []
+        for quantity, name, label, shard in rows:
+            if shard.mirror is not None:
+                keys.append(_Row(quantity, label))
+                shards += [[digester.part(name, shard)], [digester.part(name, shard.mirror)]]
+        digests = resolved(shards)
+        return cls(
+            owner,
+            dict(zip(keys, digests[::2], strict=True)),
+            dict(zip(keys, digests[1::2], strict=True)),
+        )
+
+    @staticmethod
+    def totals(digests: Mapping[_Row, int]) -> list[int]:
+        """What they add by quantity."""
+        added = [0] * len(QUANTITIES)
+        for row, digest in digests.items():
+            added[row.quantity] = (added[row.quantity] + digest) % 2**64
+        return added
+
+    def first_unlike(self, owner: _RowDigests) -> _Row:
+        """The first rows that differ from the owner's own."""
+        return next(row for row, digest in self.of_mirror.items() if owner.own.get(row) != digest)
 
 
 class Agreement:
@@ -95,7 +140,7 @@ class Agreement:
         """The digests of what this rank holds now."""
         return (
             held_digest(self.digester, self._state.model_state(), self._state.shared_by),
-            optimizer_digest(self.digester, self._optimizer()),
+            self._optimizer_digest(),
             held_digest(self.digester, self._state.average_state(), self._state.shared_by),
             optimizer_digest(self.digester, self._others()),
         )
@@ -103,6 +148,12 @@ class Agreement:
     def value_digests(self) -> tuple[int, int]:
         """The digests of what is no tensor in this rank's state: of its optimizer, and of all else."""
         return values_digest(self._optimizer()), values_digest(self._others())
+
+    def _optimizer_digest(self) -> int:
+        """Of an optimizer whose shards have mirrors that of its whole state, so that a later attempt can tell which of the two was right."""
+        if self._state.mirrored_shards is None:
+            return optimizer_digest(self.digester, self._optimizer())
+        return held_optimizer_digest(self.digester, self._state.optimizer)
 
     def _optimizer(self) -> dict[str, Any]:
         """The optimizer's state. The moments of a sharded one differ by rank; its parameter groups do not."""
@@ -141,6 +192,7 @@ class Agreement:
             corrupted = self._found(every)
             self.tell(corrupted)
             raise problems.OTHER_BITS(got=corrupted, since=self._since)
+        self._compare_mirrors(every[0])
         step = self._state.counters.step
         for doubt in self._doubts:
             if doubt.step == step:
@@ -161,6 +213,43 @@ class Agreement:
             wrong=wrong,
             how="majority" if wrong else "undecided",
         )
+
+    def _compare_mirrors(self, held: Held) -> None:
+        """Compare the rows of each rank with their mirror; `held` are the digests that all ranks have. CorruptionError where they differ."""
+        mirrored = self._state.mirrored_shards
+        if mirrored is None or mirrored.mirrored is None:
+            return
+        rows = _RowDigests.of(self.digester, mirrored.mirrored, mirrored.rows())
+        every: list[tuple[int, list[int], list[int]]] = self._group.gather(
+            (rows.owner, rows.totals(rows.own), rows.totals(rows.of_mirror))
+        )
+        pairs = {
+            mirror: owner for mirror, (owner, _, theirs) in enumerate(every) if theirs != every[owner][1]
+        }
+        if not pairs:
+            return
+        rank = self._group.rank
+        digests = list(held)
+        if rank in pairs:  # the whole state with its rows in place of their owner's
+            _, own, _ = every[pairs[rank]]
+            for quantity, (owned, copied) in enumerate(zip(own, every[rank][2], strict=True)):
+                digests[quantity] = (digests[quantity] + copied - owned) % 2**64
+        every_row: list[_RowDigests] = self._group.gather(rows)
+        mirror, owner = next(iter(pairs.items()))
+        first = every_row[mirror].first_unlike(every_row[owner])
+        witnesses = self._group.gather(witness(self._group, digests))
+        corrupted = Corrupted(
+            step=self._state.counters.step,
+            since=self._since,
+            attempt=self.attempt,
+            quantity=QUANTITIES[first.quantity],
+            tensor=first.label,
+            workers=tuple(each for each in witnesses if each.rank in {*pairs, *pairs.values()}),
+            wrong=(),
+            how="undecided",
+        )
+        self.tell(corrupted)
+        raise problems.OTHER_BITS(got=corrupted, since=self._since)
 
     def _first_tensor(self) -> str:
         """The name of the first tensor that differs. All ranks call it."""

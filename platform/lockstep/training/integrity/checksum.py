@@ -10,7 +10,7 @@ from torch import Tensor
 
 _WORD = 8
 
-_PRIME = 2**52 - 47
+PRIME = 2**52 - 47
 """The powers of two that one bit of 64 adds or takes away are all different here, and none is 0; a float64 holds each remainder."""
 
 
@@ -21,7 +21,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     It tells a flipped bit, and not which words have changed places: two states of one history are compared, and no strangers'.
     """
     sums = [words.sum() for tensor in tensors for words in _words(tensor)]
-    return torch.stack([each.remainder(_PRIME) for each in sums]).sum().remainder(_PRIME)
+    return torch.stack([each.remainder(PRIME) for each in sums]).sum().remainder(PRIME)
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:

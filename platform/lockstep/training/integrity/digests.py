@@ -212,7 +212,7 @@ def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
 
 def _digest_of_parts(digester: Digester, sharded: Mapping[str, ShardedOptimizer], group: Group) -> int:
     rank, ranks = group.rank, group.size
-    summed, lines = [], []
+    parts, whole, lines = list[Summed](), list[Summed](), list[str]()
     for phase, optimizer in sharded.items():
         assert isinstance(optimizer, FullyShardedOptimizer)
         above = f"{phase}/" if phase else ""
@@ -220,31 +220,30 @@ def _digest_of_parts(digester: Digester, sharded: Mapping[str, ShardedOptimizer]
             for name, value in state.items():
                 path = f"{above}state/{i}/{name}"
                 if isinstance(value, Tensor) and not is_whole and name not in SCALARS:
-                    summed.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
-                elif rank == 0 and isinstance(value, Tensor):
-                    summed.append(digester.summed(path, value))
-                elif rank == 0:
+                    parts.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
+                elif isinstance(value, Tensor):
+                    whole.append(digester.summed(path, value))
+                else:
                     lines.append(f"{path}={_text(value)}")
-        if rank == 0:
-            groups = {"param_groups": optimizer.groups_as_saved()}
-            lines += [f"{above}{path}={_text(value)}" for path, value in leaves(groups)]
-    (total,) = resolved([summed])
-    every: list[int] = group.gather((total + _of_lines(lines)) & _MASK)
-    return sum(every) & _MASK
+        groups = {"param_groups": optimizer.groups_as_saved()}
+        lines += [f"{above}{path}={_text(value)}" for path, value in leaves(groups)]
+    of_parts, of_whole = resolved([parts, whole])
+    every: list[int] = group.gather(of_parts)
+    return (sum(every) + of_whole + _of_lines(lines)) & _MASK
 
 
 def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | None) -> int:
-    """The digest of tensors by name, of some of which each rank of the `group` has a `Shard`. All ranks call it; without a group there are none."""
+    """The digest of tensors by name, of some of which each rank of the `group` has a `Shard`. All ranks call it; without a group there are none.
+
+    What is no shard adds as this rank has it: a rank with other bits of that has another digest.
+    """
     if group is None:
         return digester.digest({name: value for name, value in tensors.items() if isinstance(value, Tensor)})
-    summed = [
-        digester.part(name, value) if isinstance(value, Shard) else digester.summed(name, value)
-        for name, value in tensors.items()
-        if isinstance(value, Shard) or (group.rank == 0 and isinstance(value, Tensor))
-    ]
-    (total,) = resolved([summed])
-    every: list[int] = group.gather(total)
-    return sum(every) & _MASK
+    parts = [digester.part(name, value) for name, value in tensors.items() if isinstance(value, Shard)]
+    whole = [digester.summed(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
+    of_parts, of_whole = resolved([parts, whole])
+    every: list[int] = group.gather(of_parts)
+    return (sum(every) + of_whole) & _MASK
 
 
 def element_digest(device: torch.device) -> Callable[[str, Tensor | Shard], int]:

@@ -196,7 +196,7 @@ class Accumulation:
             sharding.end_pass(self.compute.where_of(phase, position, m))
             self._add_tables_of_pass(phase, position, m, together, counts=counts, empty=empty)
         phase.tables.leave_sum()
-        phase.exchange.close(self.compute.watch.take(), sharding.order)
+        self.compute.close(phase, self.compute.watch.take())
         phase.exchange.send()
 
     def _add_tables_of_pass(

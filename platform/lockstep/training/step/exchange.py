@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss
 from lockstep.reduction_tree import Ranges, clip, worker_ranges
+from lockstep.training.integrity.checksum import PRIME
 
 _RESIZED = 2.0
 """The flag of a buffer that was written to and has another shape; one that was only written to has 1."""
@@ -53,6 +54,8 @@ class Agreed(NamedTuple):
     pace: list[float]
     same_compared: bool = True
     """Whether every rank closed its message with the same `compared`."""
+    balanced: bool = True
+    """Whether the `balance` of all ranks adds up to zero."""
 
 
 class Exchange:
@@ -107,16 +110,19 @@ class Exchange:
         """Note whether this rank asks to end the run after this step, to save its state then, or to form another group."""
         self._votes = float(stop), float(save), float(regroup)
 
-    def close(self, pace: float = 0.0, compared: int | Tensor = 0) -> None:
-        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds; `compared` is a whole number below 2**53."""
+    def close(self, pace: float = 0.0, compared: int | Tensor = 0, balance: int | Tensor = 0) -> None:
+        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds; `compared` and `balance` are whole numbers below 2**53.
+
+        `compared` has to be the same on all ranks, and the sum of all `balance` to be zero modulo `PRIME`.
+        """
         device = self.group.device
-        length = self.rows * self.width + self.flags + len(self._votes) + 2
+        length = self.rows * self.width + self.flags + len(self._votes) + 3
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
         for b in self._resized:
             sent[self.rows * self.width + b] = _RESIZED
-        sent[-5:] = *self._votes, pace, self._value(compared)
+        sent[-6:] = *self._votes, pace, self._value(compared), self._value(balance)
         self._values, self._flagged, self._resized = [], (), ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -156,12 +162,15 @@ class Exchange:
             for i, m in enumerate(assigned)
         }
         rows = [by_micro_batch[m] for m in range(micro_batches)]
-        flags = messages[0][self.rows * self.width : -5]  # rank 0 is the one that runs micro-batch 0
+        flags = messages[0][self.rows * self.width : -6]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
-        stop, save, regroup = (any(message[i] for message in messages) for i in (-5, -4, -3))
-        pace = [message[-2] for message in messages]
-        same = len({message[-1] for message in messages}) == 1
-        return Agreed(self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace, same)
+        stop, save, regroup = (any(message[i] for message in messages) for i in (-6, -5, -4))
+        pace = [message[-3] for message in messages]
+        same = len({message[-2] for message in messages}) == 1
+        balanced = sum(int(message[-1]) for message in messages) % PRIME == 0
+        return Agreed(
+            self._totals(rows), flagged, _RESIZED in flags, stop, save, regroup, pace, same, balanced
+        )
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

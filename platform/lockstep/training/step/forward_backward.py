@@ -167,7 +167,14 @@ class ForwardBackward:
 
         Where the workers share the optimizer out, the weights are compared in each step that its update overwrites with what their owners send:
         a bit of them that has flipped would be the same everywhere by the time of the next digests, or gone, and what was computed with it would stay.
+        Where the weights are sharded, each rank's rows are compared with their mirror, if there is one.
         """
+        if self.state.sharding is not None:
+            mirrored = self.state.mirrored_shards
+            phase.exchange.close(
+                pace, self.state.sharding.order, 0 if mirrored is None else mirrored.balance()
+            )
+            return
         sharded = sharded_of(self.state.optimizer).values() if self.group.size > 1 else ()
         overwritten = [parameter for optimizer in sharded for parameter in optimizer.overwritten]
         phase.exchange.close(pace, checksum(overwritten) if overwritten else 0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
 from lockstep.training import problems
+from lockstep.training.integrity.checksum import PRIME, checksum
 from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.mirrored_optimizer import Layout, Report, chosen, mirrors, node_name
@@ -145,6 +146,40 @@ class MirroredShards:
             assert isinstance(optimizer, FullyShardedOptimizer)
             optimizer.pass_gradients_to_mirrors(self._layout.mirrors)
         self._previous = []
+
+    def balance(self) -> Tensor | int:
+        """The checksum of this worker's rows of the parameters, less that of those that it mirrors: over all ranks these add up to zero, modulo `PRIME`.
+
+        A moment that has flipped shows here too, once its update has made other weights of it.
+        """
+        sharding = self._state.sharding
+        if self.mirrored is None or sharding is None:
+            return 0
+        shards = sharding.shards.values()
+        own = [shard.local for shard in shards if shard.local.numel()]
+        mirrored = [
+            shard.mirror.local for shard in shards if shard.mirror is not None and shard.mirror.local.numel()
+        ]
+        difference = (checksum(own) if own else 0) - (checksum(mirrored) if mirrored else 0)
+        return difference % PRIME
+
+    def rows(self) -> Iterator[tuple[int, str, str, Shard]]:
+        """What has a mirror: the number of its quantity (`agreement.QUANTITIES`), its name in digests and in messages, and this worker's rows."""
+        if self.mirrored is None:
+            return
+        state = self._state
+        for name, value in state.model_state().items():
+            if isinstance(value, Shard):
+                yield 0, name, name, value
+        names = {phase: [name for group in groups for name in group] for phase, groups in state.order.items()}
+        for phase, optimizer in self._optimizers():
+            above, within = (f"{phase}/", f" in phase {phase}") if phase else ("", "")
+            for (_, _, i, name), value in self._values_of_optimizer(phase, optimizer):
+                if isinstance(value, Shard):
+                    yield 1, f"{above}state/{i}/{name}", f"{name} of {names[phase][i]}{within}", value
+        for name, value in state.average_state().items():
+            if isinstance(value, Shard):
+                yield 2, name, f"average of {name}", value
 
     @torch.no_grad()
     def keep(self, step: int) -> None:

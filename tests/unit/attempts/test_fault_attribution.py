@@ -1,0 +1,65 @@
+"""What becomes of the verdict on wrong bits: who is told, which nodes are left out, and what ends the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.attempts.attempt_summary import AttemptSummary
+from lockstep.attempts.fault_attribution import Blame
+from lockstep.attempts.problems import FAULT_OF_JOB
+from lockstep.driver.run_view import RunView
+from lockstep.errors import LockstepError
+from lockstep.record.events.union import Corrupted, Event, Joined, Witness
+
+
+class Run:
+    """The attempts of a run, each of which ends with a difference between its workers."""
+
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+        self.warned: list[str] = []
+        self.summaries: list[AttemptSummary] = []
+        self.blame = Blame("", self.warned.append, self.told.append)
+
+    def ended(self, nodes: str, *digests: int) -> LockstepError | None:
+        """Workers on nodes with these letters had these digests after step 7."""
+        attempt = len(self.summaries) + 1
+        self.summaries.append(AttemptSummary(attempt, len(nodes), 0.0))
+        witnesses = (Witness(rank, "host", 1, "cpu", "", (one,)) for rank, one in enumerate(digests))
+        corrupted = Corrupted(7, 4, attempt, "weights", "", tuple(witnesses), (), "undecided")
+        members = {rank: Joined(rank, node, 1, Path("stacks"), "") for rank, node in enumerate(nodes)}
+        view = RunView(attempt, members=members, corrupted=corrupted)
+        return self.blame.end(view, self.summaries[-1], None, lambda: 0)
+
+
+def test_what_a_later_attempt_decides_of_both_is_told_and_both_nodes_are_left_out() -> None:
+    run = Run()
+    assert run.ended("ab", 5, 6) is None
+    assert not run.told
+    assert not run.blame.left_out
+    assert run.ended("xy", 8, 5) is None
+    decided = [event for event in run.told if isinstance(event, Corrupted)]
+    assert [(event.attempt, event.wrong, event.how) for event in decided] == [
+        (2, (0,), "recomputation"),
+        (1, (1,), "recomputation"),
+    ]
+    assert run.blame.left_out == {"b", "x"}
+    assert run.summaries[1].corrupted == list(map(str, decided))
+    assert run.warned[1] == f"{decided[0]}; {decided[1]}; node b, x is left out from now on"
+
+
+def test_a_difference_is_judged_once() -> None:
+    run = Run()
+    run.ended("ab", 5, 6)
+    view = RunView(1, corrupted=replace(run.blame.doubts[0]))
+    assert not run.blame.judge(view, run.summaries[0])
+    assert len(run.warned) == 1
+
+
+def test_two_attempts_without_a_result_in_common_end_the_run() -> None:
+    run = Run()
+    assert run.ended("ab", 5, 6) is None
+    error = run.ended("xy", 7, 8)
+    assert error is not None and error.code == FAULT_OF_JOB.code
+    assert not run.told
