@@ -71,6 +71,14 @@ COVERED = {
     ],
     "training/evaluation/evaluator.py": ["tests/distributed/test_evaluation_beside.py"],
     "training/integrity/checksum.py": ["tests/unit/training/integrity/test_checksum.py"],
+    "training/integrity/agreement.py": [
+        "tests/distributed/test_drift.py",
+        "tests/distributed/test_recheck.py",
+    ],
+    "training/step/exchange.py": [
+        "tests/unit/training/step/test_exchange.py",
+        "tests/distributed/test_exchange.py",
+    ],
     "training/step/optimizer_step.py": [
         "tests/distributed/test_same_bits.py",
         "tests/distributed/test_phases.py",
@@ -202,6 +210,7 @@ COVERED = {
         "tests/unit/training/test_deferred_dynamo.py",
     ],
     "training/step/mirrored_shards.py": [
+        "tests/distributed/test_drift.py",
         "tests/distributed/test_mirrors.py",
         "tests/distributed/test_mirrored_shards.py",
     ],

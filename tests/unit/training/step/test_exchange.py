@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss, Mean
-from lockstep.training.step.exchange import Exchange, Totals, _on_device
+from lockstep.training.integrity.checksum import PRIME
+from lockstep.training.step.exchange import Agreed, Exchange, Totals, _on_device
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -119,3 +121,37 @@ def test_what_stays_on_the_device_has_memory_of_its_own() -> None:
     held = Exchange(ALONE, 1, (), 0)._value(given)
     assert isinstance(held, torch.Tensor)
     assert held.untyped_storage()._cdata != given.untyped_storage()._cdata
+
+
+def agreed_on(*closed_with: tuple[int, int]) -> Agreed:
+    """What ranks know that closed their messages with these numbers: what is compared, and the balance."""
+    group, messages = Group(0, len(closed_with), torch.device("cpu")), []
+    for compared, balance in closed_with:
+        exchange = Exchange(group, len(closed_with), (), 2)
+        exchange.put(loss(1.0))
+        exchange.vote(stop=False, save=True)
+        exchange.close(0.5, compared, torch.tensor(balance))
+        messages.append(exchange.message)
+    exchange.arrived(torch.cat(messages))
+    return exchange.read(len(closed_with))
+
+
+@pytest.mark.parametrize(
+    ("balances", "balanced"),
+    [
+        ((0, 0, 0), True),
+        ((5, PRIME - 7, 2), True),
+        ((PRIME - 1, PRIME - 1, 2), True),
+        ((5, PRIME - 7, 3), False),
+    ],
+)
+def test_balances_add_up_to_zero(balances: tuple[int, ...], balanced: bool) -> None:
+    agreed = agreed_on(*((7, balance) for balance in balances))
+    assert (agreed.balanced, agreed.same_compared) == (balanced, True)
+    assert (agreed.stop, agreed.save, agreed.regroup, agreed.flagged) == (False, True, False, [])
+    assert agreed.pace == [0.5] * 3
+
+
+def test_what_is_compared_is_the_same_on_all_ranks() -> None:
+    agreed = agreed_on((7, 0), (8, 0), (7, 0))
+    assert (agreed.balanced, agreed.same_compared) == (True, False)
