@@ -131,9 +131,9 @@ class UntrustedWorkers:
         by_id = {id(was): now for was, now in zip(alike, decided, strict=True)}
         self._differences = [by_id.get(id(difference), difference) for difference in self._differences]
         current, earlier = decided[0], decided[1:]
-        others = [difference for difference in earlier if not difference.wrong & current.wrong]
-        if len(others) >= CHANCE:
-            return self._of_job(current, others[-1])
+        unrelated = [difference for difference in earlier if not difference.wrong & current.wrong]
+        if len(unrelated) >= CHANCE:
+            return self._of_job(current, unrelated[-1])
         settled = [now for was, now in zip(alike[1:], earlier, strict=True) if now is not was]
         nodes = frozenset[str]().union(*(each.nodes_of_wrong for each in (current, *settled)))
         return Verdict(current.corruption, nodes, tuple(each.corruption for each in settled))

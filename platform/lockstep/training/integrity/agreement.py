@@ -80,7 +80,7 @@ class _RowDigests(NamedTuple):
     """The digests of a rank's rows, and of those of rank `owner` that it mirrors: what each adds to that of the whole."""
 
     owner: int
-    own: dict[_Row, int]
+    local: dict[_Row, int]
     of_mirror: dict[_Row, int]
 
     @classmethod
@@ -107,7 +107,7 @@ class _RowDigests(NamedTuple):
 
     def first_unlike(self, owner: _RowDigests) -> _Row:
         """The first rows that differ from the owner's own."""
-        return next(row for row, digest in self.of_mirror.items() if owner.own.get(row) != digest)
+        return next(row for row, digest in self.of_mirror.items() if owner.local.get(row) != digest)
 
 
 class Agreement:
@@ -221,7 +221,7 @@ class Agreement:
             return
         rows = _RowDigests.of(self.digester, mirrored.mirrored, mirrored.rows())
         every: list[tuple[int, list[int], list[int]]] = self._group.gather(
-            (rows.owner, rows.totals(rows.own), rows.totals(rows.of_mirror))
+            (rows.owner, rows.totals(rows.local), rows.totals(rows.of_mirror))
         )
         pairs = {
             mirror: owner for mirror, (owner, _, theirs) in enumerate(every) if theirs != every[owner][1]
@@ -231,8 +231,8 @@ class Agreement:
         rank = self._group.rank
         digests = list(held)
         if rank in pairs:  # the whole state with its rows in place of their owner's
-            _, own, _ = every[pairs[rank]]
-            for quantity, (owned, copied) in enumerate(zip(own, every[rank][2], strict=True)):
+            _, local, _ = every[pairs[rank]]
+            for quantity, (owned, copied) in enumerate(zip(local, every[rank][2], strict=True)):
                 digests[quantity] = (digests[quantity] + copied - owned) % 2**64
         every_row: list[_RowDigests] = self._group.gather(rows)
         mirror, owner = next(iter(pairs.items()))

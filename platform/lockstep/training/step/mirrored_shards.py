@@ -156,11 +156,11 @@ class MirroredShards:
         if self.mirrored is None or sharding is None:
             return 0
         shards = sharding.shards.values()
-        own = [shard.local for shard in shards if shard.local.numel()]
+        local = [shard.local for shard in shards if shard.local.numel()]
         mirrored = [
             shard.mirror.local for shard in shards if shard.mirror is not None and shard.mirror.local.numel()
         ]
-        difference = (checksum(own) if own else 0) - (checksum(mirrored) if mirrored else 0)
+        difference = (checksum(local) if local else 0) - (checksum(mirrored) if mirrored else 0)
         return difference % PRIME
 
     def rows(self) -> Iterator[tuple[int, str, str, Shard]]:
@@ -171,7 +171,7 @@ class MirroredShards:
         for name, value in state.model_state().items():
             if isinstance(value, Shard):
                 yield 0, name, name, value
-        names = {phase: [name for group in groups for name in group] for phase, groups in state.order.items()}
+        names = self._names_by_phase()
         for phase, optimizer in self._optimizers():
             above, within = (f"{phase}/", f" in phase {phase}") if phase else ("", "")
             for (_, _, i, name), value in self._values_of_optimizer(phase, optimizer):
@@ -275,6 +275,11 @@ class MirroredShards:
         names = {id(parameter): name for name, parameter in self._state.model.named_parameters()}
         listed = self._state.model.state_dict(keep_vars=True)
         return {name: names[id(value)] for name, value in listed.items() if id(value) in names}
+
+    def _names_by_phase(self) -> dict[str, list[str]]:
+        """The names of the parameters of each phase, in the order of its optimizer."""
+        order = self._state.order
+        return {phase: [name for group in groups for name in group] for phase, groups in order.items()}
 
     def _optimizers(self) -> Iterator[tuple[str, FullyShardedOptimizer]]:
         for phase, optimizer in sharded_of(self._state.optimizer).items():
@@ -424,9 +429,7 @@ class MirroredShards:
     def _parameters_of(self, contents: Sequence[_Content]) -> Iterator[str]:
         """The name of the parameter to which each value belongs."""
         names = self._names_in_state_dict()
-        by_phase = {
-            phase: [name for group in groups for name in group] for phase, groups in self._state.order.items()
-        }
+        by_phase = self._names_by_phase()
         for kind, *key in (content.key for content in contents):
             if kind == "optimizer":
                 yield by_phase[key[0]][key[1]]
