@@ -22,6 +22,7 @@ from lockstep.record.events.metrics import step_points
 from lockstep.record.ledger.rows import StepRow
 from lockstep.reduction_tree import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.training.read_relay import PIECE, links
+from lockstep.training.step.exchange import message_length
 from lockstep.training.step.reduction import LATENCY_BYTES
 
 WORKERS = (8, 16, 64, 256, 1024, 4096)
@@ -117,7 +118,7 @@ def _width(length: int, ways: int) -> int:
 def exchange_traffic(micro_batches: int, workers: int, *, parts: int = 1, flags: int = 0) -> Traffic:
     """The step's one exchange where it goes by itself: what `training.step.exchange` sends to each other rank."""
     rows = max(map(len, worker_ranges(micro_batches, workers)))
-    return Traffic(1, (rows * (2 + 2 * parts) + flags + 5) * 8 * (workers - 1), workers - 1)
+    return Traffic(1, message_length(rows, parts, flags) * 8 * (workers - 1), workers - 1)
 
 
 def efficiency(compute_s: float, traffic: Sequence[Traffic], link: Link) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -30,6 +31,7 @@ from lockstep.checkpoint.storage.local import LocalStorage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import JobError, SpecError
 from lockstep.spec.loading import load_spec
+from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
 from lockstep.training.problems import HELD_OUTSIDE
@@ -786,7 +788,8 @@ def test_a_job_that_reads_its_gradients_reads_whole_ones(pool: Pool, sharding: s
     placed = {**document, "sharding": sharding}
     assert pool.run(workers, train_every, [placed]) == [wanted] * workers
     if sharding == "full" and workers > 1:
-        assert pool.run(workers, train_without_whole_gradients, placed)[0] != wanted
+        with raises(integrity_problems.OTHER_BITS, got=re.compile("first in 'steepness'")):
+            pool.run(workers, train_without_whole_gradients, placed)
 
 
 # --- several phases, and parameters that rest -------------------------------------------------------------------

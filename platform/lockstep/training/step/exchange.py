@@ -23,6 +23,15 @@ _RESIZED = 2.0
 """The flag of a buffer that was written to and has another shape; one that was only written to has 1."""
 
 
+_ALWAYS = 6
+"""The numbers at the end of each message: three wishes, the pace, `compared` and `balance`."""
+
+
+def message_length(rows: int, parts: int, flags: int) -> int:
+    """How many float64 a rank's message has: of each row two totals and two of each part, the flags, and what it always has."""
+    return rows * (2 + 2 * parts) + flags + _ALWAYS
+
+
 class Totals(NamedTuple):
     """The totals of a step's micro-batches, added in index order in float64: the same for every W.
 
@@ -116,13 +125,13 @@ class Exchange:
         `compared` has to be the same on all ranks, and the sum of all `balance` to be zero modulo `PRIME`.
         """
         device = self.group.device
-        length = self.rows * self.width + self.flags + len(self._votes) + 3
+        length = message_length(self.rows, len(self.parts), self.flags)
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
         for b in self._resized:
             sent[self.rows * self.width + b] = _RESIZED
-        sent[-6:] = *self._votes, pace, self._value(compared), self._value(balance)
+        sent[-_ALWAYS:] = *self._votes, pace, self._value(compared), self._value(balance)
         self._values, self._flagged, self._resized = [], (), ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -162,7 +171,7 @@ class Exchange:
             for i, m in enumerate(assigned)
         }
         rows = [by_micro_batch[m] for m in range(micro_batches)]
-        flags = messages[0][self.rows * self.width : -6]  # rank 0 is the one that runs micro-batch 0
+        flags = messages[0][self.rows * self.width : -_ALWAYS]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
         stop, save, regroup = (any(message[i] for message in messages) for i in (-6, -5, -4))
         pace = [message[-3] for message in messages]
