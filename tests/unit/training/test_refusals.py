@@ -28,9 +28,9 @@ from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.evaluation.messages import Beginning
 from lockstep.training.evaluation.serving import _serve
 from lockstep.training.identity_inputs import Inputs
+from lockstep.training.optimizer_state import restore_optimizer
 from lockstep.training.read_relay import Relay
 from lockstep.training.run_facts import _own_fields
-from lockstep.training.state import restore_optimizer
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.closures import Closure
 from lockstep.training.step.compiled import Program

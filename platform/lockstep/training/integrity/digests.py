@@ -33,7 +33,8 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
-from lockstep.training.state import TrainState, assembled_optimizer
+from lockstep.training.optimizer_state import assembled_optimizer
+from lockstep.training.state import TrainState
 from lockstep.training.step.phases import Optimizers, sharded_of
 from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.shards import Shard
