@@ -618,6 +618,15 @@ def test_a_micro_batch_of_one_sample_is_tried_among_the_others_of_its_step(kind:
     assert rehearsed.digests == train({**run, "rehearsal": "off"}).digests
 
 
+@pytest.mark.parametrize("kind", [BarlowTwins, Triplets])
+def test_the_first_micro_batch_that_is_not_left_out_is_tried_among_others_too(kind: type[Kind]) -> None:
+    run = document(kind, length={"steps": 2}, batch={"global": 16, "micro": 1})
+    run["data"] = {"shuffle": "none", "without": "0"}
+    rehearsed = train({**run, "rehearsal": "full"})
+    assert rehearsed.warnings == ()
+    assert rehearsed.digests == train({**run, "rehearsal": "off"}).digests
+
+
 def test_a_loss_that_no_rows_of_a_step_give_a_gradient_is_refused() -> None:
     class Constant(batch_kinds.Whole):
         def embed(self, model: nn.Module, batch: Any) -> Tensor:

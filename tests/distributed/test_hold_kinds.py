@@ -23,7 +23,7 @@ from lockstep.errors import LockstepError
 from lockstep.record.events.union import Event
 from lockstep.record.ledger.rows import StepRow
 from lockstep.training.integrity.problems import NOT_RESUMED, SAVING_CHANGES
-from lockstep.training.integrity.rehearsal import step_rehearsal
+from lockstep.training.integrity.rehearsal import trial_batches
 from lockstep.training.step import problems
 from tests.distributed import (
     further_kinds,
@@ -379,7 +379,7 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
 
 def test_in_their_usual_order_draws_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: by luck the first micro-batch repeats."""
-    monkeypatch.setattr(step_rehearsal, "out_of_order", nullcontext)
+    monkeypatch.setattr(trial_batches, "out_of_order", nullcontext)
     monkeypatch.setattr(further_kinds.DrawingInThreads, "apart_s", 0.05)
     assert train(document(further_kinds.DrawsInThreads, rehearsal="off")).warnings == ()
 

@@ -148,3 +148,13 @@ def test_where_no_process_can_be_forked_the_training_process_compares(
     assert len({tuple(each) for each in digests.values()}) == 1
     with raises(problems.KEPT, name="job.calls"):
         train(run(f"{module}:Carrying", "off"))
+
+
+def test_a_first_micro_batch_that_is_left_out_is_not_compared_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no process can be forked: the masks of dropout are those of the micro-batch that is computed again."""
+    run = document(kinds.Dropouts, data={"shuffle": "none", "drop_last": False, "without": "0,4,8"})
+    forked = train(run)
+    monkeypatch.setattr(step_rehearsal, "can_fork", lambda _device: False)
+    assert train(run).digests == forked.digests

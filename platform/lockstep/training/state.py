@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -203,6 +203,10 @@ class TrainState:
         self.pending = (
             Pending(0, 0, [], weights, {}) if self.pending is None else replace(self.pending, weights=weights)
         )
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Within the block losses are computed without `compile`."""
+        return nullcontext() if self.compiled is None else self.compiled.off()
 
     @property
     def has_average(self) -> bool:

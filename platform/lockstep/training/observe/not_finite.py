@@ -184,7 +184,7 @@ def _computed(
     hooks = list(look.hooks(state.model))
     seed_all(step_key(run.spec.seed, key.step, key.micro_batch, phase.phase.key), run.group.device)
     try:
-        with look, nullcontext() if state.compiled is None else state.compiled.off():
+        with look, state.eager():
             with nullcontext() if plainly else state.precision.autocast():
                 loss = phase.module(batch)
             look.backward()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lockstep.checkpoint.tree import Shared, pack, sharing
 from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.data.fingerprint import difference
-from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all, update_key
@@ -43,8 +42,8 @@ LARGEST_WRITTEN = 1 << 28
 _IN_STATE_DICT = ("_opt_called", "_numel_cache", "state", "param_groups", *HOOKS)
 """Attributes of an optimizer that its `state_dict` covers, or that a process makes by itself."""
 
-Fetched = Callable[[], Iterable[tuple[MicroBatch, Any]]]
-"""Fetches the micro-batches of a step on trial, anew at each call: a job may write into its batch."""
+Fetched = Callable[[], Iterable[tuple[int, Any]]]
+"""Fetches the numbered micro-batches of a step on trial, anew at each call: a job may write into its batch."""
 
 _WHERE = "after the first update, before training"
 _TAKING_BACK = "taking back the state that it gives after the first update, before training"
@@ -193,7 +192,7 @@ class FirstSteps:
             """Leave the gradient of the mean in the parameters, where it is finite. Returns the mean."""
             # Only now: after_step may read the gradients of the step before.
             state.model.zero_grad(set_to_none=True)
-            computed[:] = [self._compute(module, key, batch) for key, batch in fetched()]
+            computed[:] = [self._compute(module, m, batch) for m, batch in fetched()]
             sums = [
                 sum(gradients[1:], gradients[0])
                 for gradients in zip(*(result.gradients.values() for result in computed), strict=True)
@@ -225,10 +224,8 @@ class FirstSteps:
             raise as_lockstep_error(error, "first update, before training", check="optimizer") from error
         return True
 
-    def _compute(self, module: LossModule, key: MicroBatch, batch: Any) -> Any:
-        return compute(
-            module, batch, self.state.precision, seed=self.seed, device=self.device, m=key.micro_batch
-        )
+    def _compute(self, module: LossModule, m: int, batch: Any) -> Any:
+        return compute(module, batch, self.state.precision, seed=self.seed, device=self.device, m=m)
 
     # --- what it changes --------------------------------------------------------------------------------------
 

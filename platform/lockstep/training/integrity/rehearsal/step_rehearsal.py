@@ -15,25 +15,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.tree import pack
-from lockstep.data.dataset import is_fingerprinted
-from lockstep.data.dataset_order import says_of_neighbours
-from lockstep.data.fingerprint import check_repeats
-from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.interface import Job, Loss, Rows
 from lockstep.plan import Plan
-from lockstep.randomness import Draws, model_key, rehearsal_key, seed_all
+from lockstep.randomness import model_key, rehearsal_key, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.deferred_model import DeferredModel
@@ -41,6 +35,7 @@ from lockstep.training.determinism import filled_memory
 from lockstep.training.evaluation_sets import EvaluationSets
 from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems
+from lockstep.training.integrity.rehearsal import sample_neighbours
 from lockstep.training.integrity.rehearsal.child_process import (
     LIMIT_S,
     TIMES_AS_LONG,
@@ -50,41 +45,34 @@ from lockstep.training.integrity.rehearsal.child_process import (
 )
 from lockstep.training.integrity.rehearsal.evaluation import EvaluationRehearsal
 from lockstep.training.integrity.rehearsal.first_steps import FirstSteps
-from lockstep.training.integrity.rehearsal.generators import of_training
-from lockstep.training.integrity.rehearsal.loss_sums import check_sum, told_compared
 from lockstep.training.integrity.rehearsal.micro_batch import (
     Computed,
     Rehearsal,
     check_norms,
-    compute,
     compute_sharded,
 )
-from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
-from lockstep.training.integrity.rehearsal.object_state import Memory
-from lockstep.training.integrity.rehearsal.thread_pools import out_of_order
-from lockstep.training.interleaved_samples import is_unsaid, told_interleaved
+from lockstep.training.integrity.rehearsal.names_of_objects import named
+from lockstep.training.integrity.rehearsal.repetition import Extent, Repetition
+from lockstep.training.integrity.rehearsal.trial_batches import TrialBatches
 from lockstep.training.job_data import make_sampler
 from lockstep.training.module_modes import evaluating
 from lockstep.training.state import TrainState
-from lockstep.training.step.buffers import KeptBuffers, statistics
+from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.compiled import CompiledLosses
 from lockstep.training.step.full_sharding import FullSharding
-from lockstep.training.step.means import number
 from lockstep.training.step.optimizer import make_optimizer
 from lockstep.training.step.parameter_order import check_order, is_of_model, order_of
-from lockstep.training.step.phase_step import LossModule, copied
-from lockstep.training.step.phases import FrozenRule, optimizers_of, phases_of
+from lockstep.training.step.phase_step import LossModule
+from lockstep.training.step.phases import FrozenRule, phases_of
 from lockstep.training.step.sharding_units import Calls, members_of
 from lockstep.training.step.sparse_gradients import check_optimizer, numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
 
-FULL_S, FULL_BYTES = 0.5, 1 << 28
-"""`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""
+FULL_BYTES = 1 << 28
+"""`auto` is full where the parameters take at most so many bytes, and the first micro-batch `FULL_S`."""
 
 QUICK_BYTES = 1 << 32
 """`auto` is off where the parameters take more bytes: hashing them would take more than a few seconds."""
-
-Extent = Literal["full", "quick", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +97,16 @@ class StepRehearsal:
     warn: Callable[[str], None]
     forked: Callable[[], None] = lambda: None
     """Called first in each other process."""
-    _fetched: tuple[Any, tuple[object, ...]] = field(default=(None, ()), init=False)
-    """The first micro-batch as it was fetched first, and the state of the generators after it."""
-    _left: set[str] = field(default_factory=set, init=False)
-    """The places of which a warning has said that they change with every micro-batch."""
+    _fetched: TrialBatches = field(init=False)
+    _repetition: Repetition = field(init=False)
     _trials: dict[str, TrialRows] = field(default_factory=dict, init=False)
     """Of each phase with a loss over the whole batch that needs more than one micro-batch, the rows among which it is tried."""
     _took_s: float = field(default=0.0, init=False)
     """Seconds that the first micro-batch took, at least."""
+
+    def __post_init__(self) -> None:
+        self._fetched = TrialBatches(self.job, self.spec, self.plan, self.batches, self.device)
+        self._repetition = Repetition(self.state, self._fetched, self.warn)
 
     def first(self) -> dict[str, Rehearsal]:
         """Compute the first micro-batch in this process. Returns what the run must know of it, by phase name.
@@ -124,20 +114,19 @@ class StepRehearsal:
         Raises JobError or DeterminismError where the job breaks the promise, and names the cause.
         """
         pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
-        model, key = self.state.model, self._keys()[0]
+        model, key = self.state.model, self._fetched.keys()[0]
         self.batches.check_draws_nothing(key)
         modules = self._modules()
         self._give_shapes(modules, key)
         firsts = []
-        batch, drawn = self._fetch_drawing(key)
-        self._fetched = copied(batch), drawn
+        batch = self._fetched.fetch_first(key)
         self._check_norms(modules, key)
         self._among_others(modules)
         for module in modules:
-            batch = batch if module is modules[0] else self._fetch(key)  # a job may write into it
+            batch = batch if module is modules[0] else self._fetched.fetch(key)  # a job may write into it
             began = time.perf_counter()
             with filled_memory(True):
-                firsts.append(self._computed(module, batch))
+                firsts.append(self._repetition.compute_batch(module, batch))
             self._took_s = max(self._took_s, time.perf_counter() - began)
         for module, first in zip(modules, firsts, strict=True):
             named = dict(zip(module.names, module.parameters_that_learn, strict=True))
@@ -146,7 +135,9 @@ class StepRehearsal:
         for tree in (model.state_dict(), unlisted_tensors(model)):
             pack(tree, "model")  # only now: the first forward makes what is lazy
         if self.state.compiled is not None:
-            self._compare_with_eager(self.state.compiled, modules, self._keys(), firsts, self._computed)
+            self._compare_with_eager(
+                self.state.compiled, modules, self._fetched.keys(), firsts, self._repetition.compute_batch
+            )
         if not can_fork(self.device) and self.spec.determinism == "strict":
             self._compare_here(modules, firsts)
         return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
@@ -157,10 +148,10 @@ class StepRehearsal:
         With `rehearsal: auto` the first micro-batch is compared with itself after the second one, in this process: no other could gather the parameters.
         """
         pack(dict(self.job.state_dict()), "job")
-        keys = self._keys()
+        keys = self._fetched.keys()
         self.batches.check_draws_nothing(keys[0])
         modules, firsts = self._modules(), list[Computed]()
-        batch, _ = self._fetch_drawing(keys[0])
+        batch = self._fetched.fetch(keys[0])
 
         def computed(module: LossModule, batch: Any, m: int = 0) -> Computed:
             return compute_sharded(
@@ -175,7 +166,7 @@ class StepRehearsal:
             )
 
         for module in modules:
-            batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
+            batch = batch if module is modules[0] else self._fetched.fetch(keys[0])  # a job may write into it
             with filled_memory(True):
                 firsts.append(computed(module, batch))
         pack(unlisted_tensors(self.state.model), "model")
@@ -185,10 +176,11 @@ class StepRehearsal:
             )
         if self.spec.rehearsal != "off" and self.spec.determinism == "strict":
             for module, first in zip(modules, firsts, strict=True):
-                memory_before = self._memory()
-                for key in keys[1:]:
-                    computed(module, self._fetch(key), key.micro_batch)
-                self._same(first, computed(module, self._fetch(keys[0])), memory_before)
+
+                def again(key: MicroBatch, module: LossModule = module) -> Computed:
+                    return computed(module, self._fetched.fetch(key), self._fetched.number(key))
+
+                self._repetition.compare_after(keys, first, again)
         return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
 
     def units(self, deferred: DeferredModel) -> list[str]:
@@ -211,18 +203,17 @@ class StepRehearsal:
                 names = [name for name in deferred.names_in([member]) if name not in shared]
                 member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True))
                 member.register_forward_hook(lambda *_, names=names: deferred.empty(names))
-            modules, key, calls = self._modules(), self._keys()[0], Calls(LossModule)
+            modules, key, calls = self._modules(), self._fetched.keys()[0], Calls(LossModule)
             where = "first micro-batch, before training"
 
             def forward() -> None:
                 for module in modules:
-                    batch = self._fetch(key)
+                    batch = self._fetched.fetch(key)
                     seed_all(rehearsal_key(seed), self.device)
                     with torch.no_grad(), self.state.precision.autocast(), job_at(where):
                         module(batch)
 
-            compiled = self.state.compiled
-            with nullcontext() if compiled is None else compiled.off():
+            with self.state.eager():
                 check_norms(model, self.plan, len(key.ids), forward)
                 with calls.counted():
                     forward()
@@ -240,11 +231,9 @@ class StepRehearsal:
 
         It is the same whatever the extent, so a trace that it leaves in a job does not depend on the extent either.
         """
-        keys, memory_before = self._keys(), self._memory()
+        keys = self._fetched.keys()
         for module, first in zip(modules, firsts, strict=True):
-            for key in keys[1:]:
-                self._compute(module, key)
-            self._same(first, self._compute(module, keys[0]), memory_before)
+            self._repetition.compare_after(keys, first, partial(self._repetition.compute, module))
 
     def elsewhere(self, evaluate: EvaluationSets | None, *, steps: bool = True) -> Verdict:
         """Try the rest of the promise in other processes, and pass on what they warn of: the steps, and an evaluation. Call it after `first`.
@@ -274,8 +263,8 @@ class StepRehearsal:
 
     def _in_child(self, evaluate: EvaluationSets | None, steps: bool) -> Verdict:
         warnings: list[str] = []
-        self.warn = warnings.append
-        extent, modules, keys = self._extent(), self._modules(), self._keys()
+        self.warn = self._repetition.warn = warnings.append
+        extent, modules, keys = self._extent(), self._modules(), self._fetched.keys()
         if steps:
             self._try_steps(extent, modules, keys)
         shown = None
@@ -284,17 +273,19 @@ class StepRehearsal:
             shown = evaluate.rehearse(
                 self.state.model, repeat=extent != "off", warn=self.warn, training=training
             )
-        if (
-            steps and extent != "off"
-        ):  # last: in evaluation mode a loss may leave what the rehearsal of an evaluation looks for
-            self._tell_compared(modules, keys[0])
+        if steps and extent != "off":
+            # Last: in evaluation mode a loss may leave what the rehearsal of an evaluation looks for.
+            warnings += sample_neighbours.compared(self._repetition, modules, keys[0])
         return Verdict(warnings, shown)
 
     def _try_steps(self, extent: Extent, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         if self.spec.determinism == "strict" and self.spec.rehearsal != "off":
-            self._check_fetches(keys)
+            self._fetched.check(keys)
         if extent != "off":
-            extent = self._compare_micro_batches(modules, keys, extent)
+            extent = self._repetition.compare_all(modules, keys, extent)
+            self._compare_order()
+            for text in sample_neighbours.interleaved(self._repetition, modules):
+                self.warn(text)
         if extent == "full":
             self._compare_histories(modules, keys)
         learning = [name for module in modules for name in module.phase.names]
@@ -302,18 +293,7 @@ class StepRehearsal:
 
     def _after_evaluation(self, modules: Sequence[LossModule], key: MicroBatch) -> list[dict[str, str]]:
         """The results of micro-batch 0 of each phase."""
-        return [self._compute(module, key).results for module in modules]
-
-    def _compare_micro_batches(
-        self, modules: Sequence[LossModule], keys: Sequence[MicroBatch], extent: Extent
-    ) -> Extent:
-        """Compare each phase's micro-batches. Returns the extent: a micro-batch that takes long makes `auto` quick."""
-        for module in modules:
-            extent = self._compare(module, keys, extent)
-        self._compare_behind(modules, keys)
-        self._compare_order()
-        self._tell_interleaved(modules)
-        return extent
+        return [self._repetition.compute(module, key).results for module in modules]
 
     def _compare_histories(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         """Take the first steps in each history and compare. A sharded optimizer is not tried: its ranks update together."""
@@ -331,10 +311,10 @@ class StepRehearsal:
         if differing := [n for n, v in straight.updated.items() if other_last is None or other_last[n] != v]:
             raise problems.LAST_MICRO_BATCH(name=named(differing))
         resumed = run(partial(steps.resumed, straight.saved, fetched))
-        steps.check_resumed(straight, resumed, self.warn, self._left)
+        steps.check_resumed(straight, resumed, self.warn, self._repetition.left)
 
-    def _fetch_again(self, keys: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Any]]:
-        return [(key, self._fetch(key)) for key in keys]
+    def _fetch_again(self, keys: Sequence[MicroBatch]) -> list[tuple[int, Any]]:
+        return [(self._fetched.number(key), self._fetched.fetch(key)) for key in keys]
 
     def _modules(self) -> list[LossModule]:
         model = self.state.model
@@ -351,11 +331,11 @@ class StepRehearsal:
 
     def _check_norms(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Look at what each BatchNorm is given of a sample: the last step of an epoch may have micro-batches of one."""
-        model, compiled = self.state.model, self.state.compiled
+        model = self.state.model
 
         def forward(module: LossModule) -> None:
             buffers = KeptBuffers(model)
-            batch = self._fetch(key)
+            batch = self._fetched.fetch(key)
             seed_all(rehearsal_key(self.spec.seed), self.device)
             try:
                 with job_at("first micro-batch, before training"), self.state.precision.autocast():
@@ -363,27 +343,29 @@ class StepRehearsal:
             finally:
                 buffers.restore()
 
-        with nullcontext() if compiled is None else compiled.off():
+        with self.state.eager():
             for module in modules:
                 check_norms(model, self.plan, len(key.ids), partial(forward, module))
 
     def _among_others(self, modules: Sequence[LossModule]) -> None:
         """For losses over the whole batch, keep the rows among which their micro-batches are tried."""
-        position = self.plan.position(0)
+        if all(module.phase.embed is None for module in modules):
+            return
+        position = self.plan.position(self._fetched.keys()[0].step)
         sampler = make_sampler(self.spec, self.plan, self.batches.samples)
+        places = sampler.places(position)
+        filled = [m for m, ids in enumerate(places) if len(ids)]
         for module in modules:
 
             def embedded(m: int, module: LossModule = module) -> Rows:
-                batch = self._fetch(sampler.at(position, m))
+                batch = self._fetched.fetch(sampler.at(position, filled[m]))
                 seed_all(rehearsal_key(self.spec.seed, *([m] if m else [])), self.device)
                 with job_at("first step, before training"), torch.no_grad(), self.state.precision.autocast():
                     assert module.phase.embed is not None
                     return module.phase.embed(module.model, batch)
 
             if module.phase.embed is not None:
-                places = sampler.places(position)
-                filled = next((m for m, each in enumerate(places) if not len(each)), len(places))
-                trial = among_others(module, embedded, places[:filled])
+                trial = among_others(module, embedded, [places[m] for m in filled])
                 if trial is not None and trial.with_others:
                     self._trials[module.phase.name] = trial
                     module.settle_on_trial = self._on_trial(module)
@@ -400,7 +382,7 @@ class StepRehearsal:
         """Record how far the compiled first micro-batch is from an eager one, and warn if the second one would not be compiled."""
         for module, first in zip(modules, firsts, strict=True):
             with compiled.off():
-                eager = computed(module, self._fetch(keys[0]))
+                eager = computed(module, self._fetched.fetch(keys[0]))
             losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
             gradients, eager_gradients = (
                 {name: numbers_of(gradient) for name, gradient in each.gradients.items()}
@@ -408,7 +390,7 @@ class StepRehearsal:
             )
             compiled.compare(module.phase.name, losses, gradients, eager_gradients, gather)
         of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
-        if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
+        if of_one_size and not modules[0].compiles(self._fetched.fetch(keys[1])):
             self.warn(
                 "compile: the second micro-batch has other shapes than the first, and only batches with the shapes of the first are "
                 "compiled; the others run eager: have collate pad to one length, and give plain numbers as tensors"
@@ -424,90 +406,14 @@ class StepRehearsal:
         again = order_of(make_optimizer(self.job, model, self.spec), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
 
-    def _tell_interleaved(self, modules: Sequence[LossModule]) -> None:
-        """Warn where a dataset orders itself, and the loss depends on which samples share a micro-batch."""
-        if self.plan.group > 1 or not is_unsaid(self.batches.samples):
-            return
-        assigned = range(self.plan.position(0).micro_batches)
-        sampler = iter(make_sampler(self.spec, self.plan, self.batches.samples, assigned))
-        keys = list(islice(sampler, len(assigned)))
-        model, compiled = self.state.model, self.state.compiled
-        within = [module for module in modules if module.phase.embed is None]
-        with evaluating(model), nullcontext() if compiled is None else compiled.off():
-            for module in within:
-
-                def total(key: MicroBatch, seed: int, module: LossModule = module) -> float:
-                    return number(self._forward(module, self._fetch(key), seed).total)
-
-                for text in told_interleaved(self.batches.samples, keys, total, module.phase.loss_label):
-                    self.warn(text)
-
-    def _tell_compared(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
-        """Warn where a loss compares samples within its micro-batch, though a step has several. A dataset may say which ones share one."""
-        samples = self.batches.samples
-        if self.plan.group > 1 or is_unsaid(samples) or says_of_neighbours(samples):
-            return
-        model, compiled = self.state.model, self.state.compiled
-        own = [module for module in modules if module.phase.embed is None and self.plan.micro_batches > 1]
-        with evaluating(model), nullcontext() if compiled is None else compiled.off():
-            for module in own:
-                forward = partial(self._forward, module)
-                for text in told_compared(self._fetch, forward, key, module.phase.loss_label):
-                    self.warn(text)
-
-    # --- what is fetched --------------------------------------------------------------------------------------
-
-    def _keys(self) -> list[MicroBatch]:
-        """Micro-batches 0 and 1 of the first step; only 0 if it has just one. Micro-batches that `data.without` leaves empty are skipped."""
-        count = range(min(2, self.plan.position(0).micro_batches))
-        every = make_sampler(self.spec, self.plan, self.batches.samples, count)
-        keys = list(islice((key for key in every if len(key.ids)), len(count)))
-        if not keys:
-            raise problems.NO_SAMPLE_TO_REHEARSE()
-        return keys
-
-    def _fetch(self, key: MicroBatch) -> Any:
-        return next(Loader(self.batches, [key], self.device))
-
-    def _check_fetches(self, keys: Sequence[MicroBatch]) -> None:
-        """Fetch micro-batch 0 again after others: it must have the same samples and draw the same numbers."""
-        generators = of_training(self.job, self.batches.samples)
-        once, drawn = self._fetched
-        generators.look()
-        if len(keys) > 1:
-            self._fetch(keys[1])
-            generators.look()
-        if not self.batches.draws_nothing:
-            # Of another step: the same draws in the same places would hide what a fetch changes in the data themselves.
-            self._fetch(keys[0]._replace(step=keys[0].step + 1, due=()))
-            generators.look()
-        with nullcontext() if self.batches.draws_nothing else out_of_order():
-            again, drawn_again = self._fetch_drawing(keys[0])
-        generators.look()
-        if (
-            gone_on := generators.gone_on()
-        ):  # or it belongs to samples that are read anew now and then, for they are kept
-            self._fetch(keys[0])
-            generators.look()
-            generators.refuse(gone_on)
-        check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
-        if drawn != drawn_again:
-            raise problems.DATA_KEEP_DRAWS()
-
-    def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
-        """A micro-batch, and the state of the generators after it."""
-        draws = Draws()
-        return self._fetch(key), draws.state()
-
     def _give_shapes(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Run a forward for lazy modules, which make their parameters in it, from one seed on every worker."""
         model = self.state.model
         if not any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
             return
-        compiled = self.state.compiled
-        with evaluating(model), nullcontext() if compiled is None else compiled.off():
+        with evaluating(model), self.state.eager():
             for module in modules:
-                self._loss(module, self._fetch(key), 0)
+                self._repetition.loss(module, self._fetched.fetch(key), 0)
 
     # --- how far ----------------------------------------------------------------------------------------------
 
@@ -519,105 +425,6 @@ class StepRehearsal:
         if extent == "auto":
             return "full" if size <= FULL_BYTES else "quick" if size <= QUICK_BYTES else "off"
         return extent
-
-    # --- comparing --------------------------------------------------------------------------------------------
-
-    def _compute(self, module: LossModule, key: MicroBatch) -> Computed:
-        return self._computed(module, self._fetch(key), key.micro_batch)
-
-    def _computed(self, module: LossModule, batch: Any, m: int = 0) -> Computed:
-        return compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device, m=m)
-
-    def _compare(self, module: LossModule, keys: Sequence[MicroBatch], extent: Extent) -> Extent:
-        """Compare what the first micro-batch gives now, when it is computed again, and after another one."""
-        memory_before, began = self._memory(), time.perf_counter()
-        again = self._compute(module, keys[0])
-        if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
-            extent = "quick"
-        if (
-            module.settle_on_trial is None
-        ):  # halves are of other rows than the whole, where others go with them
-            forward = partial(self._forward, module)
-            check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
-        if extent == "full" and len(keys) > 1:
-            self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
-        self._same(again, self._compute(module, keys[0]), memory_before)
-        return extent
-
-    def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
-        """A further micro-batch. What it draws when it is first computed, it draws again, unless the job has kept it for whoever asks next."""
-        draws = Draws()
-        once, drawn = self._compute(module, key), draws.state()
-        draws = Draws()
-        again, drawn_again = self._compute(module, key), draws.state()
-        if drawn != drawn_again:
-            raise problems.KEEPS_DRAWS(label=module.phase.loss_label)
-        if once.first_difference(again) is not None:
-            self._same(once, again, before)
-        return once
-
-    def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
-        """Compare each phase on the first micro-batch after earlier phases that ended with that micro-batch, and with another.
-
-        What the earlier phases leave in the job comes from their worker's last micro-batch.
-        """
-
-        def behind(i: int, key: MicroBatch) -> Computed:
-            for module in modules[:i]:
-                self._compute(module, key)
-            return self._compute(modules[i], keys[0])
-
-        for i in range(1, len(modules) if len(keys) > 1 else 0):
-            memory_before = self._memory()
-            first, second = behind(i, keys[0]), behind(i, keys[1])
-            if first.first_difference(second) is not None:
-                self._same(first, second, memory_before)
-
-    def _same(self, before: Computed, after: Computed, held: Memory) -> None:
-        """Raise for a micro-batch whose second result differs, and warn of what it left behind."""
-        changed = self._memory().changed_since(held)
-        difference = before.first_difference(after)
-        if difference is not None and changed:
-            raise problems.KEPT(name=named(changed), got=difference)
-        if difference is not None:
-            raise problems.REPEATED_OTHERWISE(got=difference)
-        if changed:
-            self._left |= {*changed}
-            self.warn(
-                f"rehearsal: {named(changed)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
-                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
-            )
-
-    def _memory(self) -> Memory:
-        optimizers = list(optimizers_of(self.state.optimizer).values())
-        return memory_of(self.job, self.state.model, optimizers)
-
-    def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
-        """The loss of a batch, by forward alone; buffers are put back. Seed 0 is that of the first micro-batch."""
-        buffers = KeptBuffers(self.state.model)
-        try:
-            return self._loss(module, batch, seed)
-        finally:
-            buffers.restore()
-
-    def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
-        seed_all(rehearsal_key(self.spec.seed, *(("again", seed) if seed else ())), self.device)
-        with job_at("first micro-batch, before training"), self.state.precision.autocast():
-            return module.on_trial(0, batch)
-
-    def _tell_buffers(self, first: Computed, second: Computed) -> None:
-        """Warn of buffers that depend on the samples: a step keeps only those of its first micro-batch."""
-        model = self.state.model
-        usual = statistics(model)
-        names = [name for i, (name, _) in enumerate(model.named_buffers()) if i in first.written - usual]
-        labels = [f"the buffer {name!r}" for name in names]
-        differing = [label for label in labels if first.results.get(label) != second.results.get(label)]
-        if differing:
-            self.warn(
-                f"rehearsal: {named(differing)} of the model depends on the samples; of the {self.plan.micro_batches} micro-batches "
-                "of a step only the first one's value is kept, on any number of workers: if it must see every sample, as the state "
-                "of truncated back-propagation through time, set batch.micro = batch.global"
-            )
 
 
 def _bytes(model: nn.Module) -> int:
