@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.tree import Tree
 
 _WORDS = frozenset({"$tensor", "$view", "$same", "$tuple", "$map", "$ordered", "$float", "$int"})
+_DEEPEST = 200
+"""No tree that `pack` writes is nested as deep. Python's own limit depends on what else the process has imported."""
 
 
 def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
@@ -33,10 +35,7 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
         unused.discard(name)
         return tensors[name]
 
-    try:
-        tree = _Decoding(tensor).decode(skeleton)
-    except RecursionError:
-        raise _no_skeleton("it is nested too deep") from None
+    tree = _Decoding(tensor).decode(skeleton)
     if unused:
         raise _no_skeleton(f"tensor {shown(min(unused))} has no place in it")
     return tree
@@ -65,20 +64,23 @@ class _Decoding:
         self._ended: list[Any] = []
         """The lists and mappings so far, in the order in which they end."""
 
-    def decode(self, value: Any) -> Any:
+    def decode(self, value: Any, depth: int = 0) -> Any:
+        """`depth` is the number of lists and mappings around `value`."""
+        if depth > _DEEPEST:
+            raise _no_skeleton("it is nested too deep")
         if isinstance(value, list):
-            return self._end([self.decode(item) for item in value])
+            return self._end([self.decode(item, depth + 1) for item in value])
         if not isinstance(value, dict):
             return value
         word = next(iter(value), "")
         if not word.startswith("$"):
             if any(key.startswith("$") for key in value):
                 raise _no_skeleton("it mixes words and keys")
-            return self._end({key: self.decode(item) for key, item in value.items()})
+            return self._end({key: self.decode(item, depth + 1) for key, item in value.items()})
         if word not in _WORDS:
             raise _no_skeleton(f"it holds the unknown word {shown(word)}")
         try:
-            return self._word(word, value)
+            return self._word(word, value, depth)
         except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
             raise _no_skeleton(f"its {word} cannot be read: {one_line(error)}") from error
 
@@ -86,7 +88,7 @@ class _Decoding:
         self._ended.append(container)
         return container
 
-    def _word(self, word: str, value: dict[str, Any]) -> Any:
+    def _word(self, word: str, value: dict[str, Any], depth: int) -> Any:
         content = value[word]
         if word == "$tensor":
             return _reordered(self._tensor(content), value.get("order"))
@@ -99,9 +101,9 @@ class _Decoding:
                 raise ValueError(f"{content} is no number of a list or mapping")
             return self._ended[content]
         if word == "$tuple":
-            return tuple([self.decode(item) for item in content])
+            return tuple([self.decode(item, depth + 1) for item in content])
         if word in ("$map", "$ordered"):
-            mapping = {self.decode(key): self.decode(item) for key, item in content}
+            mapping = {self.decode(key, depth + 1): self.decode(item, depth + 1) for key, item in content}
             return self._end(mapping if word == "$map" else OrderedDict(mapping))
         if word == "$float":
             return struct.unpack(">d", bytes.fromhex(content))[0]

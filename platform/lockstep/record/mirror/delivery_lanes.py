@@ -33,7 +33,8 @@ _TRIES, _PROBED_AFTER_S = 3, 10.0
 """After so many tries and seconds the second call is tried: if that is answered, the first is refused."""
 _MOST_HALVED = 16
 """After so many refusals among the items of one call, its rest is no longer searched for good ones."""
-_NICE = 10
+_NICER = 10
+"""How much later than the thread that starts it a lane beside training has its turn."""
 _NOTHING, _DELETED = object(), object()
 
 
@@ -152,8 +153,9 @@ class Lane:
 
     def _run(self) -> None:
         if self._low and sys.platform == "linux":  # on Linux each thread has its own priority
+            thread = threading.get_native_id()
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
         while self._is_due():
             first, second = [*islice(self.calls(), 2), None, None][:2]
             if first is None:

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -230,8 +231,17 @@ def test_a_run_that_ends_before_its_copy_is_whole_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
-def test_a_run_that_has_ended_copies_at_the_priority_of_its_process(tmp_path: Path) -> None:
-    """Beside the training it gives way. At the end a busy machine would leave it no time: what is under way is finished first."""
+@pytest.mark.parametrize("nicer", [0, 3])
+def test_a_run_that_has_ended_copies_at_the_priority_of_its_process(tmp_path: Path, nicer: int) -> None:
+    """Beside the training it gives way, also to one that gives way itself. At the end a busy machine would leave it no time: what is under way is finished first."""
+    with ThreadPoolExecutor(1) as training:
+        training.submit(check_priorities, tmp_path, nicer).result()
+
+
+def check_priorities(tmp_path: Path, nicer: int) -> None:
+    thread = threading.get_native_id()
+    plain = os.getpriority(os.PRIO_PROCESS, thread) + nicer
+    os.setpriority(os.PRIO_PROCESS, thread, plain)
     store, told = Slow(tmp_path), []
     copies = copies_to(store, told)
     uris = {step: checkpoint(tmp_path, step) for step in (1, 2, 3)}
@@ -248,7 +258,6 @@ def test_a_run_that_has_ended_copies_at_the_priority_of_its_process(tmp_path: Pa
         time.sleep(0.001)
     store.go.set()
     closing.join()
-    plain = os.getpriority(os.PRIO_PROCESS, os.getpid())
     assert (ended, [step for step, _ in store.got]) == ([True], [1, 3, 2])
     assert store.niceness == [min(plain + 10, 19), plain, plain]
     assert store.most_at_once == 1
