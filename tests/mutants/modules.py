@@ -204,6 +204,25 @@ COVERED = {
         "tests/distributed/test_joining.py",
         "tests/distributed/test_evaluation_beside.py",
     ],
+    "training/optimizer_state.py": [
+        "tests/unit/training/test_optimizer_state.py",
+        "tests/unit/training/test_state.py",
+        "tests/unit/training/test_refusals.py",
+        "tests/distributed/test_phases.py",
+        "tests/distributed/test_resume.py",
+    ],
+    "training/integrity/rehearsal/trial_batches.py": [
+        "tests/distributed/test_hold_kinds.py",
+        "tests/distributed/test_invisible_rehearsal.py",
+        "tests/distributed/test_mistakes.py",
+        "tests/distributed/test_batch_loss.py",
+    ],
+    "training/integrity/rehearsal/repetition.py": [
+        "tests/distributed/test_hold_kinds.py",
+        "tests/distributed/test_invisible_rehearsal.py",
+        "tests/distributed/test_mistakes.py",
+        "tests/distributed/test_batch_loss.py",
+    ],
     "training/deferred_dynamo.py": ["tests/unit/training/test_deferred_dynamo.py"],
     "training/determinism.py": [
         "tests/unit/training/test_determinism.py",

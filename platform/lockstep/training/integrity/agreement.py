@@ -37,15 +37,13 @@ from lockstep.training.integrity.digests import (
     resolved,
     values_digest,
 )
+from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.state import TrainState
+from lockstep.training.step.mirrored_shards import MirroredRows
 from lockstep.training.step.phases import optimizers_of, sharded_of
-from lockstep.training.step.shards import Shard
 
 Held = tuple[int, int, int, int]
-"""The digests of what a rank holds, in the order of `QUANTITIES`."""
-
-QUANTITIES = ("weights", "optimizer state", "average of the weights", "other state")
-"""The model's `state_dict`, buffers included; the optimizer's; the average, if any; other buffers, loss scale, schedule and counters."""
+"""The digests of what a rank holds, by `Quantity`."""
 
 
 def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
@@ -72,7 +70,7 @@ def settled(doubt: Corrupted, held: Held) -> Corrupted:
 class _Row(NamedTuple):
     """Rows of one tensor: of which quantity, and the name that messages use."""
 
-    quantity: int
+    quantity: Quantity
     label: str
 
 
@@ -84,7 +82,7 @@ class _RowDigests(NamedTuple):
     of_mirror: dict[_Row, int]
 
     @classmethod
-    def of(cls, digester: Digester, owner: int, rows: Iterable[tuple[int, str, str, Shard]]) -> _RowDigests:
+    def of(cls, digester: Digester, owner: int, rows: Iterable[MirroredRows]) -> _RowDigests:
         keys, shards = [], []
         for quantity, name, label, shard in rows:
             if shard.mirror is not None:
@@ -100,7 +98,7 @@ class _RowDigests(NamedTuple):
     @staticmethod
     def totals(digests: Mapping[_Row, int]) -> list[int]:
         """What they add by quantity."""
-        added = [0] * len(QUANTITIES)
+        added = [0] * len(Quantity)
         for row, digest in digests.items():
             added[row.quantity] = (added[row.quantity] + digest) % 2**64
         return added
@@ -201,13 +199,13 @@ class Agreement:
         self._since = max(self._since, step)
 
     def _found(self, every: Sequence[Held]) -> Corrupted:
-        differing = [i for i in range(len(QUANTITIES)) if len({digests[i] for digests in every}) > 1]
+        differing = [each for each in Quantity if len({digests[each] for digests in every}) > 1]
         wrong = outvoted(every)
         return Corrupted(
             step=self._state.counters.step,
             since=self._since,
             attempt=self.attempt,
-            quantity=QUANTITIES[differing[0]],
+            quantity=differing[0].label,
             tensor=self._first_tensor(),
             workers=tuple(self._group.gather(witness(self._group, every[self._group.rank]))),
             wrong=wrong,
@@ -232,8 +230,8 @@ class Agreement:
         digests = list(held)
         if rank in pairs:  # the whole state with its rows in place of their owner's
             _, local, _ = every[pairs[rank]]
-            for quantity, (owned, copied) in enumerate(zip(local, every[rank][2], strict=True)):
-                digests[quantity] = (digests[quantity] + copied - owned) % 2**64
+            for each in Quantity:
+                digests[each] = (digests[each] + every[rank][2][each] - local[each]) % 2**64
         every_row: list[_RowDigests] = self._group.gather(rows)
         mirror, owner = next(iter(pairs.items()))
         first = every_row[mirror].first_unlike(every_row[owner])
@@ -242,7 +240,7 @@ class Agreement:
             step=self._state.counters.step,
             since=self._since,
             attempt=self.attempt,
-            quantity=QUANTITIES[first.quantity],
+            quantity=first.quantity.label,
             tensor=first.label,
             workers=tuple(each for each in witnesses if each.rank in {*pairs, *pairs.values()}),
             wrong=(),

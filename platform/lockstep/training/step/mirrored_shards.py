@@ -24,6 +24,7 @@ from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
 from lockstep.training import problems
 from lockstep.training.integrity.checksum import PRIME, checksum
+from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.mirrored_optimizer import Layout, Report, chosen, mirrors, node_name
@@ -52,6 +53,17 @@ class Cut(NamedTuple):
     whole: frozenset[str]
     """The parameters that must stay whole whatever the number of workers."""
     fused: bool
+
+
+class MirroredRows(NamedTuple):
+    """The rows of a tensor that this worker has, with those that it mirrors."""
+
+    quantity: Quantity
+    name: str
+    """By which it is digested."""
+    label: str
+    """By which messages call it."""
+    shard: Shard
 
 
 class _Content(NamedTuple):
@@ -163,23 +175,24 @@ class MirroredShards:
         difference = (checksum(local) if local else 0) - (checksum(mirrored) if mirrored else 0)
         return difference % PRIME
 
-    def rows(self) -> Iterator[tuple[int, str, str, Shard]]:
-        """What has a mirror: the number of its quantity (`agreement.QUANTITIES`), its name in digests and in messages, and this worker's rows."""
+    def rows(self) -> Iterator[MirroredRows]:
+        """What has a mirror."""
         if self.mirrored is None:
             return
         state = self._state
         for name, value in state.model_state().items():
             if isinstance(value, Shard):
-                yield 0, name, name, value
+                yield MirroredRows(Quantity.WEIGHTS, name, name, value)
         names = self._names_by_phase()
         for phase, optimizer in self._optimizers():
             above, within = (f"{phase}/", f" in phase {phase}") if phase else ("", "")
             for (_, _, i, name), value in self._values_of_optimizer(phase, optimizer):
                 if isinstance(value, Shard):
-                    yield 1, f"{above}state/{i}/{name}", f"{name} of {names[phase][i]}{within}", value
+                    label = f"{name} of {names[phase][i]}{within}"
+                    yield MirroredRows(Quantity.OPTIMIZER, f"{above}state/{i}/{name}", label, value)
         for name, value in state.average_state().items():
             if isinstance(value, Shard):
-                yield 2, name, f"average of {name}", value
+                yield MirroredRows(Quantity.AVERAGE, name, f"average of {name}", value)
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
