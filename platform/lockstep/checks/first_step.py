@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from lockstep.data.sampler import MicroBatch
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.module_modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
+from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.means import means_alone, means_of, number
 from lockstep.training.step.sparse_gradients import numbers_of
 
@@ -30,12 +31,8 @@ class PhaseSeen:
     weight: float = 0.0
     """The sum of the micro-batches' weights."""
     samples: int = 0
-    parts: tuple[str, ...] = ()
-    terms: tuple[str, ...] = ()
-    statistics: bool = False
-    """Whether its loss gives some for `after_step`."""
-    tables: frozenset[str] = frozenset()
-    """The parameters whose gradients are sparse."""
+    form: LossForm = field(default_factory=LossForm)
+    """That of its newest loss, with all that any has shown."""
     loss_inputs: LossInputs = field(default_factory=LossInputs)
     """What torch's losses were given, in the first step alone."""
 
@@ -79,10 +76,10 @@ def walk(fixture: Fixture) -> FirstStep:
             first_step.changed_mode = first_step.changed_mode or modes.changed_where_it_learns()
             phase.total += number(loss.total)
             phase.weight += number(loss.weight)
-            phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
-            phase.terms, phase.statistics = tuple(loss.terms), bool(loss.statistics)
+            phase.samples += len(key.ids)
             gradients = {name: p.grad for name, p in state.model.named_parameters() if p.grad is not None}
-            phase.tables |= {name for name, gradient in gradients.items() if gradient.is_sparse}
+            form = LossForm.of(loss, gradients, fixture.written)
+            phase.form = replace(form, tables=phase.form.tables | form.tables)
             silent -= {name for name, gradient in gradients.items() if bool(numbers_of(gradient).any())}
             state.model.zero_grad(set_to_none=True)
             modes.restore()

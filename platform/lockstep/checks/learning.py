@@ -97,19 +97,8 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
         if over_batch
         else Plan.of(size, size, size, drop_last=False, steps=UPDATES)
     )
-    parts = {name: phase.parts for name, phase in first.phases.items()}
-    step = Stepper(
-        state.job,
-        exact,
-        plan,
-        fixture.group,
-        state,
-        parts=parts,
-        terms={name: phase.terms for name, phase in first.phases.items()},
-        tables={name: phase.tables for name, phase in first.phases.items()},
-        statistics=any(phase.statistics for phase in first.phases.values()),
-        written_buffers=first.written,
-    )
+    forms = {name: phase.form for name, phase in first.phases.items()}
+    step = Stepper(exact, plan, fixture.group, state, forms)
     if over_batch:
         step.compute.places = fixture.sampler(range(len(keys))).places
     batches, outcome = [fixture.fetch(each) for each in keys], Learning(state.schedule.base[0])

@@ -111,18 +111,7 @@ class Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
         old = self.step
         plan = replace(self.plan, in_passes=self.state.sharding is not None)
-        step = Stepper(
-            self.job,
-            self.spec,
-            plan,
-            group,
-            self.state,
-            parts=old.parts,
-            terms=old.terms,
-            tables=old.tables,
-            statistics=old.loss_statistics,
-            written_buffers=old.compute.buffers.written,
-        )
+        step = Stepper(self.spec, plan, group, self.state, old.forms)
         step.compute.settings = old.compute.settings
         if self.evaluate is not None:
             self.evaluate.join(group)
@@ -217,7 +206,7 @@ class Rehearsed(NamedTuple):
     @property
     def tables(self) -> list[str]:
         """The names of the parameters with sparse gradients."""
-        return sorted({name for phase in self.phases.values() for name in phase.tables})
+        return sorted({name for phase in self.phases.values() for name in phase.form.tables})
 
     @property
     def activations_bytes(self) -> int:
@@ -270,7 +259,7 @@ def prepare(
     begun = begin(spec, job, group, opened, built, rehearsed, warn, origin, joining_worker=joining_worker)
     # What was read of a checkpoint has been restored, and takes as much memory as the state.
     del opened, start
-    step = make_stepper(spec, job, group, built.plan, rehearsed, begun)
+    step = make_stepper(spec, group, built.plan, rehearsed, begun)
     if origin is not None and origin.replay is not None and origin.replay.probe is not None:
         step.compute.probe = origin.replay.probe
     watch_bits(step, spec, built.plan, built.batches, tell, origin)
@@ -462,26 +451,13 @@ def make_facts(
     return facts if state.compiled is None else with_compiler(facts, state.compiled)
 
 
-def make_stepper(
-    spec: Spec, job: Job, group: Group, plan: Plan, rehearsed: Rehearsed, begun: Begun
-) -> Stepper:
+def make_stepper(spec: Spec, group: Group, plan: Plan, rehearsed: Rehearsed, begun: Begun) -> Stepper:
     """Takes the steps from where the run has `begun`: the buffers that it finds are those of its first step.
 
     The parts of the model that compute, and the buffers that are written, are those that the rehearsal found.
     """
-    phases = rehearsed.phases
-    step = Stepper(
-        job,
-        spec,
-        plan,
-        group,
-        begun.state,
-        parts={phase: result.parts for phase, result in phases.items()},
-        terms={phase: result.terms for phase, result in phases.items()},
-        tables={phase: result.tables for phase, result in phases.items()},
-        statistics=any(result.statistics for result in phases.values()),
-        written_buffers=frozenset[int]().union(*(result.written for result in phases.values())),
-    )
+    forms = {phase: shown.form for phase, shown in rehearsed.phases.items()}
+    step = Stepper(spec, plan, group, begun.state, forms)
     step.compute.settings = rehearsed.settings
     return step
 

@@ -30,6 +30,7 @@ from lockstep.training.planning import make_plan
 from lockstep.training.setup import Run, prepare, watch_bits
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
+from lockstep.training.step.loss_form import LossForm
 from tests.distributed.kinds import document
 from tests.distributed.phase_kinds import Gan
 from tests.distributed.small_jobs import Plain, points
@@ -199,29 +200,21 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
     """Its evaluation and the job's weights are of that group from then on, and no checkpoint is read again."""
     run = prepared(spec_of(evaluate={"every": {"steps": 2}}), Weighing(Weighing.Params(samples=20)))
     assert run.evaluate is not None
-    found: dict[str, Any] = {}
+    found: list[Any] = []
 
-    def stepper(*args: Any, **more: Any) -> Any:
-        found.update(more)
-        return made(*args, **more)
+    def stepper(*given: Any) -> Any:
+        found.extend(given)
+        return made(*given)
 
     made = setup.Stepper
     monkeypatch.setattr(setup, "Stepper", stepper)
     old = run.step
-    old.parts, old.terms, old.tables = {"": ("a",)}, {"": ("b",)}, {"": frozenset({"0.weight"})}
-    old.loss_statistics = True
-    old.compute.buffers.written = frozenset({7})
+    old.forms = {"": LossForm(("a",), ("b",), True, frozenset({"0.weight"}))}
     joined: list[Group] = []
     monkeypatch.setattr(type(run.evaluate), "join", lambda self, group: joined.append(group))
     group = Group(0, 1, torch.device("cpu"))
     again = run.in_group(group, tell_nobody, AttemptOrigin(attempt=2))
-    assert found == {
-        "parts": old.parts,
-        "terms": old.terms,
-        "tables": old.tables,
-        "statistics": True,
-        "written_buffers": frozenset({7}),
-    }
+    assert found == [run.spec, again.plan, group, run.state, old.forms]
     assert again.step is not old and again.step.compute.settings is old.compute.settings
     assert joined == [group] and joined[0] is group
     assert again.group is again.step.group is group

@@ -15,7 +15,7 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import FailedAt, LockstepError
 from lockstep.failure_kinds import kind_of
-from lockstep.job.interface import Job, Loss, Mean, overrides
+from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
@@ -30,6 +30,7 @@ from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step import problems
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.full_sharding import advised
+from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.means import check_form, check_same_parts, has_form
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import PhaseStep
@@ -43,27 +44,25 @@ class ForwardBackward:
 
     def __init__(
         self,
-        job: Job,
         spec: Spec,
         plan: Plan,
         group: Group,
         state: TrainState,
-        *,
-        statistics: bool,
-        written_buffers: frozenset[int],
+        forms: Sequence[LossForm],
     ) -> None:
-        """`statistics` is whether the losses give some; `written_buffers` are the numbers of those that a micro-batch writes."""
+        """`forms` are those of the phases' losses."""
         self.spec, self.group, self.state = spec, group, state
         self.statistics: StepStatistics | None = None
         """Those of the step under way; None where the job gives none."""
-        self._computes_statistics = overrides(job, "step_statistics")
-        if statistics or self._computes_statistics:
+        self._computes_statistics = overrides(state.job, "step_statistics")
+        if self._computes_statistics or any(form.statistics for form in forms):
             self.statistics = StepStatistics(group, plan, "the statistics of the step")
         self.first_phase: PhaseStep | None = None
         """The first phase of the step under way."""
         self.evaluates_again = False
         """Whether an optimizer evaluates the loss again within its update."""
-        self.buffers = StepBuffers(state.model, group, written_buffers)
+        written = frozenset[int]().union(*(form.written for form in forms))
+        self.buffers = StepBuffers(state.model, group, written)
         self.whole_batch_buffers: dict[int, Tensor] = {}
         """The buffers that the loss of the whole batch has written, which go with micro-batch 0's."""
         self.parameters = ParameterWatch(state.model)

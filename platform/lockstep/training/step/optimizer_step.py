@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lockstep.communication.group import Group
 from lockstep.errors import NumericsError
-from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, update_key
 from lockstep.record.ledger.rows import StepRow
@@ -38,6 +37,7 @@ from lockstep.training.step.closures import Closure
 from lockstep.training.step.exchange import Agreed, Totals
 from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.full_sharding import diverged
+from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.step.phase_step import PhaseStep, copied, each_in_turn
@@ -56,56 +56,33 @@ class Stepper:
 
     def __init__(
         self,
-        job: Job,
         spec: Spec,
         plan: Plan,
         group: Group,
         state: TrainState,
-        *,
-        parts: Mapping[str, tuple[str, ...]],
-        terms: Mapping[str, tuple[str, ...]] | None = None,
-        tables: Mapping[str, frozenset[str]] | None = None,
-        statistics: bool = False,
-        written_buffers: frozenset[int],
+        forms: Mapping[str, LossForm],
     ) -> None:
-        """`parts` and `terms` are the names of those of each phase's loss, by phase name; without phases by the empty name.
-
-        `tables` are the parameters of each phase whose gradients are sparse. `statistics` is whether the losses give some.
-        """
+        """`forms` are those of each phase's loss, by phase name; without phases by the empty name."""
         self.spec = spec
         self.plan = plan
         self.group = group
         self.state = state
-        self.parts, self.terms, self.loss_statistics = parts, terms or {}, statistics
-        self.tables = tables or {}
+        self.forms = forms
         self._gathered: Mapping[str, Any] = {}
         """The statistics of the step, of all workers."""
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
-        self.compute = ForwardBackward(
-            job, spec, plan, group, state, statistics=statistics, written_buffers=written_buffers
-        )
+        self.compute = ForwardBackward(spec, plan, group, state, [*forms.values()])
         self.accumulation = Accumulation(self.compute, plan, self.digests, self.agreement)
         buffers = len(self.compute.buffers.buffers)
         self.each_phase = [
-            PhaseStep(
-                job,
-                spec,
-                plan,
-                group,
-                state,
-                phase,
-                parts=parts[phase.name],
-                terms=self.terms.get(phase.name, ()),
-                tables=self.tables.get(phase.name, frozenset()),
-                buffers=buffers,
-            )
-            for phase in phases_of(job, state.model)
+            PhaseStep(spec, plan, group, state, phase, forms[phase.name], buffers)
+            for phase in phases_of(state.job, state.model)
         ]
         self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
-        self.hooks = self.updates_by_job or has_after_step(job)
+        self.hooks = self.updates_by_job or has_after_step(state.job)
         """Whether code of the job runs between the last micro-batch of a step and the next one."""
-        self.frozen = FrozenRule(job, state.model, spec.seed)
+        self.frozen = FrozenRule(state.job, state.model, spec.seed)
         self._learning(min(state.counters.step + 1, plan.total_steps))
         self._abandoned = False
         self.keeps_start = False

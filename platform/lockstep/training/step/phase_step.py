@@ -37,6 +37,7 @@ from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.learning_rate import Rates, hooks_of_job
+from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.norm import GradientNorm, multiply_in_place
 from lockstep.training.step.parameters import missing_gradient
 from lockstep.training.step.phases import ModelPhase, phases_of
@@ -185,22 +186,16 @@ class PhaseStep:
 
     def __init__(
         self,
-        job: Job,
         spec: Spec,
         plan: Plan,
         group: Group,
         state: TrainState,
         phase: ModelPhase,
-        *,
-        parts: Sequence[str],
-        terms: Sequence[str] = (),
-        tables: frozenset[str] = frozenset(),
+        form: LossForm,
         buffers: int,
     ) -> None:
-        """`parts` and `terms` are those of its loss by name, `tables` the parameters whose gradients are sparse, `buffers` the number of the model's buffers.
-
-        Nothing learns before `learn` is called.
-        """
+        """`form` is that of its loss, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
+        job = state.job
         self._spec, self._plan, self._group = spec, plan, group
         self.sharding = state.sharding
         self.phase, self.name = phase, phase.name
@@ -211,10 +206,11 @@ class PhaseStep:
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.closure_calls = closure_calls(job, self.optimizer)
         """How often its optimizer may evaluate the loss again in one update."""
-        self.exchange = Exchange(group, plan.micro_batches, parts, buffers, partial(plan.ranges, group.size))
+        ranges = partial(plan.ranges, group.size)
+        self.exchange = Exchange(group, plan.micro_batches, form.parts, buffers, ranges)
         self.module = LossModule(job, state.model, phase, state.compiled)
-        self.module.tables = tables
-        self.whole = whole_batch(job, phase, group, plan, parts, terms)
+        self.module.tables = form.tables
+        self.whole = whole_batch(job, phase, group, plan, form.parts, form.terms)
         """What its losses take from the whole batch, in a first pass over it; None where each is known by itself."""
         self._every = phase.parameters(state.model)
         self._learning: list[str] = []

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import JobError
-from lockstep.training.determinism import determinism
+from lockstep.training.determinism import determinism, filled_memory
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal, rehearse
+from lockstep.training.integrity.rehearsal.micro_batch import Computed, compute
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.precision import Precision
@@ -43,16 +43,16 @@ class Rehearsed(lockstep.Job):
         )
 
 
-def rehearsed(job: lockstep.Job, model: nn.Module) -> Rehearsal:
+def computed(job: lockstep.Job, model: nn.Module) -> Computed:
     batch = torch.arange(12.0).view(4, 3)
-    with determinism("strict", threads=1):
-        return rehearse(LossModule(job, model), batch, Precision("fp32", CPU), seed=3, device=CPU)
+    with determinism("strict", threads=1), filled_memory(True):
+        return compute(LossModule(job, model), batch, Precision("fp32", CPU), seed=3, device=CPU)
 
 
 def test_rehearsal_leaves_no_trace() -> None:
     model = Normed()
     before = weights_digest(model.state_dict())
-    rehearsed(Rehearsed(None), model)
+    computed(Rehearsed(None), model)
     assert weights_digest(model.state_dict()) == before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(module.training for module in model.modules())
@@ -60,20 +60,20 @@ def test_rehearsal_leaves_no_trace() -> None:
 
 def test_rehearsal_finds_parts_and_written_buffers() -> None:
     model = Normed()
-    found = rehearsed(Rehearsed(None), model)
+    form = computed(Rehearsed(None), model).rehearsal.form
     names = [name for name, _ in model.named_buffers()]
-    assert found.parts == ("mean",)
-    assert {names[i] for i in found.written} == {
+    assert form.parts == ("mean",)
+    assert {names[i] for i in form.written} == {
         "seen", "layer.1.running_mean", "layer.1.running_var", "layer.1.num_batches_tracked",
     }  # fmt: skip
 
 
 def test_rehearsal_repeats_itself() -> None:
-    """Its loss is compared between ranks, dropout and all."""
+    """Its digest is compared between ranks, dropout and all."""
     torch.manual_seed(1)
     model = Normed()
-    losses = {rehearsed(Rehearsed(None), model).loss for _ in range(3)}
-    assert len(losses) == 1
+    digests = {computed(Rehearsed(None), model).rehearsal.digest for _ in range(3)}
+    assert len(digests) == 1
 
 
 def test_memory_that_was_never_written_is_found() -> None:
@@ -84,7 +84,7 @@ def test_memory_that_was_never_written_is_found() -> None:
             return lockstep.Loss((model(batch) * torch.empty(2)).sum(), len(batch))
 
     with raises(problems.FIRST_NOT_FINITE):
-        rehearsed(Unwritten(None), Normed())
+        computed(Unwritten(None), Normed())
 
 
 def test_a_failed_rehearsal_leaves_no_trace_either() -> None:
@@ -97,7 +97,7 @@ def test_a_failed_rehearsal_leaves_no_trace_either() -> None:
     before = weights_digest(model.state_dict())
     filled: Any = torch.utils.deterministic
     with pytest.raises(JobError, match=r"first micro-batch, before training"):
-        rehearsed(Failing(None), model)
+        computed(Failing(None), model)
     assert weights_digest(model.state_dict()) == before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert filled.fill_uninitialized_memory is True  # torch's own default

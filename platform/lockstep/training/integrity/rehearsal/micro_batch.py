@@ -17,7 +17,6 @@ from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import rehearsal_key, seed_all
 from lockstep.training import problems
-from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
@@ -25,6 +24,7 @@ from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.observe.memory_owners import activation_bytes
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.full_sharding import FullSharding, advised
+from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.means import check_form, check_parts, number
 from lockstep.training.step.parameters import ParameterWatch, missing_gradient, written_parameter
 from lockstep.training.step.phase_step import LossModule
@@ -35,22 +35,12 @@ from lockstep.training.step.statistics import own_statistics, takes_statistics
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What the micro-batch showed: the names of the loss's parts, the loss to compare between ranks, and which
-    buffers (by index) it wrote to.
-    """
+    """What the first micro-batch showed of a phase."""
 
-    parts: tuple[str, ...]
-    loss: float
-    written: frozenset[int]
-    digest: str = ""
+    form: LossForm
+    digest: str
     """Of the loss, its parts and each gradient."""
-    terms: tuple[str, ...] = ()
-    """The names of the loss's terms."""
-    statistics: bool = False
-    """Whether the loss gives statistics for `after_step`."""
-    tables: frozenset[str] = frozenset()
-    """The parameters whose gradients are sparse."""
-    activations_bytes: int = 0
+    activations_bytes: int
     """What its graph keeps for backward."""
 
 
@@ -152,23 +142,16 @@ class Computed:
         """The first 16 hex digits of a sha256 over the results."""
         return hashlib.sha256(json.dumps(self.results, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def rehearsal(self) -> Rehearsal:
+        """What the run must know of it."""
+        form = LossForm.of(self.loss, self.gradients, self.written)
+        return Rehearsal(form, self.digest, self.activations_bytes)
+
     def first_difference(self, other: Computed) -> str | None:
         """The name of the first result that differs between two computations of one micro-batch."""
         names = {**self.results, **other.results}
         return next((name for name in names if self.results.get(name) != other.results.get(name)), None)
-
-
-def rehearse(
-    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device
-) -> Rehearsal:
-    """Run micro-batch 0 forward and backward on the bare model, and leave no trace of it.
-
-    Raises the JobError, NumericsError or DeterminismError that the first step would raise. New memory is filled with
-    NaN meanwhile, so that a job that reads what it never wrote is found.
-    """
-    with filled_memory(True):
-        computed = compute(module, batch, precision, seed=seed, device=device)
-    return Rehearsal(tuple(computed.loss.parts), float(computed.loss.total.detach()), computed.written)
 
 
 def compute(

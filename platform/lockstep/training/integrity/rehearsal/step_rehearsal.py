@@ -130,7 +130,7 @@ class StepRehearsal:
             self._took_s = max(self._took_s, time.perf_counter() - began)
         for module, first in zip(modules, firsts, strict=True):
             named = dict(zip(module.names, module.parameters_that_learn, strict=True))
-            tables = {name: named[name] for name in _shown(first).tables}
+            tables = {name: named[name] for name in first.rehearsal.form.tables}
             check_optimizer(self.state.optimizer_of(module.phase.name), tables)
         for tree in (model.state_dict(), unlisted_tensors(model)):
             pack(tree, "model")  # only now: the first forward makes what is lazy
@@ -140,7 +140,7 @@ class StepRehearsal:
             )
         if not can_fork(self.device) and self.spec.determinism == "strict":
             self._compare_here(modules, firsts)
-        return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
+        return {module.phase.name: first.rehearsal for module, first in zip(modules, firsts, strict=True)}
 
     def first_sharded(self, sharding: FullSharding) -> dict[str, Rehearsal]:
         """As `first`, where each worker has its rows of the parameters alone. All ranks call it.
@@ -181,7 +181,7 @@ class StepRehearsal:
                     return computed(module, self._fetched.fetch(key), self._fetched.number(key))
 
                 self._repetition.compare_after(keys, first, again)
-        return {module.phase.name: _shown(first) for module, first in zip(modules, firsts, strict=True)}
+        return {module.phase.name: first.rehearsal for module, first in zip(modules, firsts, strict=True)}
 
     def units(self, deferred: DeferredModel) -> list[str]:
         """The names of the modules that the loss of the first micro-batch calls once, found out in another process, which has memory for one member's parameters at a
@@ -429,16 +429,3 @@ class StepRehearsal:
 
 def _bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def _shown(first: Computed) -> Rehearsal:
-    return Rehearsal(
-        tuple(first.loss.parts),
-        float(first.loss.total.detach()),
-        first.written,
-        first.digest,
-        tuple(first.loss.terms),
-        bool(first.loss.statistics),
-        frozenset(name for name, gradient in first.gradients.items() if gradient.is_sparse),
-        first.activations_bytes,
-    )
