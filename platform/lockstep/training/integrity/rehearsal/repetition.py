@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.interface import Loss
@@ -22,11 +22,6 @@ from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers, statistics
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of
-
-FULL_S = 0.5
-"""`auto` is full where the first micro-batch takes at most so many seconds."""
-
-Extent = Literal["full", "quick", "off"]
 
 
 @dataclass(slots=True)
@@ -49,13 +44,16 @@ class Repetition:
         return compute(module, batch, self.state.precision, seed=spec.seed, device=device, m=m)
 
     def compare_all(
-        self, modules: Sequence[LossModule], keys: Sequence[MicroBatch], extent: Extent
-    ) -> Extent:
-        """Compare each phase's micro-batches. Returns the extent: a micro-batch that takes long makes `auto` quick."""
+        self, modules: Sequence[LossModule], keys: Sequence[MicroBatch], *, others: bool, within_s: float
+    ) -> bool:
+        """Compare each phase's first micro-batch with itself, with `others` also after another one.
+
+        Returns whether others were computed, too: not once a micro-batch has taken longer than `within_s`.
+        """
         for module in modules:
-            extent = self._compare(module, keys, extent)
+            others = self._compare(module, keys, others, within_s)
         self._compare_behind(modules, keys)
-        return extent
+        return others
 
     def compare_after(
         self,
@@ -69,21 +67,18 @@ class Repetition:
             compute(key)
         self._same(first, compute(keys[0]), before)
 
-    def _compare(self, module: LossModule, keys: Sequence[MicroBatch], extent: Extent) -> Extent:
-        """Compare what the first micro-batch gives now, when it is computed again, and after another one."""
+    def _compare(self, module: LossModule, keys: Sequence[MicroBatch], others: bool, within_s: float) -> bool:
         memory_before, began = self._memory(), time.perf_counter()
         again = self.compute(module, keys[0])
-        if self.batches.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
-            extent = "quick"
-        if (
-            module.settle_on_trial is None
-        ):  # halves are of other rows than the whole, where others go with them
+        others &= time.perf_counter() - began <= within_s
+        # Halves are of other rows than the whole, where others go with them.
+        if module.settle_on_trial is None:
             forward, fetched = partial(self.forward, module), self.batches.fetch(keys[0])
             check_sum(fetched, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
-        if extent == "full" and len(keys) > 1:
+        if others and len(keys) > 1:
             self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
         self._same(again, self.compute(module, keys[0]), memory_before)
-        return extent
+        return others
 
     def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
         """A further micro-batch. What it draws when it is first computed, it draws again, unless the job has kept it for whoever asks next."""

@@ -13,11 +13,12 @@ second one, whatever the extent, and the rest is left out. `off` tries the evalu
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ from lockstep.training.integrity.rehearsal.micro_batch import (
     compute_sharded,
 )
 from lockstep.training.integrity.rehearsal.names_of_objects import named
-from lockstep.training.integrity.rehearsal.repetition import Extent, Repetition
+from lockstep.training.integrity.rehearsal.repetition import Repetition
 from lockstep.training.integrity.rehearsal.trial_batches import TrialBatches
 from lockstep.training.job_data import make_sampler
 from lockstep.training.module_modes import evaluating
@@ -68,11 +69,13 @@ from lockstep.training.step.sharding_units import Calls, members_of
 from lockstep.training.step.sparse_gradients import check_optimizer, numbers_of
 from lockstep.training.step.trial_rows import TrialRows, among_others
 
-FULL_BYTES = 1 << 28
-"""`auto` is full where the parameters take at most so many bytes, and the first micro-batch `FULL_S`."""
+FULL_S, FULL_BYTES = 0.5, 1 << 28
+"""`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""
 
 QUICK_BYTES = 1 << 32
 """`auto` is off where the parameters take more bytes: hashing them would take more than a few seconds."""
+
+Extent = Literal["full", "quick", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +285,9 @@ class StepRehearsal:
         if self.spec.determinism == "strict" and self.spec.rehearsal != "off":
             self._fetched.check(keys)
         if extent != "off":
-            extent = self._repetition.compare_all(modules, keys, extent)
+            within_s = FULL_S if self.spec.rehearsal == "auto" else math.inf
+            is_full = self._repetition.compare_all(modules, keys, others=extent == "full", within_s=within_s)
+            extent = "full" if is_full else "quick"
             self._compare_order()
             for text in sample_neighbours.interleaved(self._repetition, modules):
                 self.warn(text)
