@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import LockstepError
 from lockstep.training.step import problems
-from lockstep.training.step.mirrored_optimizer import mirrors
+from lockstep.training.step.mirror_layout import mirrors
 from tests.distributed.gradient_kinds import OnlyTables, RareTable, Recommender, RecommenderBySgd
 from tests.distributed.kinds import Kind, document
 from tests.distributed.survivors import Change, Fall, outlive

@@ -118,6 +118,10 @@ COVERED = {
     "training/step/host_memory.py": ["tests/distributed/test_offload.py"],
     "training/step/sharded_modes.py": ["tests/distributed/test_full_sharding.py"],
     "training/step/mirrored_optimizer.py": ["tests/distributed/test_mirrors.py"],
+    "training/step/mirror_layout.py": [
+        "tests/distributed/test_mirrors.py",
+        "tests/distributed/test_mirrored_shards.py",
+    ],
     "record/mirror/delivery_lanes.py": [
         "tests/unit/record/mirror/test_delivery_lanes.py",
         "tests/unit/record/mirror/test_metric_batches.py",

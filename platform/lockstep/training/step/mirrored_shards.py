@@ -27,7 +27,7 @@ from lockstep.training.integrity.checksum import PRIME, checksum
 from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
-from lockstep.training.step.mirrored_optimizer import Layout, Report, chosen, mirrors, node_name
+from lockstep.training.step.mirror_layout import Layout, Report, chosen, mirrors, node_name
 from lockstep.training.step.phases import sharded_of
 from lockstep.training.step.sharding import (
     SCALARS,
