@@ -25,9 +25,11 @@ from lockstep.spec.loading import load_spec
 from lockstep.training import loop
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.agreement import Agreement
+from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.loop import fit
 from lockstep.training.setup import Run
 from lockstep.training.step import forward_backward
+from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.mirrored_shards import MirroredShards
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
@@ -231,6 +233,90 @@ def test_honest_ranks_of_a_sharded_optimizer_tell_of_nothing(pool: Pool, tmp_pat
         assert (found.error, found.corrupted, found.weights) == ("", [], alone)
 
 
+# --- a sharded optimizer whose parts have a mirror ----------------------------------------------------------------
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.scenario)])
+@pytest.mark.parametrize("what", ["moment", "mirrored moment"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_an_owner_sends_is_compared_with_what_its_mirror_has_computed(
+    pool: Pool, tmp_path: Path, workers: int, what: str, rank: int
+) -> None:
+    """The weights that the flipped moment has made are not used: the next step ends before its update, and the steps that are taken again tell which was wrong."""
+    given = sharded(tmp_path, what="nothing") | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 4}}
+    }
+    found = pool.run(workers, attempted_with_flip, given, AttemptOrigin(), what, rank)
+    assert {one.code for one in found} == {problems.OTHER_BITS.code}
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.how, doubt.step, doubt.quantity) == ((), "undecided", 6, "optimizer state")
+    assert doubt.tensor.startswith("exp_avg of ")
+    assert rank in {worker.rank for worker in doubt.workers}
+    assert len(doubt.workers) == 2
+    again = pool.run(3, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("what", ["moment", pytest.param("mirrored moment", marks=pytest.mark.scenario)])
+def test_no_moment_is_saved_that_differs_from_its_mirror(pool: Pool, tmp_path: Path, what: str) -> None:
+    given = sharded(tmp_path, what="nothing") | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 20}
+    }
+    found = pool.run(2, attempted_with_flip, given, AttemptOrigin(), what, 1)
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.step, doubt.quantity) == ((), 5, "optimizer state")
+    assert max(saved(tmp_path)) == 4
+    again = pool.run(1, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+def attempted_with_flip_in_update(document: Document, origin: AttemptOrigin, rank: int) -> Attempted:
+    """An attempt in which a bit of the weights of a rank's own spans flips within the update of step 5, when nothing else shows it."""
+    updated = MirroredOptimizer._updated
+
+    def flipping(self: MirroredOptimizer, parts: Any, optimizer: Any, *more: Any) -> None:
+        updated(self, parts, optimizer, *more)
+        if self.group.rank == rank and parts is self._parts:
+            count = next(int(state["step"]) for state in optimizer.state.values())
+            if count == 5 and origin.attempt == 1:
+                flip(next(part.value for part in parts.values()), bit=20)
+
+    with mock.patch.object(MirroredOptimizer, "_updated", flipping):
+        return attempted(document, origin)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(("workers", "rank"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.scenario)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.scenario)])
+def test_a_bit_that_flips_within_an_update_is_found_by_the_mirror(
+    pool: Pool, tmp_path: Path, workers: int, rank: int, every: int
+) -> None:
+    """Of the weights that the mirror has made nothing is left but that they were other ones: the owner is wrong as soon as the steps that are taken again say so."""
+    given = sharded(tmp_path, what="nothing") | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": every}, "keep_last": 20}
+    }
+    found = pool.run(workers, attempted_with_flip_in_update, given, AttemptOrigin(), rank)
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.step, doubt.quantity, doubt.tensor) == ((), 5, "weights", "")
+    assert max(saved(tmp_path)) == 4
+    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.scenario
+def test_without_the_comparison_with_mirrors_other_bits_are_the_run_s(pool: Pool, tmp_path: Path) -> None:
+    """The control."""
+    given = sharded(tmp_path, what="nothing")
+    found = pool.run(2, attempted_with_flip, given, AttemptOrigin(), "moment", 1, False)
+    assert {one.error for one in found} == {""}
+    assert found[0].weights != train(given).weights_digest
+
+
 # --- fully sharded parameters whose rows have a mirror ------------------------------------------------------------
 
 
@@ -250,21 +336,23 @@ def attempted_with_flip(
         note_step(run, row)
         if row.step != 5 or run.group.rank != rank:
             return
-        mirrored = run.state.mirrored_shards
+        mirrored = run.state.mirrored
         if what == "buffer":
             flip(next(run.state.model.buffers()), bit=20)
         elif mirrored is not None:
-            quantity = ("weight", "moment", "average").index(what.removeprefix("mirrored "))
-            shard = next(value for number, _, _, value in mirrored.rows() if number == quantity)
-            if what.startswith("mirrored "):
-                assert shard.mirror is not None
-                shard = shard.mirror
-            flip(shard.local, bit=20)
+            quantity = Quantity(("weight", "moment", "average").index(what.removeprefix("mirrored ")))
+            replica = next(
+                each
+                for each in mirrored.replicas(run.state.names_by_phase())
+                if (each.quantity, each.is_mirror) == (quantity, what.startswith("mirrored "))
+            )
+            flip(replica.elements.values, bit=20)
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(loop, "note_step", noted))
         if not compares:
-            patched.enter_context(mock.patch.object(MirroredShards, "balance", lambda self: 0))
+            for kind in (MirroredShards, MirroredOptimizer):
+                patched.enter_context(mock.patch.object(kind, "balance", lambda self: 0))
             patched.enter_context(mock.patch.object(Agreement, "_compare_mirrors", lambda self, held: None))
         return attempted(document, origin)
 

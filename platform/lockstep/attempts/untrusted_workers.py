@@ -61,8 +61,16 @@ class _Difference(NamedTuple):
 
     @property
     def right(self) -> set[Result]:
-        """The results of which each may be right."""
-        return {result for worker, result in self.results.items() if worker[3] not in self.corruption.wrong}
+        """The results of which each may be right, as far as they are known."""
+        of_others = (
+            result for worker, result in self.results.items() if worker[3] not in self.corruption.wrong
+        )
+        return set(filter(None, of_others))
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether some worker had a result of which only is known that it was another one."""
+        return not all(self.results.values())
 
     @property
     def nodes_of_wrong(self) -> frozenset[str]:
@@ -72,7 +80,11 @@ class _Difference(NamedTuple):
         """The same, once its right result is known."""
         if self.corruption.how != "undecided":
             return self
-        wrong = tuple(sorted(w.rank for w in self.corruption.workers if self.result(w) != right))
+        known = replace(
+            self.corruption,
+            workers=tuple(w._replace(digests=self.result(w)) for w in self.corruption.workers),
+        )
+        wrong = tuple(sorted(known.wrong_beside(right)))
         return self._replace(corruption=replace(self.corruption, wrong=wrong, how="recomputation"))
 
 
@@ -119,6 +131,8 @@ class UntrustedWorkers:
         if right:
             repeated = any(last.results.get(worker) == result for worker, result in current.results.items())
             return self._undecided(current) if repeated else self._of_job(current, last)
+        if current.has_unknown or last.has_unknown:
+            return self._undecided(current)
         # A worker that is compared with itself alone has no right result.
         if not (current.right and last.right) and current.wrong & last.wrong:
             return Verdict(current.corruption, current.nodes_of_wrong)

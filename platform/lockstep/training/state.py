@@ -198,6 +198,10 @@ class TrainState:
         """What has another worker's part of the state too, where each worker keeps that."""
         return self.optimizer if isinstance(self.optimizer, MirroredOptimizer) else self.mirrored_shards
 
+    def names_by_phase(self) -> dict[str, list[str]]:
+        """The names of the parameters of each phase, in the order of its optimizer."""
+        return {phase: [name for group in groups for name in group] for phase, groups in self.order.items()}
+
     def have_pending(self, weights: dict[str, Any]) -> None:
         """Have the pending evaluation these weights. On a rank that joins, all else of it comes with the state."""
         self.pending = (

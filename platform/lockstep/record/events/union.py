@@ -251,6 +251,7 @@ class Witness(NamedTuple):
     uuid: str
     """The UUID of the GPU; empty for a processor."""
     digests: tuple[int, ...]
+    """None where it is known that they were others, and not which."""
 
     def __str__(self) -> str:
         device = ", ".join(filter(None, (self.device, self.uuid)))
@@ -276,6 +277,11 @@ class Corrupted:
     how: Literal["majority", "repetition", "recomputation", "undecided"]
     """How it was decided who was wrong."""
     micro_batch: int | None = None
+
+    def wrong_beside(self, right: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that were wrong where these digests are right. One whose digests are not known was, if no other is to blame."""
+        others = [worker.rank for worker in self.workers if worker.digests and worker.digests != right]
+        return tuple(others or [worker.rank for worker in self.workers if not worker.digests])
 
     @property
     def untrusted_workers(self) -> tuple[Witness, ...]:

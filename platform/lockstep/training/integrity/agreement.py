@@ -4,7 +4,7 @@ Each rank makes digests of what it holds (`digests.py`). The ranks compare them 
 before it is reported, at every save before anything is copied, and where the checksums of weights differ that a sharded optimizer overwrites. Where they differ, the attempt ends: every checkpoint saved before holds a
 state that they agreed on.
 
-Where shards have mirrors, each rank's rows are compared with their mirror: weights, moments and average. Of two that differ, nobody knows which is wrong.
+Where parts of the state have mirrors, each is compared with its mirror: moments, and of shards also weights and average. Of two that differ, nobody knows which is wrong.
 
 With three ranks or more, those outside the majority are wrong. With two that differ, nobody knows which is wrong. Their digests go to the
 next attempt, which takes the same steps again: where its ranks agree, those that had other digests were wrong.
@@ -39,7 +39,7 @@ from lockstep.training.integrity.digests import (
 )
 from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.state import TrainState
-from lockstep.training.step.mirrored_shards import MirroredRows
+from lockstep.training.step.mirror_layout import Replica
 from lockstep.training.step.phases import optimizers_of, sharded_of
 
 Held = tuple[int, int, int, int]
@@ -63,49 +63,48 @@ def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
 
 def settled(doubt: Corrupted, held: Held) -> Corrupted:
     """An undecided difference, settled: the ranks now agree on `held` after the same step, so the ranks that held other digests were wrong."""
-    wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
-    return replace(doubt, wrong=wrong, how="recomputation")
+    return replace(doubt, wrong=doubt.wrong_beside(held), how="recomputation")
 
 
-class _Row(NamedTuple):
-    """Rows of one tensor: of which quantity, and the name that messages use."""
+class _Mirrored(NamedTuple):
+    """One tensor: of which quantity, and the name that messages use."""
 
     quantity: Quantity
     label: str
 
 
-class _RowDigests(NamedTuple):
-    """The digests of a rank's rows, and of those of rank `owner` that it mirrors: what each adds to that of the whole."""
+class _ReplicaDigests(NamedTuple):
+    """The digests of a rank's own part of each tensor, and of that of rank `owner` that it mirrors: what each adds to that of the whole."""
 
     owner: int
-    local: dict[_Row, int]
-    of_mirror: dict[_Row, int]
+    local: dict[_Mirrored, int]
+    of_mirror: dict[_Mirrored, int]
+    is_unlike: bool
+    """Whether it has made other weights than the owner in the newest update; the owner's have replaced them."""
 
     @classmethod
-    def of(cls, digester: Digester, owner: int, rows: Iterable[MirroredRows]) -> _RowDigests:
-        keys, shards = [], []
-        for quantity, name, label, shard in rows:
-            if shard.mirror is not None:
-                keys.append(_Row(quantity, label))
-                shards += [[digester.part(name, shard)], [digester.part(name, shard.mirror)]]
-        digests = resolved(shards)
-        return cls(
-            owner,
-            dict(zip(keys, digests[::2], strict=True)),
-            dict(zip(keys, digests[1::2], strict=True)),
-        )
+    def of(
+        cls, digester: Digester, owner: int, replicas: Iterable[Replica], is_unlike: bool
+    ) -> _ReplicaDigests:
+        every = list(replicas)
+        digests = resolved([[digester.part(each.name, each.elements)] for each in every])
+        by_kind: tuple[dict[_Mirrored, int], dict[_Mirrored, int]] = {}, {}
+        for each, digest in zip(every, digests, strict=True):
+            by_kind[each.is_mirror][_Mirrored(each.quantity, each.label)] = digest
+        return cls(owner, *by_kind, is_unlike)
 
     @staticmethod
-    def totals(digests: Mapping[_Row, int]) -> list[int]:
+    def totals(digests: Mapping[_Mirrored, int]) -> list[int]:
         """What they add by quantity."""
         added = [0] * len(Quantity)
-        for row, digest in digests.items():
-            added[row.quantity] = (added[row.quantity] + digest) % 2**64
+        for mirrored, digest in digests.items():
+            added[mirrored.quantity] = (added[mirrored.quantity] + digest) % 2**64
         return added
 
-    def first_unlike(self, owner: _RowDigests) -> _Row:
-        """The first rows that differ from the owner's own."""
-        return next(row for row, digest in self.of_mirror.items() if owner.local.get(row) != digest)
+    def first_unlike(self, owner: _ReplicaDigests) -> _Mirrored:
+        """The first tensor that the owner has otherwise; weights without a name where only those of the newest update were other ones."""
+        unlike = (each for each, digest in self.of_mirror.items() if owner.local.get(each) != digest)
+        return next(unlike, _Mirrored(Quantity.WEIGHTS, ""))
 
 
 class Agreement:
@@ -148,8 +147,8 @@ class Agreement:
         return values_digest(self._optimizer()), values_digest(self._others())
 
     def _optimizer_digest(self) -> int:
-        """Of an optimizer whose shards have mirrors that of its whole state, so that a later attempt can tell which of the two was right."""
-        if self._state.mirrored_shards is None:
+        """Of an optimizer whose parts have mirrors that of its whole state, so that a later attempt can tell which of the two was right."""
+        if self._state.mirrored is None:
             return optimizer_digest(self.digester, self._optimizer())
         return held_optimizer_digest(self.digester, self._state.optimizer)
 
@@ -213,28 +212,42 @@ class Agreement:
         )
 
     def _compare_mirrors(self, held: Held) -> None:
-        """Compare the rows of each rank with their mirror; `held` are the digests that all ranks have. CorruptionError where they differ."""
-        mirrored = self._state.mirrored_shards
+        """Compare what each rank has with its mirror; `held` are the digests that all ranks have. CorruptionError where they differ."""
+        mirrored = self._state.mirrored
         if mirrored is None or mirrored.mirrored is None:
             return
-        rows = _RowDigests.of(self.digester, mirrored.mirrored, mirrored.rows())
-        every: list[tuple[int, list[int], list[int]]] = self._group.gather(
-            (rows.owner, rows.totals(rows.local), rows.totals(rows.of_mirror))
+        replicas = _ReplicaDigests.of(
+            self.digester,
+            mirrored.mirrored,
+            mirrored.replicas(self._state.names_by_phase()),
+            mirrored.updates_are_unlike,
+        )
+        every: list[tuple[int, list[int], list[int], bool]] = self._group.gather(
+            (
+                replicas.owner,
+                replicas.totals(replicas.local),
+                replicas.totals(replicas.of_mirror),
+                replicas.is_unlike,
+            )
         )
         pairs = {
-            mirror: owner for mirror, (owner, _, theirs) in enumerate(every) if theirs != every[owner][1]
+            mirror: owner
+            for mirror, (owner, _, theirs, is_unlike) in enumerate(every)
+            if is_unlike or theirs != every[owner][1]
         }
         if not pairs:
             return
         rank = self._group.rank
         digests = list(held)
-        if rank in pairs:  # the whole state with its rows in place of their owner's
-            _, local, _ = every[pairs[rank]]
+        if replicas.is_unlike:
+            digests = []  # the weights that it would have are gone
+        elif rank in pairs:  # the whole state with its part in place of the owner's
+            local = every[pairs[rank]][1]
             for each in Quantity:
                 digests[each] = (digests[each] + every[rank][2][each] - local[each]) % 2**64
-        every_row: list[_RowDigests] = self._group.gather(rows)
+        all_replicas: list[_ReplicaDigests] = self._group.gather(replicas)
         mirror, owner = next(iter(pairs.items()))
-        first = every_row[mirror].first_unlike(every_row[owner])
+        first = all_replicas[mirror].first_unlike(all_replicas[owner])
         witnesses = self._group.gather(witness(self._group, digests))
         corrupted = Corrupted(
             step=self._state.counters.step,

@@ -33,11 +33,9 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
-from lockstep.training.optimizer_state import assembled_optimizer
 from lockstep.training.state import TrainState
 from lockstep.training.step.phases import Optimizers, sharded_of
-from lockstep.training.step.sharding import SCALARS, FullyShardedOptimizer, ShardedOptimizer
-from lockstep.training.step.shards import Shard
+from lockstep.training.step.shards import Elements, Shard
 
 BLOCK = 1 << 16
 """Words that share a factor. As 64-bit numbers they are 512 KiB, which stay in a core's cache from the copy to the sum."""
@@ -83,21 +81,20 @@ class Digester:
             return Summed(factor, term, _few(words.tolist()))
         return Summed(factor, term, self._sums(words.to(self._device)))
 
-    def part(self, name: str, shard: Shard) -> Summed:
-        """What the rows of one rank add: the whole is the sum over the ranks, of which rank 0 adds the constant term."""
-        local = shard.local
-        factor, term = _constants(name, str(local.dtype), tuple(shard.shape))
-        words = _words(local).to(self._device)
-        each = words.numel() // max(1, local.numel())
-        start = shard.elements.start * each
-        first, begin = divmod(start, BLOCK)
+    def part(self, name: str, elements: Elements) -> Summed:
+        """What some elements of a tensor add: the whole is the sum over all, of which the first ones add the constant term."""
+        values, shape, start, is_first = elements
+        factor, term = _constants(name, str(values.dtype), tuple(shape))
+        words = _words(values).to(self._device)
+        each = words.numel() // max(1, values.numel())
+        first, begin = divmod(start * each, BLOCK)
         # The first block begins within the words of a whole tensor: it is filled up from the left with zeros, which add nothing.
         head = words[: BLOCK - begin] if begin else words[:0]
         sums = self._sums(words[head.numel() :])
         if begin:
             padded = torch.cat([words.new_zeros(begin), head])
             sums = torch.cat([self._sums(padded), sums])
-        return Summed(factor, term if shard.rank == 0 else 0, sums, first)
+        return Summed(factor, term if is_first else 0, sums, first)
 
     def _sums(self, words: Tensor) -> Tensor:
         """The sum of each block of the words."""
@@ -183,54 +180,32 @@ def values_digest(tree: Mapping[str, Any]) -> int:
 
 
 def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
-    """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
+    """`optimizer_digest` of an optimizer's current state. All ranks call it.
+
+    Of a sharded one each rank digests what it has, and what all have whole counts as this rank has it: with other bits of that it has another digest.
+    """
     sharded = sharded_of(optimizer)
     if not sharded:
         return optimizer_digest(digester, optimizer.state_dict())
     group = next(iter(sharded.values())).group
-    if any(isinstance(member, FullyShardedOptimizer) for member in sharded.values()):
-        return _digest_of_parts(digester, sharded, group)
-    saved = optimizer.state_dict()
-    rank, ranks = group.rank, group.size
-    placeholders = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
-    mine = assembled_optimizer(
-        optimizer, saved, {placeholder: i % ranks for i, placeholder in enumerate(placeholders)}
-    )
-    saved_values = [value for _, value in leaves(saved, "")]
-    tensors = {
-        path: value
-        for (path, value), saved_value in zip(leaves(mine, ""), saved_values, strict=True)
-        if isinstance(value, Tensor) and (isinstance(saved_value, Elsewhere) or rank == 0)
-    }
-    lines = [
-        f"{path}={_text(value)}"
-        for path, value in leaves(mine, "")
-        if rank == 0 and not isinstance(value, Tensor | Elsewhere)
-    ]
-    partial: list[int] = group.gather(digester.digest(tensors, lines))
-    return sum(partial) & _MASK
-
-
-def _digest_of_parts(digester: Digester, sharded: Mapping[str, ShardedOptimizer], group: Group) -> int:
-    rank, ranks = group.rank, group.size
-    parts, whole, lines = list[Summed](), list[Summed](), list[str]()
-    for phase, optimizer in sharded.items():
-        assert isinstance(optimizer, FullyShardedOptimizer)
+    parts, whole = list[Summed](), list[Summed]()
+    lines, lines_of_parts = list[str](), list[str]()
+    for phase, member in sharded.items():
         above = f"{phase}/" if phase else ""
-        for i, is_whole, parameter, state in optimizer.own_parts():
-            for name, value in state.items():
-                path = f"{above}state/{i}/{name}"
-                if isinstance(value, Tensor) and not is_whole and name not in SCALARS:
-                    parts.append(digester.part(path, Shard(value, parameter.shape, rank, ranks)))
-                elif isinstance(value, Tensor):
-                    whole.append(digester.summed(path, value))
-                else:
-                    lines.append(f"{path}={_text(value)}")
-        groups = {"param_groups": optimizer.groups_as_saved()}
+        for i, name, value, is_on_all in member.own_values():
+            path = f"{above}state/{i}/{name}"
+            if isinstance(value, Elements):
+                parts.append(digester.part(path, value))
+            elif isinstance(value, Tensor):
+                (whole if is_on_all else parts).append(digester.summed(path, value))
+            else:
+                (lines if is_on_all else lines_of_parts).append(f"{path}={_text(value)}")
+        groups = {"param_groups": member.groups_as_saved()}
         lines += [f"{above}{path}={_text(value)}" for path, value in leaves(groups)]
     of_parts, of_whole = resolved([parts, whole])
-    every: list[int] = group.gather(of_parts)
-    return (sum(every) + of_whole + _of_lines(lines)) & _MASK
+    every: list[tuple[int, list[str]]] = group.gather((of_parts, lines_of_parts))
+    lines += [line for _, some in every for line in some]
+    return (sum(part for part, _ in every) + of_whole + _of_lines(lines)) & _MASK
 
 
 def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | None) -> int:
@@ -240,7 +215,11 @@ def held_digest(digester: Digester, tensors: Mapping[str, Any], group: Group | N
     """
     if group is None:
         return digester.digest({name: value for name, value in tensors.items() if isinstance(value, Tensor)})
-    parts = [digester.part(name, value) for name, value in tensors.items() if isinstance(value, Shard)]
+    parts = [
+        digester.part(name, value.as_elements())
+        for name, value in tensors.items()
+        if isinstance(value, Shard)
+    ]
     whole = [digester.summed(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
     of_parts, of_whole = resolved([parts, whole])
     every: list[int] = group.gather(of_parts)
@@ -252,8 +231,9 @@ def element_digest(device: torch.device) -> Callable[[str, Tensor | Shard], int]
     digester = Digester(device)
 
     def digest(name: str, value: Tensor | Shard) -> int:
-        summed = digester.part(name, value) if isinstance(value, Shard) else digester.summed(name, value)
-        return resolved([[summed]])[0]
+        if isinstance(value, Shard):
+            return resolved([[digester.part(name, value.as_elements())]])[0]
+        return resolved([[digester.summed(name, value)]])[0]
 
     return digest
 

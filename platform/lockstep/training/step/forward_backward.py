@@ -166,17 +166,15 @@ class ForwardBackward:
 
         Where the workers share the optimizer out, the weights are compared in each step that its update overwrites with what their owners send:
         a bit of them that has flipped would be the same everywhere by the time of the next digests, or gone, and what was computed with it would stay.
-        Where the weights are sharded, each rank's rows are compared with their mirror, if there is one.
+        What has a mirror is compared with it: the rows of weights that are sharded, and what a sharded optimizer has made of them in the update before.
         """
+        balance = 0 if self.state.mirrored is None else self.state.mirrored.balance()
         if self.state.sharding is not None:
-            mirrored = self.state.mirrored_shards
-            phase.exchange.close(
-                pace, self.state.sharding.order, 0 if mirrored is None else mirrored.balance()
-            )
+            phase.exchange.close(pace, self.state.sharding.order, balance)
             return
         sharded = sharded_of(self.state.optimizer).values() if self.group.size > 1 else ()
         overwritten = [parameter for optimizer in sharded for parameter in optimizer.overwritten]
-        phase.exchange.close(pace, checksum(overwritten) if overwritten else 0)
+        phase.exchange.close(pace, checksum(overwritten) if overwritten else 0, balance)
 
     def _note_statistics(
         self, phase: PhaseStep, position: Position, m: int, batch: Any, loss: Loss, *, counts: bool

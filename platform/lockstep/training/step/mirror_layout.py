@@ -7,7 +7,9 @@ import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.step import problems
+from lockstep.training.step.shards import Elements
 
 
 def node_name() -> str:
@@ -45,6 +47,21 @@ class Report(NamedTuple):
     """The newest first: of each rank whose spans it has, the state of each parameter by name: numbers themselves, and the dtype of a tensor."""
     on_all: dict[int, dict[str, Any]] | None = None
     """The state of the parameters that every rank updates whole, told in the same way; None of a rank that joins."""
+    is_unlike: bool = False
+    """Whether it has made other weights of what it mirrors in the newest update than their owner."""
+
+
+class Replica(NamedTuple):
+    """Elements of a tensor that two ranks have: their owner, and its mirror."""
+
+    quantity: Quantity
+    name: str
+    """By which it is digested."""
+    label: str
+    """By which messages call it."""
+    elements: Elements
+    is_mirror: bool
+    """Whether this rank has them as the mirror of their owner."""
 
 
 def chosen(reports: Sequence[Report]) -> tuple[Layout, dict[int, int]]:

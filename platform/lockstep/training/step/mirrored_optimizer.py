@@ -16,14 +16,16 @@ its spans as it was before its newest update, and `take_back` returns to that. (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.training.step.mirror_layout import Layout, Report, chosen, mirrors, node_name
+from lockstep.training.integrity.quantities import Quantity
+from lockstep.training.step import problems
+from lockstep.training.step.mirror_layout import Layout, Replica, Report, chosen, mirrors, node_name
 from lockstep.training.step.sharding import (
     SCALARS,
     Part,
@@ -60,6 +62,13 @@ class MirroredOptimizer(ShardedOptimizer):
         """The step after which `_before` is; None where that is not to be returned to."""
         self._before: dict[tuple[int, int], dict[str, Any]] = {}
         """The state of each span before the newest update, by the rank whose it is and the parameter."""
+        self._is_unlike: Tensor | bool = False
+        """Whether the owner of the mirrored spans has made other weights of them in the newest update than this rank."""
+
+    @property
+    def mirrored(self) -> int | None:
+        """The rank whose spans this rank mirrors; None where it is alone."""
+        return None if self.group.size == 1 else self._layout.mirrors.index(self.group.rank)
 
     def _build(self) -> None:
         if self._built:
@@ -94,7 +103,33 @@ class MirroredOptimizer(ShardedOptimizer):
         self._previous = []
         for share in self._shares.values():
             self._updated(*share)
-        self._gathering()
+        self._is_unlike = self._gathering(self.mirrored)
+
+    def balance(self) -> Tensor | int:
+        """Zero on all ranks, unless a worker and its mirror have made other weights of the same spans in the newest update."""
+        unlike = self._is_unlike
+        return unlike.to(torch.int64) if isinstance(unlike, Tensor) else int(unlike)
+
+    @property
+    def updates_are_unlike(self) -> bool:
+        """Whether this rank has made other weights of the spans that it mirrors than their owner. Waits for the device."""
+        return bool(self._is_unlike)
+
+    def replicas(self, names: Mapping[str, Sequence[str]]) -> Iterator[Replica]:
+        """The part of the state that this rank owns, and the one that it mirrors. `names` are those of the parameters, by phase."""
+        self._build()
+        for owner, share in self._shares.items():
+            for i, part in share.parts.items():
+                state = {} if i in self._on_all else share.optimizer.state.get(part.value, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and name not in SCALARS:
+                        yield Replica(
+                            Quantity.OPTIMIZER,
+                            f"state/{i}/{name}",
+                            f"{name} of {names[''][i]}",
+                            self.elements(part.span, value),
+                            is_mirror=owner != self.group.rank,
+                        )
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
@@ -131,7 +166,7 @@ class MirroredOptimizer(ShardedOptimizer):
                     share.optimizer.state.pop(part.value, None)
                     if self._before[owner, i]:
                         share.optimizer.state[part.value] = self._before[owner, i]
-            self._before = {}
+            self._before, self._is_unlike = {}, False
         self._before_step = None
 
     # --- the state ------------------------------------------------------------------------------------------------
@@ -150,7 +185,7 @@ class MirroredOptimizer(ShardedOptimizer):
     def regroup(self, group: Group, *, holds: bool) -> None:
         """Share the state out in another group. All ranks of that call it; one that joins `holds` nothing.
 
-        Raises ClusterError on all ranks where the spans of a rank are lost with its mirror.
+        Raises ClusterError on all ranks where the spans of a rank are lost with its mirror, or where the two had made other weights of them.
         """
         self._build()
         current = [(self._layout, self._shares)] if self._is_whole else []
@@ -161,7 +196,10 @@ class MirroredOptimizer(ShardedOptimizer):
             for layout, shares in mine
         ]
         on_all_reported = {i: _as_reported(state) for i, state in on_all.items()} if holds else None
-        reports: list[Report] = group.gather(Report(node_name(), reported, on_all_reported))
+        report = Report(node_name(), reported, on_all_reported, bool(holds and self._is_unlike))
+        reports: list[Report] = group.gather(report)
+        if any(report.is_unlike for report in reports):
+            raise problems.MIRROR_DIFFERS()
         layout, sources = chosen(reports)
         shares = next((shares for kept_layout, shares in mine if kept_layout == layout), {})
         old_spans = self._spans(layout.ranks)

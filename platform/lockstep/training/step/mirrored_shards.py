@@ -27,7 +27,7 @@ from lockstep.training.integrity.checksum import PRIME, checksum
 from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
-from lockstep.training.step.mirror_layout import Layout, Report, chosen, mirrors, node_name
+from lockstep.training.step.mirror_layout import Layout, Replica, Report, chosen, mirrors, node_name
 from lockstep.training.step.phases import sharded_of
 from lockstep.training.step.sharding import (
     SCALARS,
@@ -53,17 +53,6 @@ class Cut(NamedTuple):
     whole: frozenset[str]
     """The parameters that must stay whole whatever the number of workers."""
     fused: bool
-
-
-class MirroredRows(NamedTuple):
-    """The rows of a tensor that this worker has, with those that it mirrors."""
-
-    quantity: Quantity
-    name: str
-    """By which it is digested."""
-    label: str
-    """By which messages call it."""
-    shard: Shard
 
 
 class _Content(NamedTuple):
@@ -175,24 +164,29 @@ class MirroredShards:
         difference = (checksum(local) if local else 0) - (checksum(mirrored) if mirrored else 0)
         return difference % PRIME
 
-    def rows(self) -> Iterator[MirroredRows]:
-        """What has a mirror."""
-        if self.mirrored is None:
-            return
-        state = self._state
-        for name, value in state.model_state().items():
-            if isinstance(value, Shard):
-                yield MirroredRows(Quantity.WEIGHTS, name, name, value)
-        names = self._names_by_phase()
+    updates_are_unlike = False
+    """A worker and its mirror make the same update of rows that are compared by `balance`."""
+
+    def replicas(self, names: Mapping[str, Sequence[str]]) -> Iterator[Replica]:
+        """The rows of this worker, and those that it mirrors. `names` are those of the parameters, by phase."""
+        for quantity, name, label, value in self._mirrored_values(names):
+            if isinstance(value, Shard) and value.mirror is not None:
+                yield Replica(quantity, name, label, value.as_elements(), is_mirror=False)
+                yield Replica(quantity, name, label, value.mirror.as_elements(), is_mirror=True)
+
+    def _mirrored_values(
+        self, names: Mapping[str, Sequence[str]]
+    ) -> Iterator[tuple[Quantity, str, str, Any]]:
+        """What digests cover, with its name there and its label in messages."""
+        for name, value in self._state.model_state().items():
+            yield Quantity.WEIGHTS, name, name, value
         for phase, optimizer in self._optimizers():
             above, within = (f"{phase}/", f" in phase {phase}") if phase else ("", "")
             for (_, _, i, name), value in self._values_of_optimizer(phase, optimizer):
-                if isinstance(value, Shard):
-                    label = f"{name} of {names[phase][i]}{within}"
-                    yield MirroredRows(Quantity.OPTIMIZER, f"{above}state/{i}/{name}", label, value)
-        for name, value in state.average_state().items():
-            if isinstance(value, Shard):
-                yield MirroredRows(Quantity.AVERAGE, name, f"average of {name}", value)
+                label = f"{name} of {names[phase][i]}{within}"
+                yield Quantity.OPTIMIZER, f"{above}state/{i}/{name}", label, value
+        for name, value in self._state.average_state().items():
+            yield Quantity.AVERAGE, name, f"average of {name}", value
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
@@ -288,11 +282,6 @@ class MirroredShards:
         names = {id(parameter): name for name, parameter in self._state.model.named_parameters()}
         listed = self._state.model.state_dict(keep_vars=True)
         return {name: names[id(value)] for name, value in listed.items() if id(value) in names}
-
-    def _names_by_phase(self) -> dict[str, list[str]]:
-        """The names of the parameters of each phase, in the order of its optimizer."""
-        order = self._state.order
-        return {phase: [name for group in groups for name in group] for phase, groups in order.items()}
 
     def _optimizers(self) -> Iterator[tuple[str, FullyShardedOptimizer]]:
         for phase, optimizer in sharded_of(self._state.optimizer).items():
@@ -442,7 +431,7 @@ class MirroredShards:
     def _parameters_of(self, contents: Sequence[_Content]) -> Iterator[str]:
         """The name of the parameter to which each value belongs."""
         names = self._names_in_state_dict()
-        by_phase = self._names_by_phase()
+        by_phase = self._state.names_by_phase()
         for kind, *key in (content.key for content in contents):
             if kind == "optimizer":
                 yield by_phase[key[0]][key[1]]

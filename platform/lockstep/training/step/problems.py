@@ -347,6 +347,15 @@ OPTIMIZER_MIRROR_LOST = Problem(
     advice="nothing",
 )
 
+MIRROR_DIFFERS = Problem(
+    "step.optimizer.mirror_differs",
+    ClusterError,
+    "when a worker was lost, another one and its mirror had made different weights in the newest update: no worker that is left can be relied on",
+    "the next attempt reads the newest checkpoint",
+    cause="a bit flipped in the part of the state that a worker or its [mirror](attempts.md#sharded-state) keeps, just before another worker was lost; [retried](attempts.md) from a checkpoint",
+    advice="nothing",
+)
+
 AVERAGE_SHAPE = Problem(
     "step.average_shape",
     StorageError,

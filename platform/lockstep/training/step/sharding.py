@@ -27,7 +27,7 @@ from lockstep.training.step import problems
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import SHORT
-from lockstep.training.step.shards import element_ranges
+from lockstep.training.step.shards import Elements, element_ranges
 
 if TYPE_CHECKING:
     from lockstep.training.step.host_memory import HostMemory
@@ -54,6 +54,17 @@ class Span(NamedTuple):
     start: int
     stop: int
     owner: int
+
+
+class OwnValue(NamedTuple):
+    """A value of an optimizer's state that a rank has."""
+
+    parameter: int
+    name: str
+    value: Any
+    """A tensor of which the rank has a part as `Elements`."""
+    is_on_all: bool
+    """Whether every rank has it; if not, this rank is the only one that tells of it."""
 
 
 class Part(NamedTuple):
@@ -92,6 +103,14 @@ def gathering_bytes(most: int, ranks: int) -> int:
     """Temporary bytes of gathering, for the rounds that are in flight at once; `most` is the most bytes that any rank sends in all."""
     width = gathering_width(ranks)
     return min(2, -(-most // width)) * (ranks + 1) * min(width, most)
+
+
+def first_owners(every: Iterable[Span]) -> dict[int, int]:
+    """By parameter the owner of its first span."""
+    owners: dict[int, int] = {}
+    for span in every:
+        owners.setdefault(span.parameter, span.owner)
+    return owners
 
 
 def flat(tensor: Tensor) -> Tensor | None:
@@ -145,6 +164,9 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None
 class ShardedOptimizer(torch.optim.Optimizer):
     """Stands in for the optimizer that it is made from: the same groups, whose rates may be set. It holds only this rank's state."""
 
+    _numbers_on_all = False
+    """Whether every rank has the numbers of every parameter, such as how often it was updated."""
+
     def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(whole.param_groups, whole.defaults)
         self.kind = type(whole)
@@ -184,6 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         cut, ranks = [view is not None for view in views], self.group.size
         self._cutting = asking, widths, cut
         self.spans = self._spans(ranks)
+        self._first_owners = first_owners(self.spans)
         self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
         self._whole = [
             parameter.detach() if view is None else view
@@ -290,6 +313,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state of this rank, by its spans of the parameters."""
         self._build()
         return self._own.state
+
+    def own_values(self) -> Iterator[OwnValue]:
+        """The state of this rank. Numbers of a parameter that several ranks share tells the first of them alone."""
+        self._build()
+        for i, part in self._parts.items():
+            is_on_all = i in self._on_all
+            for name, value in self._own.state.get(part.value, {}).items():
+                if isinstance(value, Tensor) and name not in SCALARS and not is_on_all:
+                    yield OwnValue(i, name, self.elements(part.span, value), False)
+                elif is_on_all or self._numbers_on_all or self._first_owners[i] == self.group.rank:
+                    yield OwnValue(i, name, value, is_on_all or self._numbers_on_all)
+
+    def elements(self, span: Span, value: Tensor) -> Elements:
+        """What the optimizer has for a span of a parameter, such as a moment."""
+        i, shape = span.parameter, self.parameters[span.parameter].shape
+        is_first = span.owner == self._first_owners[i]
+        if self._uncut[i]:
+            return Elements(value, shape, 0, is_first)
+        if self._orders[i] == sorted(self._orders[i]):
+            return Elements(value, shape, span.start, is_first)
+        # In another order of memory they are no range: zeros in the other places add nothing to a digest.
+        whole = torch.zeros_like(
+            self.parameters[i], dtype=value.dtype, device=value.device, requires_grad=False
+        )
+        _required(flat(whole))[span.start : span.stop] = value.view(-1)
+        return Elements(whole, shape, 0, is_first)
 
     def state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
@@ -415,6 +464,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 class FullyShardedOptimizer(ShardedOptimizer):
     """Updates the rows that a worker holds of each parameter. It is whole until `take` is called, and takes no step before."""
 
+    _numbers_on_all = True
+
     def take(
         self,
         names: Sequence[str],
@@ -444,7 +495,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             for parameter in self.parameters
         ]
         self.spans, self._parts, self._mirrors = [], {}, {}
-        self._whole_on_all = frozenset(i for i, name in enumerate(names) if name in whole)
+        self._on_all = frozenset(i for i, name in enumerate(names) if name in whole)
         for i, (name, parameter) in enumerate(zip(names, self.parameters, strict=True)):
             if not parameter.requires_grad:
                 continue
@@ -454,6 +505,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             self._parts[i] = Part(spans[0 if name in whole else rank], local[name])
             if name in mirrors:
                 self._mirrors[i] = Part(spans[mirrored], mirrors[name])
+        self._first_owners = first_owners(self.spans)
         self._orders = [list(range(parameter.dim())) for parameter in self.parameters]
         self._uncut = [name in whole for name in names]
         name_of_next = iter(names)
@@ -523,12 +575,6 @@ class FullyShardedOptimizer(ShardedOptimizer):
         order = [numbers[id(parameter)] for parameter in self._own.state]
         return {**saved, "state": {i: saved["state"][i] for i in order}}
 
-    def own_parts(self) -> Iterator[tuple[int, bool, Tensor, Mapping[str, Any]]]:
-        """The number of each parameter, whether every worker has it whole, the shape that it has whole as a meta tensor, and its state here."""
-        for i, part in self._parts.items():
-            if part.value in self._own.state:
-                yield i, i in self._whole_on_all, self.parameters[i], self._own.state[part.value]
-
     def agree_on_overflow(self, flags: Iterable[Tensor]) -> None:
         """Give each of these `flags` of the loss scaler what the worker with the largest one has: one that overflowed skips the step for all."""
         for flag in flags:
@@ -565,12 +611,17 @@ class _Gathering:
         most = max((sum(map(len, row)) for row in rows), default=0)
         width = gathering_width(group.size)
         self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
+        self._mirrored: int | None = None
+        self._unlike: list[Tensor | bool] = []
 
-    def __call__(self) -> None:
+    def __call__(self, mirrored: int | None = None) -> Tensor | bool:
+        """Whether rank `mirrored` has sent other bytes than this rank has computed in their place; on a CUDA device a tensor, which waits for nothing."""
+        self._mirrored, self._unlike = mirrored, []
         if self.group.size == 1:
-            return
-        for source, copy in self._copies[self.group.rank]:
-            copy.copy_(source)
+            return False
+        for rank, parts in enumerate(self._copies):
+            for source, copy in parts if rank in (self.group.rank, mirrored) else ():
+                copy.copy_(source)
         pending: tuple[Any, Tensor, list[list[Tensor]]] | None = None
         for pieces in self._rounds:
             begun = self._begun(pieces)
@@ -582,6 +633,8 @@ class _Gathering:
         for rank, parts in enumerate(self._copies):
             for target, copy in parts if rank != self.group.rank else ():
                 target.copy_(copy)
+        unlike = [each for each in self._unlike if isinstance(each, Tensor)]
+        return torch.stack(unlike).any() if unlike else any(self._unlike)
 
     def _begun(self, pieces: list[list[Tensor]]) -> tuple[Any, Tensor, list[list[Tensor]]]:
         """Begin one round: its collective, the tensor that it fills, and the pieces that tensor goes to."""
@@ -602,7 +655,22 @@ class _Gathering:
         for rank, row in enumerate(received.view(self.group.size, -1)):
             if rank != self.group.rank and pieces[rank]:
                 sizes = [len(piece) for piece in pieces[rank]]
-                torch._foreach_copy_(pieces[rank], list(torch.split(row[: sum(sizes)], sizes)))
+                sent = list(torch.split(row[: sum(sizes)], sizes))
+                if rank == self._mirrored:
+                    self._unlike += map(_unlike, pieces[rank], sent)
+                torch._foreach_copy_(pieces[rank], sent)
+
+
+def _unlike(first: Tensor, second: Tensor) -> Tensor | bool:
+    """Whether two rows of bytes differ."""
+    if first.device.type != "cpu":
+        return (first != second).any()
+    word = torch.int64.itemsize
+    if any(row.storage_offset() % word for row in (first, second)):
+        return not torch.equal(first, second)
+    whole = len(first) - len(first) % word
+    words = [row[:whole].view(torch.int64) for row in (first, second)]  # several times as fast as bytes
+    return not (torch.equal(*words) and torch.equal(first[whole:], second[whole:]))
 
 
 def _within(parts: list[Tensor], start: int, stop: int) -> list[Tensor]:

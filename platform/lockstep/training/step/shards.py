@@ -7,6 +7,7 @@ logical order, and what is added up over blocks of elements, such as a norm or a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,16 @@ def element_ranges(shape: torch.Size, ranks: int) -> list[range]:
     return [range(rows.start * inner, rows.stop * inner) for rows in row_ranges(shape[0], ranks)]
 
 
+class Elements(NamedTuple):
+    """Consecutive elements of a tensor of the shape `shape`, in logical order."""
+
+    values: Tensor
+    shape: torch.Size
+    start: int
+    is_first: bool
+    """Whether these are the first ones: of an empty tensor only one rank has those."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """The rows of one rank: `local`, of a tensor of the shape `shape`."""
@@ -43,6 +54,10 @@ class Shard:
     def elements(self) -> range:
         """Its elements, in logical order."""
         return element_ranges(self.shape, self.ranks)[self.rank]
+
+    def as_elements(self) -> Elements:
+        """Its rows, as elements."""
+        return Elements(self.local, self.shape, self.elements.start, self.rank == 0)
 
     def like(self, local: Tensor, mirror: Tensor | None = None) -> Shard:
         """The same rows of another tensor of that shape, and of those that are mirrored."""
