@@ -55,6 +55,7 @@ from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
 from lockstep.training.step.sharding import FullyShardedOptimizer, _Gathering
 from lockstep.training.step.shards import Shard
+from tests.distributed.flipped_jobs import flip
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -496,6 +497,12 @@ def _without(mechanism: str) -> Iterator[None]:
                 for i, part in share.parts.items():
                     share.optimizer.state[part.value] |= self._before[owner, i]
 
+    def flipping(self: MirroredOptimizer, parts: Any, optimizer: torch.optim.Optimizer, *more: Any) -> None:
+        update_parts(self, parts, optimizer, *more)
+        counts = [int(state["step"]) for state in optimizer.state.values()]
+        if self.group.rank == 0 and parts is self._parts and counts[:1] == [3]:
+            flip(next(part.value for part in parts.values()))
+
     newest: dict[int, torch.Tensor] = {}
 
     def rows_behind(self: FullyShardedOptimizer, closure: None = None) -> None:
@@ -516,11 +523,12 @@ def _without(mechanism: str) -> Iterator[None]:
 
     exchanged = _Exchange.value
     own, restore, update = Stepper.abandon, TrainState.restore, MirroredOptimizer.step
-    update_rows = FullyShardedOptimizer.step
+    update_rows, update_parts = FullyShardedOptimizer.step, MirroredOptimizer._updated
     patches = {
         "": (),
         "spans before": (MirroredOptimizer, "take_back", lambda self, step: None),
         "mirror": (MirroredOptimizer, "step", behind),
+        "update": (MirroredOptimizer, "_updated", flipping),
         "rows before": (MirroredShards, "take_back", lambda self, step: None),
         "exchanged rows": (_Exchange, "value", changed_rows),
         "mirrored rows": (FullyShardedOptimizer, "step", rows_behind),
@@ -536,7 +544,7 @@ def _without(mechanism: str) -> Iterator[None]:
     with ExitStack() as stack:
         if mechanism:
             stack.enter_context(mock.patch.object(*patches[mechanism]))
-        if mechanism == "mirrored rows":  # else the comparisons of each step find it
+        if mechanism in ("mirrored rows", "mirror"):  # else the comparisons of each step find it
             stack.enter_context(mock.patch.object(MirroredShards, "balance", return_value=0))
             stack.enter_context(mock.patch.object(Agreement, "_compare_mirrors"))
         if mechanism == "section":  # else the comparison finds it

@@ -104,6 +104,16 @@ def test_a_worker_that_is_lost_with_its_mirror_ends_the_attempt() -> None:
 
 
 @pytest.mark.scenario
+def test_a_worker_is_lost_after_an_update_that_its_mirror_has_made_otherwise() -> None:
+    """Nobody knows whose part is right, so none is gone on with; without the fault the others go on."""
+    run = SMALL | {"record": {"uri": "off", "digest_every": None}}
+    outlived = outlive(run, 3, [Fall(2, 4, "forward")])
+    assert {one["weights_digest"] for one in outlived.summaries.values()} == {plain().weights_digest}
+    with raises(problems.MIRROR_DIFFERS):
+        outlive(run, 3, [Fall(2, 4, "forward")], broken="update")
+
+
+@pytest.mark.scenario
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_save_under_way_with_parts_is_whole_or_made_again(tmp_path: Path, worker: int) -> None:

@@ -131,8 +131,11 @@ class UntrustedWorkers:
         if right:
             repeated = any(last.results.get(worker) == result for worker, result in current.results.items())
             return self._undecided(current) if repeated else self._of_job(current, last)
-        if current.has_unknown or last.has_unknown:
-            return self._undecided(current)
+        if current.has_unknown or last.has_unknown:  # what is not known may be what the other attempt had
+            has_majority = bool(current.wrong) and len(current.right) == 1
+            if not has_majority:
+                return self._undecided(current)
+            return self._decided(current, earlier, *current.right)
         # A worker that is compared with itself alone has no right result.
         if not (current.right and last.right) and current.wrong & last.wrong:
             return Verdict(current.corruption, current.nodes_of_wrong)

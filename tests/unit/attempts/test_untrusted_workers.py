@@ -11,9 +11,12 @@ from lockstep.record.events.union import Corrupted, Witness
 NODES = {0: "a", 1: "b", 2: "c"}
 
 
-def found(attempt: int, *digests: int, wrong: tuple[int, ...] = (), step: int = 7) -> Corrupted:
+def found(attempt: int, *digests: int | None, wrong: tuple[int, ...] = (), step: int = 7) -> Corrupted:
+    """With None of a worker only is known that it had others."""
     workers = tuple(
-        Witness(rank, f"host-{rank}", 100 * attempt + rank, "cuda:0", f"GPU-{rank}", (one,))
+        Witness(
+            rank, f"host-{rank}", 100 * attempt + rank, "cuda:0", f"GPU-{rank}", () if one is None else (one,)
+        )
         for rank, one in enumerate(digests)
     )
     return Corrupted(
@@ -70,6 +73,32 @@ def test_a_majority_decides_what_an_earlier_attempt_could_not() -> None:
     assert verdict.nodes == {"x", "c"}
     assert verdict.settled == (replace(doubt, wrong=(0,), how="recomputation"),)
     assert not untrusted_workers.doubts
+
+
+def test_one_whose_result_is_not_known_is_wrong_if_no_other_is() -> None:
+    """A mirror had made other weights than their owner, and has the owner's by now."""
+    for repeated, wrong in ((5, (1,)), (6, (0,))):
+        assert found(1, 5, None).wrong_beside((repeated,)) == wrong
+    untrusted_workers, doubt = UntrustedWorkers(), found(1, 5, None)
+    untrusted_workers.judge(doubt, NODES)
+    verdict = untrusted_workers.judge(found(2, 8, 5), {0: "x", 1: "y"})
+    assert verdict.nodes == {"b", "x"}
+    assert verdict.settled == (replace(doubt, wrong=(1,), how="recomputation"),)
+
+
+def test_what_is_not_known_may_be_what_another_attempt_had() -> None:
+    """So no job is at fault, and without a majority nobody knows more than before."""
+    for first, second in ((found(1, 5, None), found(2, 8, 9)), (found(1, 5, 6), found(2, 8, None))):
+        untrusted_workers = UntrustedWorkers()
+        untrusted_workers.judge(first, NODES)
+        verdict = untrusted_workers.judge(second, {0: "x", 1: "y"})
+        assert not verdict.fault_of_job
+        assert (verdict.corruption.wrong, verdict.nodes) == ((), {"x", "y"})
+    untrusted_workers, doubt = UntrustedWorkers(), found(1, 5, None)
+    untrusted_workers.judge(doubt, {0: "x", 1: "y"})
+    verdict = untrusted_workers.judge(found(2, 6, 6, 9, wrong=(2,)), NODES)
+    assert verdict.nodes == {"x", "c"}
+    assert verdict.settled == (replace(doubt, wrong=(0,), how="recomputation"),)
 
 
 def test_what_the_majority_had_against_it_is_no_right_result() -> None:
