@@ -19,6 +19,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.job.loading import load_job
+from lockstep.plan import Position
 from lockstep.record.events.union import Corrupted, Event
 from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
@@ -29,8 +30,10 @@ from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.loop import fit
 from lockstep.training.setup import Run
 from lockstep.training.step import forward_backward
+from lockstep.training.step.accumulation import Accumulation
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.mirrored_shards import MirroredShards
+from lockstep.training.step.optimizer_step import Stepper
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Kept, train, train_attempt
@@ -225,6 +228,98 @@ def test_without_the_comparison_other_bits_are_the_run_s(pool: Pool, tmp_path: P
     assert found[0].weights != alone.weights_digest
 
 
+def attempted_with_flip_in(
+    document: Document, origin: AttemptOrigin, method: str, rank: int, step: int
+) -> Attempted:
+    """An attempt in which a bit of a weight that a rank has flips as one of the methods of a step begins: of the whole model, or of its rows."""
+    owner, name = {
+        "step": (Stepper, "__call__"),
+        "second evaluation": (Accumulation, "__call__"),
+        "update": (Stepper, "_update"),
+    }[method]
+    begun = getattr(owner, name)
+
+    def begin(self: Any, *arguments: Any, **more: Any) -> Any:
+        compute = self.compute
+        position = next(each for each in arguments if isinstance(each, Position))
+        is_due = method != "second evaluation" or compute.evaluates_again
+        if (position.number, origin.attempt) == (step, 1) and compute.group.rank == rank and is_due:
+            sharding = compute.state.sharding
+            parameters = compute.state.model.parameters()
+            flip(next(parameters) if sharding is None else next(iter(sharding.shards.values())).local, bit=20)
+        return begun(self, *arguments, **more)
+
+    with mock.patch.object(owner, name, begin):
+        return attempted(document, origin)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("method", ["step", "second evaluation"])
+def test_weights_are_compared_in_each_evaluation_of_an_update(
+    pool: Pool, tmp_path: Path, method: str
+) -> None:
+    given = {
+        "job": {"use": "tests.distributed.elementwise_jobs:LooksAhead"},
+        "length": {"steps": 6},
+        "batch": {"global": 12, "micro": 4},
+        "sharding": "optimizer",
+        "checkpoint": {"storage": str(tmp_path), "every": None},
+        "record": {"uri": "off", "digest_every": 1},
+    }
+    found = pool.run(3, attempted_with_flip_in, given, AttemptOrigin(), method, 2, 5)
+    assert {one.code for one in found} == {problems.OTHER_BITS.code}
+    assert [told.wrong for told in found[0].corrupted] == [(2,)]
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(
+    ("rank", "mode"), [(1, "optimizer"), pytest.param(0, "full", marks=pytest.mark.scenario)]
+)
+def test_a_step_has_the_same_digests_before_its_evaluation_and_after(
+    pool: Pool, tmp_path: Path, rank: int, mode: str
+) -> None:
+    """The difference is found after the evaluation of step 3, and settled before it: nobody but the one that was wrong is named."""
+    given = sharded(tmp_path, what="nothing", evaluated=True) | {
+        "sharding": mode,
+        "evaluate": {"every": {"steps": 3}},
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}},
+    }
+    found = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", rank, 4)
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.step) == ((), 3)
+    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.scenario)])
+def test_the_state_of_a_checkpoint_tells_who_was_wrong_after_it(
+    pool: Pool, tmp_path: Path, workers: int
+) -> None:
+    """No step is taken again whose digests could."""
+    given = sharded(tmp_path, what="nothing") | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 20}
+    }
+    found = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", 1, 4)
+    (doubt,) = found[0].corrupted
+    assert (doubt.wrong, doubt.step) == ((), 3)
+    again = pool.run(workers, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.scenario
+def test_without_mirrors_a_worker_alone_names_nobody_by_other_digests(pool: Pool, tmp_path: Path) -> None:
+    """It has the whole optimizer's state, and the two that differed had parts of it."""
+    given = sharded(tmp_path, what="nothing", mirror=False) | {
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}}
+    }
+    (doubt,) = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", 1, 4)[0].corrupted
+    again = pool.run(1, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [told.wrong for told in again.corrupted] in ([], [()], [(1,)])
+    assert again.weights == train(given).weights_digest
+
+
 @pytest.mark.scenario
 def test_honest_ranks_of_a_sharded_optimizer_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
     given = sharded(tmp_path, what="nothing")
@@ -340,13 +435,14 @@ def attempted_with_flip(
         if what == "buffer":
             flip(next(run.state.model.buffers()), bit=20)
         elif mirrored is not None:
-            quantity = Quantity(("weight", "moment", "average").index(what.removeprefix("mirrored ")))
-            replica = next(
-                each
-                for each in mirrored.replicas(run.state.names_by_phase())
-                if (each.quantity, each.is_mirror) == (quantity, what.startswith("mirrored "))
-            )
-            flip(replica.elements.values, bit=20)
+            for one in what.split(" and "):
+                quantity = Quantity(("weight", "moment", "average").index(one.removeprefix("mirrored ")))
+                replica = next(
+                    each
+                    for each in mirrored.replicas(run.state.names_by_phase())
+                    if (each.quantity, each.is_mirror) == (quantity, one.startswith("mirrored "))
+                )
+                flip(replica.elements.values, bit=20)
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(loop, "note_step", noted))
@@ -376,6 +472,39 @@ def test_rows_are_compared_with_their_mirror_in_each_step(
     again = pool.run(3, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
     assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
     assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(
+    "job", ["tests.distributed.small_jobs:Plain", "tests.distributed.flipped_jobs:Flipped"]
+)
+@pytest.mark.parametrize("every", [4, 1])
+def test_a_bit_of_rows_that_flips_within_an_update_is_found(
+    pool: Pool, tmp_path: Path, job: str, every: int
+) -> None:
+    """Also where `after_step` then gives the mirror what the owner has, and before that is saved."""
+    params = {"what": "nothing"} if job.endswith("Flipped") else {}
+    given = fully_sharded(
+        tmp_path,
+        job={"use": job, "params": params},
+        checkpoint={"storage": str(tmp_path), "every": {"steps": every}, "keep_last": 20},
+    )
+    found = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "update", 1, 5)
+    (doubt,) = found[0].corrupted
+    assert (doubt.step, doubt.quantity) == (5, "weights")
+    assert max(saved(tmp_path)) == 4
+    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
+@pytest.mark.scenario
+def test_a_bit_that_flips_in_both_that_a_worker_has_is_found_before_the_update(
+    pool: Pool, tmp_path: Path
+) -> None:
+    given = fully_sharded(tmp_path)
+    found = pool.run(3, attempted_with_flip, given, AttemptOrigin(), "weight and mirrored weight", 1)
+    assert {told.step for one in found for told in one.corrupted} == {5}
 
 
 @pytest.mark.scenario

@@ -22,7 +22,7 @@ from lockstep.data.problems import PROCESSES_DIFFER
 from lockstep.errors import LockstepError
 from lockstep.record.events.union import Event
 from lockstep.record.ledger.rows import StepRow
-from lockstep.training.integrity.problems import NOT_RESUMED, SAVING_CHANGES
+from lockstep.training.integrity.problems import MEAN_FOR_SUM, NOT_RESUMED, SAVING_CHANGES
 from lockstep.training.integrity.rehearsal import trial_batches
 from lockstep.training.step import problems
 from tests.distributed import (
@@ -375,6 +375,11 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
         for text in train(split).warnings
     )
     assert train(document(BackPropagationThroughTime)).warnings == ()
+
+
+def test_a_total_that_is_a_mean_is_refused() -> None:
+    with raises(MEAN_FOR_SUM):
+        train(document(kinds.TotalIsAMean))
 
 
 def test_in_their_usual_order_draws_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:

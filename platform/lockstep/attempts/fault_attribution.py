@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.failed_nodes import FailedNodes
@@ -19,8 +19,8 @@ class Blame:
     def __init__(self, storage: str, warn: Callable[[str], None], tell: Tell) -> None:
         self._storage, self._warn, self._tell = storage, warn, tell
         self._nodes, self._untrusted_workers, self._repeats = FailedNodes(), UntrustedWorkers(), Repeats()
-        self._judged: Corrupted | None = None
-        """The last difference between workers that was judged."""
+        self._judged: list[Corrupted] = []
+        """The differences between workers that were judged."""
         self._fault_of_job: DriftError | None = None
 
     @property
@@ -49,13 +49,18 @@ class Blame:
         return self._fault_of_job or self._failed_alike(view, summary, run_id, saved_step)
 
     def judge(self, view: RunView, summary: AttemptSummary) -> frozenset[str]:
-        """Judge a difference between the bits of workers, once. Returns the nodes that are left out for it."""
-        if view.corrupted is None or view.corrupted == self._judged:
-            return frozenset()
-        self._judged = view.corrupted
-        verdict = self._untrusted_workers.judge(
-            view.corrupted, {rank: member.node for rank, member in view.members.items()}
-        )
+        """Judge each difference between the bits of workers, once. Returns the nodes that are left out for them."""
+        left_out = frozenset[str]()
+        for corruption, nodes in view.differences:
+            if corruption not in self._judged:
+                self._judged.append(corruption)
+                left_out |= self._judge(corruption, nodes, summary)
+        return left_out
+
+    def _judge(
+        self, corruption: Corrupted, nodes: Mapping[int, str], summary: AttemptSummary
+    ) -> frozenset[str]:
+        verdict = self._untrusted_workers.judge(corruption, nodes)
         left_out = self._nodes.computed_wrong(verdict.nodes)
         summary.corrupted += map(str, (verdict.corruption, *verdict.settled))
         summary.left_out = sorted({*summary.left_out, *left_out})
@@ -64,10 +69,10 @@ class Blame:
         self._warn(f"{lines}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
             self._fault_of_job = verdict.fault_of_job
-        elif verdict.corruption != view.corrupted:  # two attempts together decide what this one could not
+        elif verdict.corruption != corruption:  # two attempts together decide what this one could not
             self._tell(verdict.corruption)
-        for corruption in verdict.settled:
-            self._tell(corruption)
+        for settled in verdict.settled:
+            self._tell(settled)
         return left_out
 
     def _count_devices(self, view: RunView, summary: AttemptSummary) -> None:

@@ -35,8 +35,8 @@ class Verdict(NamedTuple):
 Result = tuple[int, ...]
 """The digests that a worker had."""
 
-Identity = tuple[str, str, str, int]
-"""A worker across attempts: its node, device, UUID and rank."""
+Identity = tuple[str, str, int]
+"""A worker across attempts: its node, and the UUID of its GPU; on a processor the device and its rank."""
 
 
 class _Difference(NamedTuple):
@@ -48,24 +48,23 @@ class _Difference(NamedTuple):
         # Of a micro-batch a worker has one digest for each time that it computed it.
         return worker.digests if self.corruption.micro_batch is None else worker.digests[-1:]
 
+    def identity(self, worker: Witness) -> Identity:
+        node = self.nodes.get(worker.rank, worker.host)
+        return (node, worker.uuid, 0) if worker.uuid else (node, worker.device, worker.rank)
+
     @property
     def results(self) -> dict[Identity, Result]:
-        return {
-            (self.nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): self.result(w)
-            for w in self.corruption.workers
-        }
+        return {self.identity(worker): self.result(worker) for worker in self.corruption.workers}
 
     @property
     def wrong(self) -> set[Identity]:
-        return {worker for worker in self.results if worker[3] in self.corruption.wrong}
+        return {self.identity(w) for w in self.corruption.workers if w.rank in self.corruption.wrong}
 
     @property
     def right(self) -> set[Result]:
         """The results of which each may be right, as far as they are known."""
-        of_others = (
-            result for worker, result in self.results.items() if worker[3] not in self.corruption.wrong
-        )
-        return set(filter(None, of_others))
+        others = (w for w in self.corruption.workers if w.rank not in self.corruption.wrong)
+        return set(filter(None, map(self.result, others)))
 
     @property
     def has_unknown(self) -> bool:

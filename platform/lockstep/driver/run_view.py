@@ -62,8 +62,8 @@ class RunView:
     device_ranks: set[int] = field(default_factory=set)
     """The ranks whose GPU or driver failed."""
 
-    corrupted: Corrupted | None = None
-    """The last difference between the bits of workers."""
+    differences: list[tuple[Corrupted, dict[int, str]]] = field(default_factory=list)
+    """The differences between the bits of workers, each with the nodes of the workers then, by rank."""
     memory: dict[str, str] = field(default_factory=dict)
     """What workers held as their memory came near a limit, in this attempt, a line for each document."""
     watchdog: str | None = None
@@ -87,6 +87,7 @@ class RunView:
         view = self.next(attempt)
         old = {rank: self.members[worker] for rank, worker in enumerate(workers) if worker in self.members}
         view.members = {rank: replace(member, rank=rank) for rank, member in old.items()}
+        view.differences = list(self.differences)
         view.signs_of_life = self.signs_of_life + 1  # it trains: it may not be silent for as long as it likes
         return view
 
@@ -137,7 +138,7 @@ class RunView:
             case Printed():
                 self.watchdog = self.watchdog or said_by_watchdog(event.text)
             case Corrupted():
-                self.corrupted = event
+                self.differences.append((event, {rank: joined.node for rank, joined in self.members.items()}))
             case Broke():
                 self._take_error(event)
             case CheckpointRow():

@@ -151,6 +151,8 @@ class TrainState:
     """The order in which the optimizers hold the parameters: their state is saved by position."""
     mirrored_shards: MirroredShards | None = field(init=False, default=None)
     """What keeps another worker's rows of the state too, where the spec has `sharding: full` and mirrors."""
+    lacks_evaluation: bool = field(init=False, default=False)
+    """Whether the shards that an evaluation has left were put back, and all else of it was not: another rank has to hand that over."""
     settings: ModuleSettings = field(init=False)
     """What updates have changed of the modules' plain attributes."""
 

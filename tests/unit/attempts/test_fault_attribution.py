@@ -29,7 +29,8 @@ class Run:
         witnesses = (Witness(rank, "host", 1, "cpu", "", (one,)) for rank, one in enumerate(digests))
         corrupted = Corrupted(7, 4, attempt, "weights", "", tuple(witnesses), (), "undecided")
         members = {rank: Joined(rank, node, 1, Path("stacks"), "") for rank, node in enumerate(nodes)}
-        view = RunView(attempt, members=members, corrupted=corrupted)
+        view = RunView(attempt, members=members)
+        view.take(corrupted)
         return self.blame.end(view, self.summaries[-1], None, lambda: 0)
 
 
@@ -52,9 +53,27 @@ def test_what_a_later_attempt_decides_of_both_is_told_and_both_nodes_are_left_ou
 def test_a_difference_is_judged_once() -> None:
     run = Run()
     run.ended("ab", 5, 6)
-    view = RunView(1, corrupted=replace(run.blame.doubts[0]))
+    view = RunView(1)
+    view.take(replace(run.blame.doubts[0]))
     assert not run.blame.judge(view, run.summaries[0])
     assert len(run.warned) == 1
+
+
+def test_all_that_an_attempt_tells_between_two_looks_is_judged() -> None:
+    """It settles a doubt, differs at a later step, and goes on in memory, where ranks are other workers."""
+    run = Run()
+    run.ended("ab", 5, 6)
+    (doubt,) = run.blame.doubts
+    view = RunView(
+        2, members={rank: Joined(rank, node, 1, Path("stacks"), "") for rank, node in enumerate("xyz")}
+    )
+    view.take(replace(doubt, wrong=(1,), how="recomputation"))
+    witnesses = tuple(Witness(rank, "host", 1, "cpu", "", (one,)) for rank, one in enumerate((3, 3, 4)))
+    view.take(Corrupted(9, 7, 2, "weights", "", witnesses, (2,), "majority"))
+    view = view.gone_on(3, (0, 1))
+    assert run.blame.judge(view, run.summaries[0]) == {"b", "z"}
+    assert not run.blame.doubts
+    assert not run.blame.judge(view, run.summaries[0])
 
 
 def test_two_attempts_without_a_result_in_common_end_the_run() -> None:

@@ -168,6 +168,33 @@ def test_a_worker_alone_that_contradicts_itself_again_is_wrong() -> None:
     assert untrusted_workers.judge(third, {0: "x"}).fault_of_job
 
 
+def test_a_gpu_is_the_same_whatever_its_rank() -> None:
+    """Two that say the same again are both named; one that is outvoted for the third time is the same one."""
+
+    def swapped(corruption: Corrupted, *ranks: int) -> Corrupted:
+        return replace(
+            corruption,
+            workers=tuple(w._replace(rank=rank) for w, rank in zip(corruption.workers, ranks, strict=True)),
+        )
+
+    untrusted_workers = UntrustedWorkers()
+    untrusted_workers.judge(found(1, 5, 6), NODES)
+    verdict = untrusted_workers.judge(swapped(found(2, 5, 6), 1, 0), {1: "a", 0: "b"})
+    assert (verdict.nodes, verdict.fault_of_job) == ({"a", "b"}, None)
+    untrusted_workers = UntrustedWorkers()
+    for attempt, ranks in ((1, (0, 1, 2)), (2, (0, 2, 1)), (3, (1, 2, 0))):
+        rank = ranks[2]
+        corruption = swapped(found(attempt, 5, 5, 60 + attempt, wrong=(rank,)), *ranks)
+        verdict = untrusted_workers.judge(corruption, dict(zip(ranks, "abc", strict=True)))
+        assert (verdict.nodes, verdict.fault_of_job) == ({"c"}, None)
+
+
+def test_where_nobody_had_the_result_of_the_repetition_nobody_is_named() -> None:
+    """Digests that no worker had are of something else: of a state after an evaluation, or of the whole of what was sharded."""
+    assert found(1, 5, 6).wrong_beside((7,)) == ()
+    assert found(1, 5, 5, 6).wrong_beside((5,)) == (2,)
+
+
 def test_the_same_worker_again_is_still_that_worker() -> None:
     untrusted_workers = UntrustedWorkers()
     untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)

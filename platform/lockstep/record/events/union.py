@@ -279,9 +279,15 @@ class Corrupted:
     micro_batch: int | None = None
 
     def wrong_beside(self, right: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that were wrong where these digests are right. One whose digests are not known was, if no other is to blame."""
-        others = [worker.rank for worker in self.workers if worker.digests and worker.digests != right]
-        return tuple(others or [worker.rank for worker in self.workers if not worker.digests])
+        """The ranks that were wrong where these digests are right: none where nobody had those, for then these are not digests of the same.
+
+        Of one whose digests are not known only is known that it or the other one was wrong.
+        """
+        others = tuple(worker.rank for worker in self.workers if worker.digests and worker.digests != right)
+        unknown = tuple(worker.rank for worker in self.workers if not worker.digests)
+        if len(others) + len(unknown) < len(self.workers):
+            return others or unknown
+        return others if len(others) == 1 and unknown else ()
 
     @property
     def untrusted_workers(self) -> tuple[Witness, ...]:

@@ -183,6 +183,7 @@ def return_to(run: Run, progress: Progress) -> None:
             run.history.take_back(state.counters.step, state.counters.evaluated)
         elif progress_of(state) > progress:
             run.step.take_back_evaluation()
+            state.lacks_evaluation = True
 
 
 def agree_on_state(
@@ -190,24 +191,29 @@ def agree_on_state(
 ) -> tuple[int, list[int]]:
     """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
 
-    `take_back` is called with that one's progress. ClusterError where the ranks then differ.
+    `take_back` is called with that one's progress. ClusterError where the ranks then differ, or where a rank that was to hand its state over is lost and no other has one like it.
     """
     own_memory = bool(state.job.state_dict())
     own_progress = progress_of(state) if holds else None
-    every: list[tuple[Progress | None, bool]] = group.gather((own_progress, own_memory))
-    holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
-    source = min(holding, key=lambda rank: (holding[rank], rank))
+    lacks = holds and state.lacks_evaluation
+    every: list[tuple[Progress | None, bool, bool]] = group.gather((own_progress, own_memory, lacks))
+    holding = {rank: progress for rank, (progress, *_) in enumerate(every) if progress is not None}
+    complete = [rank for rank in holding if not every[rank][2]]
+    if not complete:
+        raise problems.OTHER_STATES(step=state.counters.step)
+    source = min(complete, key=lambda rank: (holding[rank], rank))
     if holds:
         take_back(holding[source])
     try:
         if state.mirrored is not None:
             state.mirrored.regroup(group, holds=holds)
         # A job's own state may have changed in the step that was left.
-        if any(report != (every[source][0], False) for report in every):
+        if any(report != (every[source][0], False, False) for report in every):
             hand_over(group, state, source)
         check_same_state(group, state)
     except DriftError as error:
         raise problems.OTHER_STATES(step=state.counters.step) from error
+    state.lacks_evaluation = False
     return source, [rank for rank in range(group.size) if rank not in holding]
 
 

@@ -79,19 +79,15 @@ class _ReplicaDigests(NamedTuple):
     owner: int
     local: dict[_Mirrored, int]
     of_mirror: dict[_Mirrored, int]
-    is_unlike: bool
-    """Whether it has made other weights than the owner in the newest update; the owner's have replaced them."""
 
     @classmethod
-    def of(
-        cls, digester: Digester, owner: int, replicas: Iterable[Replica], is_unlike: bool
-    ) -> _ReplicaDigests:
+    def of(cls, digester: Digester, owner: int, replicas: Iterable[Replica]) -> _ReplicaDigests:
         every = list(replicas)
         digests = resolved([[digester.part(each.name, each.elements)] for each in every])
         by_kind: tuple[dict[_Mirrored, int], dict[_Mirrored, int]] = {}, {}
         for each, digest in zip(every, digests, strict=True):
             by_kind[each.is_mirror][_Mirrored(each.quantity, each.label)] = digest
-        return cls(owner, *by_kind, is_unlike)
+        return cls(owner, *by_kind)
 
     @staticmethod
     def totals(digests: Mapping[_Mirrored, int]) -> list[int]:
@@ -105,6 +101,16 @@ class _ReplicaDigests(NamedTuple):
         """The first tensor that the owner has otherwise; weights without a name where only those of the newest update were other ones."""
         unlike = (each for each, digest in self.of_mirror.items() if owner.local.get(each) != digest)
         return next(unlike, _Mirrored(Quantity.WEIGHTS, ""))
+
+
+class _Compared(NamedTuple):
+    """What a rank tells the others of its own part, and of that of rank `owner` that it mirrors: digests by quantity, and what tells the newest update of them."""
+
+    owner: int
+    local: list[int]
+    of_mirror: list[int]
+    update: int
+    update_of_mirror: int
 
 
 class Agreement:
@@ -122,10 +128,12 @@ class Agreement:
         """The last step after which the ranks agreed, or the one that the attempt starts from."""
 
     def begin(self, tell: Tell, attempt: int, doubts: Sequence[Corrupted]) -> None:
-        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided."""
+        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided. All ranks call it."""
         self.tell, self.attempt = tell, attempt
         self.began_at = self._since = self._state.counters.step
-        self._doubts = tuple(doubt for doubt in doubts if doubt.step > self._since)
+        self._doubts = tuple(doubt for doubt in doubts if doubt.step >= self._since)
+        if self.awaits(self._since):  # the state of a checkpoint, which tells who was wrong after it
+            self.check()
 
     @property
     def digester(self) -> Digester:
@@ -134,12 +142,14 @@ class Agreement:
         return self._digester
 
     def held(self) -> Held:
-        """The digests of what this rank holds now."""
+        """The digests of what this rank holds now. They are those of a step, whether it has been evaluated or not."""
+        others = self._others()
+        counters = {name: value for name, value in others["counters"].items() if name != "evaluated"}
         return (
             held_digest(self.digester, self._state.model_state(), self._state.shared_by),
             self._optimizer_digest(),
             held_digest(self.digester, self._state.average_state(), self._state.shared_by),
-            optimizer_digest(self.digester, self._others()),
+            optimizer_digest(self.digester, {**others, "counters": counters}),
         )
 
     def value_digests(self) -> tuple[int, int]:
@@ -217,34 +227,36 @@ class Agreement:
         if mirrored is None or mirrored.mirrored is None:
             return
         replicas = _ReplicaDigests.of(
-            self.digester,
-            mirrored.mirrored,
-            mirrored.replicas(self._state.names_by_phase()),
-            mirrored.updates_are_unlike,
+            self.digester, mirrored.mirrored, mirrored.replicas(self._state.names_by_phase())
         )
-        every: list[tuple[int, list[int], list[int], bool]] = self._group.gather(
-            (
+        every: list[_Compared] = self._group.gather(
+            _Compared(
                 replicas.owner,
                 replicas.totals(replicas.local),
                 replicas.totals(replicas.of_mirror),
-                replicas.is_unlike,
+                *mirrored.of_update,
             )
         )
+        overwritten = {
+            mirror
+            for mirror, theirs in enumerate(every)
+            if theirs.update_of_mirror != every[theirs.owner].update
+        }
         pairs = {
-            mirror: owner
-            for mirror, (owner, _, theirs, is_unlike) in enumerate(every)
-            if is_unlike or theirs != every[owner][1]
+            mirror: theirs.owner
+            for mirror, theirs in enumerate(every)
+            if mirror in overwritten or theirs.of_mirror != every[theirs.owner].local
         }
         if not pairs:
             return
         rank = self._group.rank
         digests = list(held)
-        if replicas.is_unlike:
+        if rank in overwritten:
             digests = []  # the weights that it would have are gone
         elif rank in pairs:  # the whole state with its part in place of the owner's
-            local = every[pairs[rank]][1]
+            local = every[pairs[rank]].local
             for each in Quantity:
-                digests[each] = (digests[each] + every[rank][2][each] - local[each]) % 2**64
+                digests[each] = (digests[each] + every[rank].of_mirror[each] - local[each]) % 2**64
         all_replicas: list[_ReplicaDigests] = self._group.gather(replicas)
         mirror, owner = next(iter(pairs.items()))
         first = all_replicas[mirror].first_unlike(all_replicas[owner])

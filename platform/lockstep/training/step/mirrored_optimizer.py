@@ -111,9 +111,9 @@ class MirroredOptimizer(ShardedOptimizer):
         return unlike.to(torch.int64) if isinstance(unlike, Tensor) else int(unlike)
 
     @property
-    def updates_are_unlike(self) -> bool:
-        """Whether this rank has made other weights of the spans that it mirrors than their owner. Waits for the device."""
-        return bool(self._is_unlike)
+    def of_update(self) -> tuple[int, int]:
+        """Zeros, unless this rank has made other weights of the spans that it mirrors than their owner. Waits for the device."""
+        return 0, int(self._is_unlike)
 
     def replicas(self, names: Mapping[str, Sequence[str]]) -> Iterator[Replica]:
         """The part of the state that this rank owns, and the one that it mirrors. `names` are those of the parameters, by phase."""

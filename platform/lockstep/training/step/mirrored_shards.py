@@ -41,6 +41,9 @@ from lockstep.training.step.shards import Shard, element_ranges
 if TYPE_CHECKING:
     from lockstep.training.state import TrainState
 
+_FACTORS = 1021
+"""So many factors there are for checksums below 2**52 in words of 64 bits; of workers that many ranks apart they are the same."""
+
 Key = tuple[Any, ...]
 """Names a value of the state: `("parameter", name)`, `("optimizer", phase, number, name)`, `("average", name)`, `("best", name)` or `("pending", name)`."""
 
@@ -123,6 +126,8 @@ class MirroredShards:
         self._before: dict[Key, Any] = {}
         self._averaged_before = False
         """Whether there was an average of the weights by then: it begins with the first update."""
+        self._checksums_of_update: tuple[Tensor | int, Tensor | int] = 0, 0
+        """Of this worker's rows and of those that it mirrors, before a job's `after_step`."""
         self._undivided: tuple[Places, dict[str, nn.Parameter]] | None = None
         """The parameters of a model that was whole, while it is cut for the first time."""
         self._originals: Originals = {}
@@ -146,26 +151,39 @@ class MirroredShards:
         if self.group.size > 1:
             assert isinstance(optimizer, FullyShardedOptimizer)
             optimizer.pass_gradients_to_mirrors(self._layout.mirrors)
-        self._previous = []
+        self._previous, self._checksums_of_update = [], (0, 0)
 
     def balance(self) -> Tensor | int:
-        """The checksum of this worker's rows of the parameters, less that of those that it mirrors: over all ranks these add up to zero, modulo `PRIME`.
+        """The checksum of this worker's rows of the parameters, less that of those that it mirrors, each times a factor of its owner: over all ranks these add up to zero, modulo `PRIME`.
 
-        A moment that has flipped shows here too, once its update has made other weights of it.
+        A moment that has flipped shows here too, once its update has made other weights of it. The factors tell a change of both that a worker has.
         """
-        sharding = self._state.sharding
-        if self.mirrored is None or sharding is None:
+        if self.mirrored is None:
             return 0
-        shards = sharding.shards.values()
-        local = [shard.local for shard in shards if shard.local.numel()]
-        mirrored = [
-            shard.mirror.local for shard in shards if shard.mirror is not None and shard.mirror.local.numel()
-        ]
-        difference = (checksum(local) if local else 0) - (checksum(mirrored) if mirrored else 0)
-        return difference % PRIME
+        every = (self._checksums(), self._checksums_of_update)
+        factors = self.group.rank % _FACTORS + 1, self.mirrored % _FACTORS + 1
+        return (
+            sum(own * factors[0] % PRIME - mirrored * factors[1] % PRIME for own, mirrored in every) % PRIME
+        )
 
-    updates_are_unlike = False
-    """A worker and its mirror make the same update of rows that are compared by `balance`."""
+    def _checksums(self) -> tuple[Tensor | int, Tensor | int]:
+        """Of this worker's rows of the parameters, and of those that it mirrors."""
+        shards = () if self._state.sharding is None else self._state.sharding.shards.values()
+        own = [shard.local for shard in shards if shard.local.numel()]
+        mirrors = [shard.mirror.local for shard in shards if shard.mirror is not None]
+        mirrored = [local for local in mirrors if local.numel()]
+        return checksum(own) if own else 0, checksum(mirrored) if mirrored else 0
+
+    def note_update(self) -> None:
+        """Note the rows as an update has left them, where a job's `after_step` then gives a mirror what the owner has."""
+        if self.mirrored is not None:
+            self._checksums_of_update = self._checksums()
+
+    @property
+    def of_update(self) -> tuple[int, int]:
+        """What tells what this worker has made of its rows in the newest update, and of those that it mirrors; zeros where these are still there. Waits for the device."""
+        own, mirrored = self._checksums_of_update
+        return int(own), int(mirrored)
 
     def replicas(self, names: Mapping[str, Sequence[str]]) -> Iterator[Replica]:
         """The rows of this worker, and those that it mirrors. `names` are those of the parameters, by phase."""
@@ -228,6 +246,7 @@ class MirroredShards:
                         target.copy_(source)
             if average is not None and not self._averaged_before:
                 average.weights, average.mirror = {}, {}
+            self._checksums_of_update = 0, 0
             self._put_optimizers({key: value for key, value in self._before.items() if key[0] == "optimizer"})
             self._before = {}
         self._before_step = None
@@ -329,7 +348,7 @@ class MirroredShards:
         )
 
         self.group, self._is_complete, self._previous = group, False, kept
-        self._before, self._before_step = {}, None
+        self._before, self._before_step, self._checksums_of_update = {}, None, (0, 0)
         number = 1 + max(each.number for report in reports for each, _ in report.layouts)
         self._layout = Layout(number, group.size, mirrors([report.node for report in reports]))
         self._cut_model()

@@ -159,11 +159,7 @@ class Stepper:
         self.compute.settings.put_back()
         if self._looks_at_buffers(position):
             self.compute.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
-        agreed = phase.exchange.read(position.micro_batches)
-        if not agreed.same_compared and self.state.sharding is not None:
-            raise diverged(f"step {position.number}")
-        if not (agreed.same_compared and agreed.balanced):
-            self.agreement.check()  # where the digests of all agree, one rank misread its weights for once: nothing is wrong
+        agreed = self._read(phase, position)
         if phase.whole is not None:
             phase.whole.check(agreed.totals)
         if self.accumulation.recheck is not None:
@@ -194,6 +190,15 @@ class Stepper:
             self.compute.buffers.take_over()
         return result
 
+    def _read(self, phase: PhaseStep, position: Position) -> Agreed:
+        """What all ranks know after an exchange of this phase. CorruptionError where they have other weights, DriftError where they gather shards in another order."""
+        agreed = phase.exchange.read(position.micro_batches)
+        if not agreed.same_compared and self.state.sharding is not None:
+            raise diverged(f"step {position.number}")
+        if not (agreed.same_compared and agreed.balanced):
+            self.agreement.check()  # where the digests of all agree, one rank misread its weights for once: nothing is wrong
+        return agreed
+
     def _looks_at_buffers(self, position: Position) -> bool:
         """Whether buffers are compared by value: after 1, 2, 4, 8 … steps and after the last one, at which a worker's own value still shows."""
         n = position.number
@@ -213,6 +218,8 @@ class Stepper:
             with job_at(f"the schedule after epoch {position.epoch + 1}"):
                 state.schedule.epoch_ended()
         if updated:
+            if state.mirrored_shards is not None and has_after_step(state.job):
+                state.mirrored_shards.note_update()
             follow_update(state, seed=self.spec.seed, device=self.group.device, statistics=self._gathered)
         self._gathered = {}
         if self.hooks and self.spec.determinism == "strict":
@@ -310,7 +317,7 @@ class Stepper:
         try:
             with torch.enable_grad():
                 self.accumulation(phase, position, map(copied, batches), scale_down)
-            totals = phase.exchange.read(position.micro_batches).totals
+            totals = self._read(phase, position).totals
             phase.agree_on_unused()
         finally:
             self.compute.evaluates_again = self.digests.paused = False

@@ -49,6 +49,7 @@ class StepStart:
             assert self._evaluations is not None
             self._evaluations.put_back(state)  # their shards are in no section
             state.restore_on_all_ranks(unpack(self._skeleton, self._tensors))
+            state.lacks_evaluation = False
             self._skeleton, self._tensors, self.step = None, {}, None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.data.sampler import MicroBatch
+from lockstep.errors import LockstepError
 from lockstep.job.interface import Loss
 from lockstep.training.integrity import problems
 from lockstep.training.step.means import number
@@ -46,7 +47,9 @@ def check_sum(
     total, weight = _numbers(whole)
     try:
         totals = [numbers(half, 0) for half in halves]
-    except Exception:  # noqa: BLE001 - a job may need whole micro-batches, as batch norm needs two samples; then nothing is known
+    except (
+        LockstepError
+    ):  # a job may need whole micro-batches, as batch norm needs two samples; then nothing is known
         return
     distance = distance_from_mean(total, weight, totals)
     for seed in range(1, SEEDS):
@@ -86,7 +89,7 @@ def told_compared(
         if (total, weight) != _numbers(forward(fetch(key), 1)):
             return []
         (one, of_one), (two, of_two) = (_numbers(forward(fetch(half), 0)) for half in halves)
-    except Exception:  # noqa: BLE001 - as above: then nothing is known
+    except LockstepError:  # as above: then nothing is known
         return []
     if not math.isclose(weight, of_one + of_two, rel_tol=1e-3) or min(one, two) < 0:
         return []

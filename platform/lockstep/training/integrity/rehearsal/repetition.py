@@ -73,8 +73,8 @@ class Repetition:
         others &= time.perf_counter() - began <= within_s
         # Halves are of other rows than the whole, where others go with them.
         if module.settle_on_trial is None:
-            forward, fetched = partial(self.forward, module), self.batches.fetch(keys[0])
-            check_sum(fetched, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
+            forward, fetch = partial(self.forward, module), self.batches.fetch
+            check_sum(fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
         if others and len(keys) > 1:
             self._tell_buffers(again, self._repeated(module, keys[1], memory_before))
         self._same(again, self.compute(module, keys[0]), memory_before)
