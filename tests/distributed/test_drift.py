@@ -316,7 +316,7 @@ def test_without_mirrors_a_worker_alone_names_nobody_by_other_digests(pool: Pool
     }
     (doubt,) = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", 1, 4)[0].corrupted
     again = pool.run(1, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [told.wrong for told in again.corrupted] in ([], [()], [(1,)])
+    assert [told.wrong for told in again.corrupted] == [()]
     assert again.weights == train(given).weights_digest
 
 

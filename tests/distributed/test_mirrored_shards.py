@@ -210,6 +210,22 @@ def test_a_save_under_way_with_rows_is_whole_or_made_again(tmp_path: Path, worke
 
 
 @pytest.mark.scenario
+@pytest.mark.parametrize("mode", ["full", "optimizer"])
+def test_an_evaluation_that_nobody_has_whole_is_not_gone_on_with(mode: str) -> None:
+    """The best weights are back at those of the evaluation before, which the one worker that is lost had whole: the others must not go on with theirs."""
+    run = DIGITS | {
+        "job": {**DIGITS["job"], "use": "tests.distributed.lost_in_evaluation:Digits"},
+        "optimizer": {"name": "adamw", "lr": 0.01},
+        "length": {"epochs": 2},
+        "early_stop": {"metric": "eval/loss", "mode": "min", "patience": 9},
+        "sharding": mode,
+        "faults": {"mirror": True},
+    }
+    with raises(elastic_problems.OTHER_STATES):
+        outlive(run, 4)
+
+
+@pytest.mark.scenario
 def test_rows_of_another_step_give_other_bits() -> None:
     """The control: rows that are left after an update that others have not made."""
     fall = Fall(1, 3, "gather", OF_DIGESTS)
