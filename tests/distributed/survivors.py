@@ -422,6 +422,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "receipt": (lockstep.checkpoint.saver, "post_receipt"),
     "commit": (lockstep.checkpoint.saver, "commit"),
     "agree": (lockstep.training.elastic.recovery, "agree_on_state"),
+    "compare states": (lockstep.training.elastic.recovery, "check_same_state"),
 }
 """Where a worker may fall: before this is called."""
 

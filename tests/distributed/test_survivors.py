@@ -66,6 +66,16 @@ def check(outlived: Outlived, whole: Trained, left: list[int]) -> None:
     assert outlived.evaluations == whole.evaluations
 
 
+@pytest.mark.scenario
+@pytest.mark.parametrize("count", [pytest.param(1, id="all behind"), 5, 6])
+def test_a_second_worker_is_lost_when_it_has_taken_on_the_state_of_a_step_before(count: int) -> None:
+    """Some had done the step; the rows that they noted of it are taken back with it."""
+    falls = [Fall(0, 4, "send to one", count), Fall(3, 4, "compare states")]
+    outlived = outlive(DIGITS, 4, falls)
+    check(outlived, train(DIGITS), [1, 2])
+    assert outlived.attempts == 3
+
+
 def check_saves(document: Document, storage: str, whole: Trained) -> None:
     """Of the saves of steps 2 and 4 the first may have been lost with a worker; each that is there is whole, and leads to the same bits."""
     folder = RunFolder.open(open_storage(storage), "run")
