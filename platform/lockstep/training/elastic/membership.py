@@ -87,7 +87,8 @@ class RendezvousRound:
         holding = [arrival.progress for arrival in stay.values() if arrival.progress is not None]
         if not holding:
             return Refused("no worker is left that holds the state of the run")
-        members = tuple(sorted({*stay, *self.joining_workers}))
+        # Rank 0 is one that has come with a store.
+        members = (*stay, *sorted(set(self.joining_workers) - stay.keys()))
         if len(members) < self.fewest:
             return Refused(
                 f"{len(members)} of {len(self.workers)} workers are left, wanted at least {self.fewest}"

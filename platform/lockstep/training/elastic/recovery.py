@@ -116,8 +116,8 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
             run.history.reached < counters.step
         ):  # the row of the newest update is lost, so only a checkpoint can go on
             break
-        # A worker that was lost meanwhile may have handed over the state of a step before.
-        run.history.take_back(counters.step, counters.evaluated)
+        if run.history.reached > counters.step:  # another worker has handed over the state of a step before
+            run.history.take_back(counters.step, counters.evaluated)
         try:
             met = recovery.regroup(seat, progress_of(run.state))
             if met is None:

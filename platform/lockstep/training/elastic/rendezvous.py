@@ -111,11 +111,15 @@ class RendezvousHandler:
         with self._lock:
             self._group = None
         store = StoreServer(self._host, self._secret)
-        self._client.arrive(self._attempt, Arrival(progress, self._host, store.port))
-        while (answer := self._client.ask(self._attempt)) is None:
-            time.sleep(ASK_S)
-        if isinstance(answer, Formation):
-            return self._connected(seat, answer, store)
+        try:
+            self._client.arrive(self._attempt, Arrival(progress, self._host, store.port))
+            while (answer := self._client.ask(self._attempt)) is None:
+                time.sleep(ASK_S)
+            if isinstance(answer, Formation):
+                return self._connected(seat, answer, store)
+        except BaseException:
+            store.close()
+            raise
         store.close()
         if isinstance(answer, Dismissed):
             raise problems.LEFT()

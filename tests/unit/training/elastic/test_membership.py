@@ -289,3 +289,19 @@ def test_a_rendezvous_that_forms_a_group_for_each_side_of_a_cut_is_found() -> No
     machine.calls = sides[1]
     with pytest.raises(AssertionError, match="two groups of one number"):
         machine.ask(2)
+
+
+def test_rank_0_of_a_new_group_has_come_with_a_store() -> None:
+    """Worker 4 has joined before worker 3, which waits with no store of its own."""
+    rounds = RendezvousRounds(1, 3)
+    for worker in range(3):
+        rounds.ready(worker)
+    rounds.enter(4, Arrival(None, "h4", 0))
+    rounds.lose(0)
+    for worker in (1, 2):
+        rounds.arrive(1, worker, Arrival(Progress(5, 0), f"h{worker}", 1000 + worker))
+    rounds.enter(3, Arrival(None, "h3", 0))
+    for worker in (1, 2):
+        rounds.lose(worker)
+    rounds.arrive(2, 4, Arrival(Progress(6, 0), "h4", 1004))
+    assert rounds.newest == Formation(3, (4, 3), "h4", 1004, Progress(6, 0))

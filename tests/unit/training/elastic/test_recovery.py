@@ -215,13 +215,21 @@ def test_a_planned_rendezvous_breaks_nothing_off_unless_a_worker_is_lost_at_it()
     assert ends == [("aborted", "channel")]
 
 
-@pytest.mark.parametrize(("step", "reached"), [(3, 2), (3, 4)])
-def test_a_worker_whose_newest_row_is_lost_comes_to_no_rendezvous(step: int, reached: int) -> None:
+def test_a_worker_whose_newest_row_is_lost_comes_to_no_rendezvous() -> None:
     """The others could not get the row from it either."""
     rendezvous = Rendezvous()
     with pytest.raises(RuntimeError):
-        regrouped(one_that_trains(step, reached), seated([]), rendezvous, LOST)
+        regrouped(one_that_trains(3, 2), seated([]), rendezvous, LOST)
     assert rendezvous.came == []
+
+
+def test_a_worker_that_was_handed_the_state_of_a_step_before_forgets_the_row_of_the_next_one() -> None:
+    """It was lost before it had come to the end of going on."""
+    run, rendezvous = one_that_trains(3, 4), Rendezvous(None)
+    with pytest.raises(RuntimeError):
+        regrouped(run, seated([]), rendezvous, LOST)
+    assert run.noted == [("abandoned", 4), ("rows", 3, 2)]
+    assert rendezvous.came == [("regroups", None, Progress(3, 2, 0))]
 
 
 @pytest.mark.parametrize(

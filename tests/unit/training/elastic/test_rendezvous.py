@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from lockstep import running_time
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
 from lockstep.errors import SilentError
+from lockstep.record.events.union import tell_nobody
 from lockstep.sweeps.trial_rendezvous import trial_rendezvous
+from lockstep.training.driver_requests import NoRequests
 from lockstep.training.elastic import rendezvous
-from lockstep.training.elastic.membership import Answer, Arrival
+from lockstep.training.elastic.membership import Answer, Arrival, Formation, Progress
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 
@@ -125,3 +128,34 @@ def test_a_stop_of_the_worker_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
     cut_off, keeper = threading.Event(), Stopped(iter(()))
     listen(keeper, lambda: keeper.asked > 10 or cut_off.is_set(), cut_off)
     assert not cut_off.is_set()
+
+
+class Alone:
+    """The process that keeps the rendezvous, which forms a group with a worker that never comes."""
+
+    def ready(self) -> None: ...
+
+    def called(self) -> None: ...
+
+    def enter(self, arrival: Arrival) -> None: ...
+
+    def arrive(self, attempt: int, arrival: Arrival) -> None:
+        self.port = arrival.port
+
+    def ask(self, attempt: int | None) -> Formation:
+        return Formation((attempt or 0) + 1, (0, 1), "127.0.0.1", self.port, Progress(1, 0))
+
+
+def test_a_round_that_fails_leaves_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CONNECT_S", 0.2)
+    handler = RendezvousHandler(
+        1, 0, "127.0.0.1", Secret(bytes(32)), Alone(), lambda group, attempt, seat: seat
+    )
+    seat = Seat(Group(0, 1, torch.device("cpu")), tell_nobody, NoRequests(), None)
+    before = set(threading.enumerate())
+    with pytest.raises(Exception, match="here-"):
+        handler.regroup(seat, Progress(1, 0))
+    until = time.monotonic() + 10
+    while {*threading.enumerate()} - before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
