@@ -91,7 +91,8 @@ def shards(fixture: Fixture) -> list[Finding]:
     ranges = plan.ranges(workers) if workers <= EACH else [range(plan.micro_batches)]
     ids = [np.asarray(key.ids) for micro_batches in ranges for key in fixture.sampler(micro_batches, epoch)]
     every = np.concatenate(ids)
-    expected = sum(position.samples for position in epoch.positions())
+    places = fixture.sampler(range(plan.micro_batches), epoch).places
+    expected = sum(len(each) for position in epoch.positions() for each in places(position))
     has_own_order = orders_itself(fixture.data[0])  # which may repeat samples
     strays = int(((every < 0) | (every >= number_of_ids(fixture.data[0]))).sum())
     distinct = expected if has_own_order else len(np.unique(every))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -102,10 +103,10 @@ class Fixture:
         return min(self.plan.steps_in_epoch(0), self.plan.total_steps)
 
     def step_keys(self, step: int = 0) -> list[MicroBatch]:
-        """The micro-batches of one step, whoever runs them."""
+        """The micro-batches of one step, whoever runs them, without those that `data.without` leaves no sample."""
         count = self.plan.position(step).micro_batches
         every = iter(self.sampler(range(count), start=step))
-        return [next(every) for _ in range(count)]
+        return [key for key in islice(every, count) if len(key.ids)]
 
     @property
     def evaluation_count(self) -> int:
@@ -170,15 +171,15 @@ class Fixture:
         keys, precision = self.step_keys(), Precision(self.spec.precision, self.device)
 
         def embedded(m: int) -> Rows:
-            seed_all(step_key(self.spec.seed, 0, m, module.phase.key), self.device)
+            seed_all(step_key(self.spec.seed, 0, keys[m].micro_batch, module.phase.key), self.device)
             with self.with_place(keys[m]), torch.no_grad(), precision.autocast():
                 assert module.phase.embed is not None
                 return module.phase.embed(module.model, self.fetch(keys[m]))
 
         places = self.sampler(range(len(keys))).places(self.plan.position(0))
-        if all(map(len, places)):
-            trial = among_others(module, embedded, places, all_of_them=True)
-            module.settle_on_trial = None if trial is None else lambda m: trial.settle(m, module)
+        trial = among_others(module, embedded, [each for each in places if len(each)], all_of_them=True)
+        numbers = {key.micro_batch: i for i, key in enumerate(keys)}
+        module.settle_on_trial = None if trial is None else lambda m: trial.settle(numbers[m], module)
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""

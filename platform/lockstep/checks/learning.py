@@ -100,8 +100,12 @@ def learn(fixture: Fixture, first: FirstStep, faster: float = 1.0, *, after_step
     forms = {name: phase.form for name, phase in first.phases.items()}
     step = Stepper(exact, plan, fixture.group, state, forms)
     if over_batch:
-        step.compute.places = fixture.sampler(range(len(keys))).places
-    batches, outcome = [fixture.fetch(each) for each in keys], Learning(state.schedule.base[0])
+        step.compute.places = fixture.sampler(range(plan.position(0).micro_batches)).places
+    batches = [fixture.fetch(each) for each in keys]
+    if over_batch:
+        fetched = {each.micro_batch: batch for each, batch in zip(keys, batches, strict=True)}
+        batches = [fetched.get(m) for m in range(plan.position(0).micro_batches)]
+    outcome = Learning(state.schedule.base[0])
     usual, phases = statistics(state.model), step.each_phase
     outcome.phases = tuple(phase.name for phase in phases)
     buffers = [name for name, _ in state.model.named_buffers()]

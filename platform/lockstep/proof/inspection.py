@@ -146,8 +146,10 @@ class Inspection:
 
     def _file(self, name: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.files.append(self.folder / name)
-        return self.folder / name
+        path = self.folder / name
+        if path not in self.files:  # each phase of a step is given the same batch
+            self.files.append(path)
+        return path
 
 
 def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:

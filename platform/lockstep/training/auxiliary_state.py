@@ -13,6 +13,7 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.errors import BadCheckpointError
@@ -117,3 +118,9 @@ def load_beside(weights: Path) -> dict[str, Tree]:
     ) as error:  # fmt: skip
         raise problems.AUXILIARY_UNREADABLE(path=path, got=error) from error
     return loaded
+
+
+def give_shape(buffer: Tensor, shape: torch.Size) -> None:
+    """Give a buffer a shape and memory of its own, with any content: that of a tensor that was ever seen as an array cannot be resized."""
+    fresh = buffer.new_empty(shape)
+    buffer.set_(fresh.untyped_storage(), 0, shape, fresh.stride())

@@ -19,7 +19,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training import problems
-from lockstep.training.auxiliary_state import beside_weights, copied, unlisted_tensors
+from lockstep.training.auxiliary_state import beside_weights, copied, give_shape, unlisted_tensors
 from lockstep.training.module_modes import ModuleSettings
 from lockstep.training.optimizer_state import assembled_optimizer, restore_optimizer
 from lockstep.training.step.compiled import CompiledLosses
@@ -346,7 +346,7 @@ class TrainState:
         with torch.no_grad():
             for name, shape in {**self._shapes, **resized}.items():
                 if name in buffers and tuple(buffers[name].shape) != tuple(shape):
-                    buffers[name].resize_(tuple(shape))
+                    give_shape(buffers[name], torch.Size(shape))
 
     def assembled(self, sections: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """`sections` with the tensors of a sharded optimizer that this rank writes. All ranks call it."""

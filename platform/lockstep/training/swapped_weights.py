@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.training.auxiliary_state import beside_weights, copied, put_unlisted
+from lockstep.training.auxiliary_state import beside_weights, copied, give_shape, put_unlisted
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.shards import Shard
 
@@ -37,7 +37,7 @@ def put_weights(state: TrainState, weights: Mapping[str, torch.Tensor], beside: 
             if (
                 name in weights and buffer.shape != weights[name].shape
             ):  # an observer's first forward makes it grow
-                buffer.resize_(weights[name].shape)
+                give_shape(buffer, weights[name].shape)
         state.model.load_state_dict(whole, strict=state.sharding is None)
         put_unlisted(state.model, state.job, beside)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
+from lockstep.training.auxiliary_state import give_shape
 from lockstep.training.integrity.rehearsal.object_state import LARGEST, same_bits
 from lockstep.training.step import problems
 
@@ -72,6 +73,13 @@ class StepBuffers:
         copy_all(copies, written)
         self._kept = dict(zip(changed, copies, strict=True))
         return changed
+
+    def keep_start(self, values: Mapping[int, Tensor]) -> list[int]:
+        """As `keep`, of a micro-batch 0 without samples, which writes nothing: what was computed in its place does not count. `values` are those of buffers that the whole batch has written."""
+        kept = sorted({*self.written, *values})
+        self._by_forward = frozenset()
+        self._kept = {i: values.get(i, self._before[i]).clone() for i in kept}
+        return kept
 
     def keep_late(self) -> None:
         """Set aside what micro-batch 0's backward wrote where its forward wrote nothing, as hooks on gradients do.
@@ -194,7 +202,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.shape != source.shape:
-            target.resize_(source.shape)
+            give_shape(target, source.shape)
         into, out_of = by_type.setdefault(target.dtype, ([], []))
         into.append(target)
         out_of.append(source)
@@ -230,7 +238,7 @@ class KeptBuffers:
             for (owner, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
                 owner[key] = buffer
                 if buffer.shape != value.shape:
-                    buffer.resize_(value.shape)
+                    give_shape(buffer, value.shape)
                 buffer.copy_(value)
 
 

@@ -146,13 +146,14 @@ class ForwardBackward:
             if counts:
                 phase.exchange.put(_without_samples(loss) if empty else loss)
             if m == 0 and counts:
-                phase.exchange.flag(self.buffers.keep(), self.buffers.resized())
+                kept = self.buffers.keep_start(self.whole_batch_buffers) if empty else self.buffers.keep()
+                phase.exchange.flag(kept, self.buffers.resized())
             if last:
                 self.close(phase, self.watch.take())
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
-            if m == 0 and counts:
+            if m == 0 and counts and not empty:
                 self.buffers.keep_late()
         self.times.mark("backward")
         self.parameters.check(self.where_of(phase, position, m))

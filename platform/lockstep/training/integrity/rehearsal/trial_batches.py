@@ -40,11 +40,16 @@ class TrialBatches:
     """A copy of the first micro-batch as it was fetched first, and the state of the generators after it."""
 
     def keys(self) -> list[MicroBatch]:
-        """The first two micro-batches, or the only one. Those that `data.without` leaves empty are skipped."""
+        """The first two micro-batches that `data.without` leaves a sample, however they are shared out; the only one of a run with one in each step."""
         if not self._keys:
-            count = range(min(2, self.plan.position(0).micro_batches))
-            every = make_sampler(self.spec, self.plan, self.micro_batches.samples, count)
-            self._keys = list(islice((key for key in every if len(key.ids)), len(count)))
+            sampler = make_sampler(self.spec, self.plan, self.micro_batches.samples)
+            every = (
+                sampler.at(position, m)
+                for position in self.plan.positions()
+                for m in range(position.micro_batches)
+            )
+            count = min(2, self.plan.position(0).micro_batches)
+            self._keys = list(islice((key for key in every if len(key.ids)), count))
         if not self._keys:
             raise problems.NO_SAMPLE_TO_REHEARSE()
         return self._keys
