@@ -165,6 +165,15 @@ def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: P
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.parametrize(
+    "without", ["5", pytest.param("0,4,8,12,16,20,24,28", marks=pytest.mark.scenario)], ids=["one", "first"]
+)
+def test_samples_that_are_left_out_are_not_missing(without: str, tmp_path: Path) -> None:
+    """One, and all of the first micro-batch of the first step."""
+    report = checked(tmp_path, "Sound", data={"shuffle": "none", "without": without})
+    assert found_in(report) == {}, as_text(report)
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("job", ["Unsaved", "OwnCritic"])
 def test_state_that_no_checkpoint_keeps_fails_the_rehearsal(job: str, tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def test_an_estimate_measures_a_micro_batch_that_has_samples() -> None:
+    """All of the first one, and of the second, are left out."""
+    run = MODELS["perceptron"] | {"data": {"shuffle": "none"}}
+    run |= {"job": {"use": "tests.distributed.small_jobs:Plain", "params": {"width": 64, "samples": 256}}}
+    emptied = ",".join(str(i) for i in range(256) if i % 8 < 2)
+    whole = estimate(load_spec(run))
+    without = estimate(load_spec(run | {"data": {"shuffle": "none", "without": emptied}}))
+    assert without.total_bytes == whole.total_bytes
+
+
 def each_model() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", MODELS)
 

@@ -53,6 +53,9 @@ def test_a_step_of_phases_is_verified_and_shown(recorded: Path, tmp_path: Path) 
     assert shown.difference == ""
     seats = [(one["micro_batch"], one["phase"]) for one in shown.micro_batches]
     assert seats == [(m, phase) for m in range(4) for phase in ("judge", "maker")]
+    alone = replay(recorded.name, STEP, micro_batch=1, folder=tmp_path / "one", **where)
+    assert [Path(file).name for file in alone.files].count("batch.safetensors") == 1
+    assert [one["phase"] for one in alone.micro_batches] == ["judge", "maker"]
     for one in shown.micro_batches:
         assert {seen["what"].split(".")[0] for seen in one["gradients"]} == {f"gradient of {one['phase']}"}
 
