@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,7 +47,12 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
         if self._optuna is None:
             return self._sweep.sample(number)
         self._suggested.add(number)
-        return {name: json.loads(value) for name, value in self._optuna.suggest(str(number)).items()}
+        with (
+            warnings.catch_warnings()
+        ):  # of a function that takes a second on a busy machine, and is not the user's
+            warnings.filterwarnings("ignore", "Define-by-run function")
+            suggested = self._optuna.suggest(str(number))
+        return {name: json.loads(value) for name, value in suggested.items()}
 
     def _catch_up(self) -> None:
         """Have Optuna live through what it has not yet of the decisions, in their order: what has just been decided, or all after a resume."""

@@ -73,12 +73,14 @@ def spec_of(name: str) -> Spec:
 
 
 def step_of(run: Run, watched: Callable[[Callable[[], Any]], Any]) -> Any:
-    """Two steps as training takes them, then what `watched` makes of the third."""
+    """Two steps as training takes them, then what `watched` makes of the third. The run may take them again afterwards."""
     batches = run.loader()
     first, second, third = run.plan.positions()
     run.step(first, batches)
     run.step(second, batches)
-    return watched(lambda: run.step(third, batches))
+    found = watched(lambda: run.step(third, batches))
+    run.state.counters.step = 0
+    return found
 
 
 def allocated(action: Callable[[], Any]) -> int:
@@ -141,7 +143,6 @@ def test_what_is_counted_is_what_training_holds(
     assert found.optimizer_bytes == sum(value.nbytes for value in held)
     assert found.reduction_bytes == max(sums) > 0
     assert found.checkpoint_bytes == snapshot(state.sections()).nbytes
-    state.counters.step = 0
 
 
 @pytest.mark.every(5)

@@ -335,7 +335,7 @@ def test_a_store_that_cannot_be_told_how_the_run_stands_is_not_told_of_its_end(
     recorder = recorder_on(Noteless(tmp_path / "runs"), spec())
     recorder.tell(step_row(1), Failed("the loss of step 2 is nan"))
     with raises(problems.END_UNTOLD, remedy=re.compile("lockstep record sync")):
-        recorder.close(0.2)
+        recorder.close(3.0)
     assert run_json(recorder)["status"] == "RUNNING"
 
 

@@ -295,7 +295,9 @@ def test_a_file_of_the_folder_is_told_and_written_again(
     assert check_record(folder, "off", repair=False) == []
     again = json.loads((folder / name).read_text())
     if name == "run.json":
-        assert again.pop("started") == pytest.approx(whole.pop("started"), abs=1)
+        assert again.pop("started") == pytest.approx(
+            whole.pop("started"), abs=60
+        )  # its first event's, or its own
         for run in (whole, again):  # a sync beats as well
             run["tags"] = {n: v for n, v in run["tags"].items() if v and not n.endswith("beat")}
     assert again == whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,10 +49,13 @@ def test_a_program_is_for_batches_of_one_shape() -> None:
 
 
 @pytest.fixture
-def config() -> Any:
+def config() -> Iterator[Any]:
     from torch._inductor import config  # takes seconds
 
-    return config
+    with config.patch(
+        deterministic=False
+    ):  # torch leaves it on once somebody has asked for deterministic algorithms
+        yield config
 
 
 def test_a_machine_without_a_compiler_is_told(config: Any) -> None:
