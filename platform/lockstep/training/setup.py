@@ -493,7 +493,8 @@ def watch_bits(
             together=step.state.sharding is not None,
         )
     if origin is not None:
-        step.agreement.begin(tell, origin.attempt, origin.doubts)
+        from_checkpoint = not origin.in_memory
+        step.agreement.begin(tell, origin.attempt, origin.doubts, from_checkpoint=from_checkpoint)
 
 
 def make_state(

@@ -127,12 +127,18 @@ class Agreement:
         self._since = 0
         """The last step after which the ranks agreed, or the one that the attempt starts from."""
 
-    def begin(self, tell: Tell, attempt: int, doubts: Sequence[Corrupted]) -> None:
-        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided. All ranks call it."""
+    def begin(
+        self, tell: Tell, attempt: int, doubts: Sequence[Corrupted], *, from_checkpoint: bool = False
+    ) -> None:
+        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided.
+
+        `from_checkpoint`: all ranks call it with the state of a checkpoint, which may settle a doubt already.
+        """
         self.tell, self.attempt = tell, attempt
         self.began_at = self._since = self._state.counters.step
-        self._doubts = tuple(doubt for doubt in doubts if doubt.step >= self._since)
-        if self.awaits(self._since):  # the state of a checkpoint, which tells who was wrong after it
+        earliest = self._since if from_checkpoint else self._since + 1
+        self._doubts = tuple(doubt for doubt in doubts if doubt.step >= earliest)
+        if self.awaits(self._since):
             self.check()
 
     @property
