@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError
 from lockstep.job.interface import Loss
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.loss_sums import check_sum, distance_from_mean
@@ -77,7 +78,7 @@ def test_a_likely_mean_is_warned_of() -> None:
 def test_what_cannot_be_halved_is_not_tried() -> None:
     def whole_only(x: torch.Tensor) -> torch.Tensor:
         if len(x) != 8:
-            raise ValueError("eight samples are wanted")
+            raise JobError("eight samples are wanted")
         return x.mean()
 
     assert checked(whole_only) == []
