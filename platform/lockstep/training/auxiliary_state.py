@@ -121,6 +121,10 @@ def load_beside(weights: Path) -> dict[str, Tree]:
 
 
 def give_shape(buffer: Tensor, shape: torch.Size) -> None:
-    """Give a buffer a shape and memory of its own, with any content: that of a tensor that was ever seen as an array cannot be resized."""
+    """Give a buffer a shape, with any content. Where its memory is too small it gets other memory: that of a tensor that was ever seen as an array cannot be resized."""
+    memory = buffer.untyped_storage().nbytes() // buffer.element_size() - buffer.storage_offset()
+    if shape.numel() <= memory:
+        buffer.resize_(shape)
+        return
     fresh = buffer.new_empty(shape)
     buffer.set_(fresh.untyped_storage(), 0, shape, fresh.stride())
