@@ -96,10 +96,11 @@ def test_programs_are_kept_for_one_processor_and_user(
     assert compiled.os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
+@pytest.mark.usefixtures("config")
 def test_on_a_gpu_its_kind_and_the_compilers_of_kernels_count_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no GPU in this test: the names of the GPU and of Triton are put in by hand."""
+    """There is no GPU in this test: the names of the GPU and of Triton are put in by hand, once torch's compiler has looked for it."""
 
     def found(gpu: str, triton: str) -> tuple[Path, dict[str, str]]:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
