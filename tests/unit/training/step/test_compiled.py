@@ -50,7 +50,7 @@ def test_a_program_is_for_batches_of_one_shape() -> None:
 
 @pytest.fixture
 def config() -> Iterator[Any]:
-    from torch._inductor import config  # takes seconds
+    from torch._inductor import config
 
     with config.patch(
         deterministic=False
