@@ -179,7 +179,11 @@ class Fixture:
         places = self.sampler(range(len(keys))).places(self.plan.position(0))
         trial = among_others(module, embedded, [each for each in places if len(each)], all_of_them=True)
         numbers = {key.micro_batch: i for i, key in enumerate(keys)}
-        module.settle_on_trial = None if trial is None else lambda m: trial.settle(numbers[m], module)
+        beyond = len(
+            keys
+        )  # a micro-batch without samples, or one of another step, goes with those of this one
+        settle = None if trial is None else lambda m: trial.settle(numbers.get(m, beyond), module)
+        module.settle_on_trial = settle
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""

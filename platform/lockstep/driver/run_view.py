@@ -32,7 +32,7 @@ from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 
 @dataclass(slots=True)
 class RunView:
-    """One attempt as it is seen so far. Holds the newest of everything, never a history."""
+    """One attempt as it is seen so far. Holds the newest of everything, and never the history of a figure."""
 
     attempt: int = 1
     step: StepRow | None = None

@@ -165,12 +165,22 @@ def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: P
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+FIRST = "0,4,8,12,16,20,24,28"
+
+
 @pytest.mark.parametrize(
-    "without", ["5", pytest.param("0,4,8,12,16,20,24,28", marks=pytest.mark.scenario)], ids=["one", "first"]
+    ("job", "without"),
+    [
+        ("Sound", "5"),
+        pytest.param("Sound", FIRST, marks=pytest.mark.scenario),
+        pytest.param("tests.distributed.batch_kinds:Triplets", "0,4,8,12", marks=pytest.mark.scenario),
+    ],
+    ids=["one", "first", "of a loss over the whole batch"],
 )
-def test_samples_that_are_left_out_are_not_missing(without: str, tmp_path: Path) -> None:
+def test_samples_that_are_left_out_are_not_missing(job: str, without: str, tmp_path: Path) -> None:
     """One, and all of the first micro-batch of the first step."""
-    report = checked(tmp_path, "Sound", data={"shuffle": "none", "without": without})
+    batch = {"global": 16, "micro": 4} if ":" in job else {"global": 32, "micro": 8}
+    report = checked(tmp_path, job, batch=batch, data={"shuffle": "none", "without": without})
     assert found_in(report) == {}, as_text(report)
 
 

@@ -2,7 +2,7 @@
 
 A worker keeps one number for life: the rank of its first group or, for a joining worker, the next free number. A rendezvous
 ends when each worker of the group has arrived, is known to be lost, or has ended by itself; one that is only late is waited
-for. Those that have arrived and do not leave go on with the waiting joining workers, in the order of their numbers, as the next attempt.
+for. Those that have arrived and do not leave go on as the next attempt, and behind them the waiting joining workers, both in the order of their numbers.
 """
 
 from __future__ import annotations

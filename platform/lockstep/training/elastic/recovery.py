@@ -183,7 +183,7 @@ def return_to(run: Run, progress: Progress) -> None:
         if state.counters.step > progress.step:
             run.step.take_back()
             run.history.take_back(state.counters.step, state.counters.evaluated)
-        elif progress_of(state) > progress:
+        elif progress_of(state) > progress and not state.lacks_evaluation:
             run.step.take_back_evaluation()
             state.lacks_evaluation = True
 
@@ -200,10 +200,14 @@ def agree_on_state(
     lacks = holds and state.lacks_evaluation
     every: list[tuple[Progress | None, bool, bool]] = group.gather((own_progress, own_memory, lacks))
     holding = {rank: progress for rank, (progress, *_) in enumerate(every) if progress is not None}
-    complete = [rank for rank in holding if not every[rank][2]]
+    lacking = [rank for rank in holding if every[rank][2]]
+    complete = [rank for rank in holding if rank not in lacking]
     if not complete:
         raise problems.OTHER_STATES(step=state.counters.step)
     source = min(complete, key=lambda rank: (holding[rank], rank))
+    # What a lacking rank has put back are the shards of the evaluation before: one that has done less has all of that.
+    if any(holding[rank] <= holding[source] for rank in lacking):
+        raise problems.OTHER_STATES(step=state.counters.step)
     if holds:
         take_back(holding[source])
     try:
@@ -215,7 +219,6 @@ def agree_on_state(
         check_same_state(group, state)
     except DriftError as error:
         raise problems.OTHER_STATES(step=state.counters.step) from error
-    state.lacks_evaluation = False
     return source, [rank for rank in range(group.size) if rank not in holding]
 
 
@@ -260,6 +263,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
         received[name] = tensor
     if not is_source:
         state.restore_on_all_ranks(unpack(skeleton, received))
+    state.lacks_evaluation = False
 
 
 def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:

@@ -148,7 +148,7 @@ class Agreement:
         return self._digester
 
     def held(self) -> Held:
-        """The digests of what this rank holds now. They are those of a step, whether it has been evaluated or not."""
+        """The digests of what this rank holds now. An evaluation changes them only with a schedule that goes by its metrics."""
         others = self._others()
         counters = {name: value for name, value in others["counters"].items() if name != "evaluated"}
         return (

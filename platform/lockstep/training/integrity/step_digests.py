@@ -135,6 +135,6 @@ class StepDigests:
     def _for_ledger(self, held: Held) -> tuple[int, int, int | None]:
         """The digests of weights, optimizer and average; of a sharded optimizer, that of its whole state."""
         weights, optimizer, average, _ = held
-        if sharded_of(self._state.optimizer) and self._state.mirrored_shards is None:
+        if sharded_of(self._state.optimizer) and self._state.mirrored is None:
             optimizer = held_optimizer_digest(self._agreement.digester, self._state.optimizer)
         return weights, optimizer, None if self._state.average is None else average

@@ -19,10 +19,12 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, Restored, Started, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
+from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError, RegroupError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.elastic.recovery import (
     Seat,
+    agree_on_state,
     can_recover,
     let_in,
     next_attempt,
@@ -32,6 +34,7 @@ from lockstep.training.elastic.recovery import (
 )
 from lockstep.training.loop import surroundings
 from lockstep.training.setup import prepare
+from tests.raised import raises
 from tests.unit.record.rows import step_row
 
 PAGE = Path(__file__).parents[4] / "docs" / "attempts.md"
@@ -167,6 +170,7 @@ def one_that_trains(step: int = 3, reached: int = 3) -> Any:
         state=SimpleNamespace(
             counters=SimpleNamespace(step=step, evaluated=2),
             evaluation_begun=0,
+            lacks_evaluation=False,
             mirrored=SimpleNamespace(take_back=lambda step: noted.append(("spans", step))),
         ),
     )
@@ -247,10 +251,47 @@ def test_a_worker_with_mirrors_returns_to_the_step_of_the_others(
     run = one_that_trains(3)
     return_to(run, progress)
     assert run.noted == [("spans", progress.step), *taken_back]
+    assert run.state.lacks_evaluation == ("evaluation taken back" in taken_back)
     run.state.mirrored = None
     run.noted.clear()
     return_to(run, progress)
     assert run.noted == []
+
+
+def test_an_evaluation_is_taken_back_once() -> None:
+    """Its shards are cut for another group by then."""
+    run = one_that_trains(3)
+    return_to(run, Progress(3, 1))
+    return_to(run, Progress(3, 1))
+    assert run.noted.count("evaluation taken back") == 1
+
+
+class Gathering:
+    """A group whose ranks report what is given here."""
+
+    def __init__(self, *reports: tuple[Progress | None, bool, bool]) -> None:
+        self.reports = reports
+
+    def gather(self, report: Any) -> list[Any]:
+        return list(self.reports)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        pytest.param([(Progress(6, 6), False, True)] * 2, id="none has it whole"),
+        pytest.param([(Progress(6, 6), False, True), (Progress(6, 6), False, False)], id="one is as far"),
+    ],
+)
+def test_nobody_goes_on_with_half_of_an_evaluation(reports: list[Any]) -> None:
+    state: Any = SimpleNamespace(
+        job=SimpleNamespace(state_dict=dict),
+        counters=SimpleNamespace(step=6, evaluated=6),
+        evaluation_begun=6,
+        lacks_evaluation=True,
+    )
+    with raises(problems.OTHER_STATES):
+        agree_on_state(Gathering(*reports), state, lambda progress: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, [2]), (1, [1, 2])])

@@ -18,6 +18,9 @@ SURE, LIKELY = 0.05, 0.25
 Dropout, batch norm and negatives within the batch move a total by some per cent; a sum is twice such a mean.
 """
 
+_OF_JOB = (LockstepError, AttributeError, RuntimeError, ValueError)
+"""What a job raises, or what its loss has in a wrong form, for less than a micro-batch."""
+
 SEEDS = 6
 """How many seeds must show the signature: a loss with noise of its own may show it once by chance."""
 
@@ -47,9 +50,8 @@ def check_sum(
     total, weight = _numbers(whole)
     try:
         totals = [numbers(half, 0) for half in halves]
-    except (
-        LockstepError
-    ):  # a job may need whole micro-batches, as batch norm needs two samples; then nothing is known
+    # A job may need whole micro-batches, as batch norm needs two samples; then nothing is known.
+    except _OF_JOB:
         return
     distance = distance_from_mean(total, weight, totals)
     for seed in range(1, SEEDS):
@@ -89,7 +91,7 @@ def told_compared(
         if (total, weight) != _numbers(forward(fetch(key), 1)):
             return []
         (one, of_one), (two, of_two) = (_numbers(forward(fetch(half), 0)) for half in halves)
-    except LockstepError:  # as above: then nothing is known
+    except _OF_JOB:  # as above: then nothing is known
         return []
     if not math.isclose(weight, of_one + of_two, rel_tol=1e-3) or min(one, two) < 0:
         return []

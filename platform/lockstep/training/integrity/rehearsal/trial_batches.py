@@ -28,7 +28,7 @@ from lockstep.training.step.phase_step import copied
 
 @dataclass(slots=True)
 class TrialBatches:
-    """Fetches the first micro-batches of a run as its loader would."""
+    """Fetches the first micro-batches of a run as its loader would, and reads nothing ahead."""
 
     job: Job
     spec: Spec
