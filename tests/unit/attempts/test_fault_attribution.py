@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.fault_attribution import Blame
-from lockstep.attempts.problems import FAULT_OF_JOB
+from lockstep.attempts.problems import FAULT_OF_JOB, REPEATED
 from lockstep.driver.run_view import RunView
-from lockstep.errors import LockstepError
-from lockstep.record.events.union import Corrupted, Event, Joined, Witness
+from lockstep.errors import ClusterError, FailedAt, LockstepError
+from lockstep.record.events.union import Broke, Corrupted, Document, Event, Joined, Witness
 
 
 class Run:
@@ -47,6 +48,7 @@ def test_what_a_later_attempt_decides_of_both_is_told_and_both_nodes_are_left_ou
     ]
     assert run.blame.left_out == {"b", "x"}
     assert run.summaries[1].corrupted == list(map(str, decided))
+    assert run.summaries[1].left_out == ["b", "x"]
     assert run.warned[1] == f"{decided[0]}; {decided[1]}; node b, x is left out from now on"
 
 
@@ -82,3 +84,47 @@ def test_two_attempts_without_a_result_in_common_end_the_run() -> None:
     error = run.ended("xy", 7, 8)
     assert error is not None and error.code == FAULT_OF_JOB.code
     assert not run.told
+
+
+NODES = ("node-of-rank-0", "node-of-rank-1")
+ECC = ClusterError("CUDA error: uncorrectable ECC error encountered")
+ECC.failed_at = FailedAt("cuda", 7, 3, (4, 5))
+
+
+def ended(blame: Blame, attempt: int, **seen: Any) -> tuple[LockstepError | None, AttemptSummary]:
+    """An attempt on two nodes ends, of which this was seen."""
+    members = {rank: Joined(rank, node, 1, Path("stacks"), "") for rank, node in enumerate(NODES)}
+    summary = AttemptSummary(attempt, 2, 0.0)
+    return blame.end(RunView(attempt, members=members, **seen), summary, "f00", lambda: 4), summary
+
+
+def test_a_node_whose_device_fails_a_second_time_is_left_out() -> None:
+    warned: list[str] = []
+    blame = Blame("/runs", warned.append, lambda event: None)
+    assert ended(blame, 1, device_ranks={1, 7})[1].left_out == []  # rank 7 never joined
+    assert not warned
+    assert ended(blame, 2, device_ranks={1})[1].left_out == ["node-of-rank-1"]
+    assert warned == ["node node-of- is left out from now on: its devices have failed twice in this run"]
+    assert blame.left_out == {"node-of-rank-1"}
+
+
+def test_a_micro_batch_that_fails_alike_on_another_worker_ends_the_run() -> None:
+    told: list[Event] = []
+    blame = Blame("/runs", lambda text: None, told.append)
+    assert ended(blame, 1, broken=[Broke(ECC, "", 0)])[0] is None
+    assert ended(blame, 2, broken=[Broke(ECC, "", 0)])[0] is None  # the same worker
+    assert not told
+    error, _ = ended(blame, 3, broken=[Broke(ECC, "", 1)])
+    assert error is not None and error.code == REPEATED.code
+    assert "rank 0 on node node-of- in attempt 2 and rank 1 on node node-of- in attempt 3" in str(error)
+    (document,) = told
+    assert isinstance(document, Document) and document.name == "reproduce-step-7.py"
+    assert "'/runs', 4, 7" in document.text
+
+
+def test_a_failure_of_a_run_without_a_name_is_no_file_of_it() -> None:
+    """Nor does one that no worker had before end it."""
+    blame = Blame("/runs", lambda text: None, lambda event: None)
+    for rank in range(2):
+        view = RunView(rank + 1, broken=[Broke(ECC, "", rank)])
+        assert blame.end(view, AttemptSummary(rank + 1, 2, 0.0), None, lambda: 4) is None
