@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -20,8 +19,9 @@ import ray
 from lockstep.attempts import problems
 from lockstep.attempts.restart_stages import underway
 from lockstep.driver.hang_limit import Patience
-from lockstep.driver.stacks import STACKS_S, stacks_in, write_stacks_on_signal
+from lockstep.driver.stacks import await_stacks, stacks_in, write_stacks_on_signal
 from lockstep.errors import SilentError
+from lockstep.process import started
 from lockstep.record.events.union import Joined
 
 
@@ -70,7 +70,7 @@ def end_here(members: Sequence[Joined]) -> dict[int, str]:
     for member in members:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGUSR1)
-    time.sleep(STACKS_S)
+    await_stacks([member.stacks_file for member in members if started(member.pid)])
     stacks = {member.rank: _stacks_of(member) for member in members}
     for member in members:
         with suppress(ProcessLookupError):

@@ -31,7 +31,7 @@ from typing import Any, Self
 
 from lockstep.driver import problems
 from lockstep.driver.hang_limit import Patience
-from lockstep.driver.stacks import STACKS_S, stacks_in
+from lockstep.driver.stacks import await_stacks, stacks_in
 from lockstep.errors import SilentError
 from lockstep.process import pid_namespace, started
 from lockstep.running_time import wait_for
@@ -334,7 +334,7 @@ class _Guard:
             return ""
         with suppress(ProcessLookupError):
             os.kill(self._driver, signal.SIGUSR1)
-        time.sleep(STACKS_S)
+        await_stacks([Path(file)])
         return stacks_in(Path(file))
 
     def _end_hung(self, patience: Patience, stacks: str) -> None:

@@ -7,7 +7,8 @@ import faulthandler
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -16,8 +17,11 @@ from lockstep.errors import StorageError
 from lockstep.files import own_folder
 from lockstep.process import started
 
-STACKS_S = 3.0
+STACKS_S = 10.0
 """How long a process may take to write its stacks; one that is stopped or gone never does."""
+
+_SETTLED_S = 0.5
+"""What has not grown for so long is whole."""
 
 _streams: list[TextIO] = []
 """The file that this process writes to now."""
@@ -66,6 +70,17 @@ def _stacks_file() -> Path:
         if pid == str(os.getpid()) or (pid.isdigit() and not started(int(pid))):
             path.unlink(missing_ok=True)
     return folder / f"stacks-{os.getpid()}.txt"
+
+
+def await_stacks(files: Collection[Path]) -> None:
+    """Wait until processes that were asked for their stacks have written them, each to its file; on a busy machine that takes seconds."""
+    until, before = time.monotonic() + STACKS_S, list[int]()
+    while time.monotonic() < until:
+        time.sleep(_SETTLED_S)
+        sizes = [path.stat().st_size if path.exists() else 0 for path in files]
+        if sizes == before and all(sizes):
+            return
+        before = sizes
 
 
 def stacks_in(path: Path) -> str:
