@@ -86,6 +86,15 @@ def attempted(document: Document, origin: AttemptOrigin) -> Attempted:
     return Attempted(error, code, weights, [event for event in told if isinstance(event, Corrupted)])
 
 
+def check_settled(
+    pool: Pool, folder: Path, given: Document, doubt: Corrupted, *, wrong: int, workers: int
+) -> None:
+    """The next attempt, on so many workers, tells which rank was wrong, and comes to the bits of a run left alone."""
+    again = pool.run(workers, attempted, given, replace(second(folder), doubts=(doubt,)))[0]
+    assert [(told.wrong, told.how) for told in again.corrupted] == [((wrong,), "recomputation")]
+    assert again.weights == train(given).weights_digest
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
@@ -204,9 +213,7 @@ def test_of_two_with_a_sharded_optimizer_the_repeated_steps_tell_which_was_wrong
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.how, doubt.step) == ((), "undecided", 3)
     until.touch()
-    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=rank, workers=2)
 
 
 def attempted_unseeing(document: Document) -> Attempted:
@@ -287,9 +294,7 @@ def test_a_step_has_the_same_digests_before_its_evaluation_and_after(
     found = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", rank, 4)
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.step) == ((), 3)
-    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=rank, workers=2)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.scenario)])
@@ -303,9 +308,7 @@ def test_the_state_of_a_checkpoint_tells_who_was_wrong_after_it(
     found = pool.run(2, attempted_with_flip_in, given, AttemptOrigin(), "step", 1, 4)
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.step) == ((), 3)
-    again = pool.run(workers, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=1, workers=workers)
 
 
 @pytest.mark.scenario
@@ -349,9 +352,7 @@ def test_what_an_owner_sends_is_compared_with_what_its_mirror_has_computed(
     assert doubt.tensor.startswith("exp_avg of ")
     assert rank in {worker.rank for worker in doubt.workers}
     assert len(doubt.workers) == 2
-    again = pool.run(3, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=rank, workers=3)
 
 
 @pytest.mark.thinned(2)
@@ -364,9 +365,7 @@ def test_no_moment_is_saved_that_differs_from_its_mirror(pool: Pool, tmp_path: P
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.step, doubt.quantity) == ((), 5, "optimizer state")
     assert max(saved(tmp_path)) == 4
-    again = pool.run(1, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=1, workers=1)
 
 
 def attempted_with_flip_in_update(document: Document, origin: AttemptOrigin, rank: int) -> Attempted:
@@ -398,9 +397,7 @@ def test_a_bit_that_flips_within_an_update_is_found_by_the_mirror(
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.step, doubt.quantity, doubt.tensor) == ((), 5, "weights", "")
     assert max(saved(tmp_path)) == 4
-    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=rank, workers=2)
 
 
 @pytest.mark.scenario
@@ -469,9 +466,7 @@ def test_rows_are_compared_with_their_mirror_in_each_step(
     assert doubt.tensor == "0.weight"
     assert rank in {worker.rank for worker in doubt.workers}
     assert len(doubt.workers) == 2
-    again = pool.run(3, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((rank,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=rank, workers=3)
 
 
 @pytest.mark.thinned(2)
@@ -493,9 +488,7 @@ def test_a_bit_of_rows_that_flips_within_an_update_is_found(
     (doubt,) = found[0].corrupted
     assert (doubt.step, doubt.quantity) == (5, "weights")
     assert max(saved(tmp_path)) == 4
-    again = pool.run(2, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=1, workers=2)
 
 
 @pytest.mark.scenario
@@ -538,9 +531,7 @@ def test_nothing_is_saved_of_rows_that_differ_from_their_mirror(
     (doubt,) = found[0].corrupted
     assert (doubt.wrong, doubt.step, doubt.quantity, doubt.tensor) == ((), 5, quantity, tensor)
     assert max(saved(tmp_path)) == 4
-    again = pool.run(1, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
-    assert [(told.wrong, told.how) for told in again.corrupted] == [((1,), "recomputation")]
-    assert again.weights == train(given).weights_digest
+    check_settled(pool, tmp_path, given, doubt, wrong=1, workers=1)
 
 
 @pytest.mark.thinned(2)

@@ -47,9 +47,8 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
         if self._optuna is None:
             return self._sweep.sample(number)
         self._suggested.add(number)
-        with (
-            warnings.catch_warnings()
-        ):  # of a function that takes a second on a busy machine, and is not the user's
+        # Tune's warning is of a function that takes a second on a busy machine, and is not the user's.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Define-by-run function")
             suggested = self._optuna.suggest(str(number))
         return {name: json.loads(value) for name, value in suggested.items()}

@@ -251,7 +251,7 @@ class Witness(NamedTuple):
     uuid: str
     """The UUID of the GPU; empty for a processor."""
     digests: tuple[int, ...]
-    """None where it is known that they were others, and not which."""
+    """Empty where only is known that they were others than those of the other workers."""
 
     def __str__(self) -> str:
         device = ", ".join(filter(None, (self.device, self.uuid)))

@@ -112,9 +112,8 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
             seat = seat._replace(group=replace(seat.group, channel=None))
         run.step.abandon(run.history.reached)
         counters = run.state.counters
-        if (
-            run.history.reached < counters.step
-        ):  # the row of the newest update is lost, so only a checkpoint can go on
+        # The row of the newest update is lost, so only a checkpoint can go on.
+        if run.history.reached < counters.step:
             break
         if run.history.reached > counters.step:  # another worker has handed over the state of a step before
             run.history.take_back(counters.step, counters.evaluated)
