@@ -53,8 +53,9 @@ from lockstep.training.step.mirrored_optimizer import MirroredOptimizer
 from lockstep.training.step.mirrored_shards import MirroredShards, _Exchange
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.reduction import _Piece
-from lockstep.training.step.sharding import FullyShardedOptimizer, _Gathering
+from lockstep.training.step.sharding import FullyShardedOptimizer
 from lockstep.training.step.shards import Shard
+from lockstep.training.step.span_gathering import SpanGathering
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
@@ -411,8 +412,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "gather": (Group, "gather"),
     "gather outputs": (Group, "gather_first"),
     "update": (Stepper, "_update"),
-    "gather weights": (_Gathering, "_begun"),
-    "take weights": (_Gathering, "_done"),
+    "gather weights": (SpanGathering, "_begun"),
+    "take weights": (SpanGathering, "_done"),
     "share out": (MirroredOptimizer, "_exchange"),
     "pass gradients": (MirroredShards, "pass_gradients"),
     "cut anew": (MirroredShards, "_cut_model"),

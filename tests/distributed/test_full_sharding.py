@@ -22,7 +22,7 @@ import lockstep.training.loop as loop
 import lockstep.training.start as start_of_run
 import lockstep.training.step.full_sharding as full_sharding
 import lockstep.training.step.phase_step as phase_step
-import lockstep.training.step.sharding as sharded_optimizer
+import lockstep.training.step.span_gathering as span_gathering
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.runs.run_checkpoints import claim
@@ -841,14 +841,14 @@ def test_a_mirror_of_what_rests(pool: Pool) -> None:
 
 def train_with_spans_left_behind(document: Document) -> list[tuple[Any, ...]]:
     """The second evaluation of an update sees the spans that its own rank has moved, and none of the others'."""
-    gathering, calls = sharded_optimizer._Gathering.__call__, [0]
+    gathering, calls = span_gathering.SpanGathering.__call__, [0]
 
-    def every_second(self: sharded_optimizer._Gathering) -> None:
+    def every_second(self: span_gathering.SpanGathering) -> None:
         calls[0] += 1
         if calls[0] % 2 == 0:
             gathering(self)
 
-    with mock.patch.object(sharded_optimizer._Gathering, "__call__", every_second):
+    with mock.patch.object(span_gathering.SpanGathering, "__call__", every_second):
         return train_every([document])
 
 

@@ -98,7 +98,7 @@ def test_parameters_of_any_kind_and_groups(pool: Pool, job: str, settings: dict[
         "clip_norm": 0.5,
     }
     wanted = train(document)
-    with mock.patch("lockstep.training.step.sharding.GATHER_BYTES", 100):
+    with mock.patch("lockstep.training.step.span_gathering.GATHER_BYTES", 100):
         assert train(sharded(document)) == wanted
     for workers in (2, 3):
         assert pool.run(workers, train_in_small_pieces, sharded(document)) == [wanted] * workers
@@ -120,8 +120,9 @@ def test_parameters_without_shapes(pool: Pool) -> None:
 def train_in_small_pieces(document: Document) -> Trained:
     """Parameters are gathered in several rounds."""
     with (
-        mock.patch("lockstep.training.step.sharding.GATHER_BYTES", 128),
+        mock.patch("lockstep.training.step.span_gathering.GATHER_BYTES", 128),
         mock.patch("lockstep.training.step.sharding.UNIT", 4),
+        mock.patch("lockstep.training.step.span_gathering.UNIT", 4),
     ):
         return train(document)
 

@@ -13,7 +13,8 @@ from lockstep.training.observe.worker_memory import (
     sums_beside_gradients,
 )
 from lockstep.training.step.host_memory import PORTION_BYTES
-from lockstep.training.step.sharding import Span, gathering_bytes, spans
+from lockstep.training.step.sharding import Span, spans
+from lockstep.training.step.span_gathering import gathering_bytes
 
 
 def optimizer_bytes(spec: Spec, measured: Measured, workers: int) -> int:

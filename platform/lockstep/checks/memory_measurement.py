@@ -26,8 +26,9 @@ from lockstep.training.step.host_memory import may_divide
 from lockstep.training.step.norm import workspace_bytes
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.phases import optimizers_of
-from lockstep.training.step.sharding import SCALARS, Span, flat
+from lockstep.training.step.sharding import SCALARS, Span
 from lockstep.training.step.sharding_units import Calls, units_of
+from lockstep.training.step.span_gathering import flat
 from lockstep.training.step.uncut_parameters import NO_UNITS, UnitBytes, unit_bytes
 
 

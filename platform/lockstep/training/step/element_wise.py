@@ -18,7 +18,8 @@ from lockstep.training.step import problems
 from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
-from lockstep.training.step.sharding import SCALARS, UNIT, over
+from lockstep.training.step.sharding import SCALARS, over
+from lockstep.training.step.span_gathering import UNIT
 from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT

@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.communication.group import Group
 from lockstep.training.step.parameters import SHORT
-from lockstep.training.step.sharding import UNIT
 from lockstep.training.step.shards import element_ranges
+from lockstep.training.step.span_gathering import UNIT
 
 
 def uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bool) -> frozenset[str]:

@@ -18,7 +18,8 @@ from lockstep.communication.group import Group
 from lockstep.errors import Problem, SpecError
 from lockstep.training.step import problems
 from lockstep.training.step.element_wise import check_shardable
-from lockstep.training.step.sharding import UNIT, ShardedOptimizer, flat, spans
+from lockstep.training.step.sharding import ShardedOptimizer, spans
+from lockstep.training.step.span_gathering import UNIT, flat
 from tests.raised import raises
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
