@@ -110,9 +110,23 @@ class Growing(Kind):
         return super().loss(model, (x + 0.01 * model.seen.sum(), y))
 
 
+class GrowingInPlace(Growing):
+    """The same, in the memory of the buffer itself, which has to stay resizable."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        x, y = batch
+        if model.training:
+            seen, rows = model.seen, len(model.seen)
+            seen.resize_(rows + 1, FEATURES)
+            seen[rows:] = x[:1]
+        return Kind.loss(self, model, (x + 0.01 * model.seen.sum(), y))
+
+
 @pytest.mark.parametrize("rehearsal", ["off", "full"])
-def test_a_buffer_that_each_forward_makes_longer_is_that_of_micro_batch_0(pool: Pool, rehearsal: str) -> None:
-    """Once it has been digested, its memory cannot be resized any more."""
-    given = document(Growing, length={"steps": 4}, rehearsal=rehearsal)
+@pytest.mark.parametrize("kind", [Growing, GrowingInPlace])
+def test_a_buffer_that_each_forward_makes_longer_is_that_of_micro_batch_0(
+    pool: Pool, kind: type[Growing], rehearsal: str
+) -> None:
+    given = document(kind, length={"steps": 4}, rehearsal=rehearsal)
     alone = train_every([given])
     assert pool.run(2, train_every, [given]) == [alone] * 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.tensor_file import bytes_of
+from lockstep.tensor_bytes import bytes_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.checkpoint import problems
 from lockstep.checkpoint.tree import DTYPES, NAMES
 from lockstep.parsing import one_line, strict_json
+from lockstep.tensor_bytes import bytes_of
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 
@@ -124,10 +125,3 @@ def _locations(contents: dict[str, Any], remaining: int, size: int) -> dict[str,
     if end != remaining:
         raise ValueError(f"{remaining - end} bytes belong to no tensor")
     return {name: locations[name] for name in contents}
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory. (With one element, any stride counts as contiguous.)"""
-    row = tensor.as_strided((tensor.numel(),), (1,))
-    array: Any = row.view(torch.uint8).numpy()  # an array is a buffer, which numpy's type hints do not say
-    return memoryview(array)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from lockstep.job.typed_tree import Opaque, encoded
+from lockstep.tensor_bytes import bytes_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -155,8 +156,7 @@ class _Walk:
             yield from self._reduced(value, path)
         else:
             tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-            content = tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
-            content_digest = hashlib.sha256(content.numpy().data).hexdigest()  # the memory itself: no copy
+            content_digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
             yield path, f"{tensor.dtype} {tuple(tensor.shape)} {content_digest}"
 
     def _array(self, value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.stored_tensor import in_memory
-from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
+from lockstep.checkpoint.tensor_file import header_of, order_of
 from lockstep.errors import first_line
 from lockstep.export import problems
 from lockstep.export.artifact import (
@@ -45,6 +45,7 @@ from lockstep.files import flush, make_folder
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
 from lockstep.parsing import canonical_json
+from lockstep.tensor_bytes import bytes_of
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
 from lockstep.training.stored_weights import INDEX, SINGLE, stored_folder

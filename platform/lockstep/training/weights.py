@@ -9,9 +9,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from lockstep.checkpoint.tensor_file import bytes_of, header_of, order_of
+from lockstep.checkpoint.tensor_file import header_of, order_of
 from lockstep.files import replaced, replacing
 from lockstep.parsing import check_version
+from lockstep.tensor_bytes import bytes_of
 from lockstep.training import problems
 
 VERSION = 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.tree import pack
+from lockstep.tensor_bytes import bytes_of
 
 
 def weights_digest(state: Mapping[str, Any], whole: Callable[[Any], Any] = lambda value: value) -> str:
@@ -23,8 +24,7 @@ def weights_digest(state: Mapping[str, Any], whole: Callable[[Any], Any] = lambd
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor.detach().cpu().contiguous()))
     return digest.hexdigest()
 
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.tensor_bytes import bytes_of
+
 LONGEST = 256
 """Elements of one list or mapping that are looked into."""
 
@@ -280,7 +282,7 @@ def tensor_digest(tensor: Tensor) -> str:
             for part in (tensor._indices(), tensor._values())
         )
         return " ".join([f"{tuple(tensor.shape)}", *map(tensor_digest, parts)])
-    return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(_bytes(tensor).numpy().data)}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(bytes_of(tensor.detach().cpu().contiguous()))}"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,34 @@
+"""The bytes of a tensor, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory, which may be written to. (With one element, any stride counts as contiguous.)
+
+    `Tensor.numpy` would do, but it forbids the tensor's owner to resize it ever after.
+    """
+    row = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    array: Any = (
+        np.asarray(_Memory(row)) if row.numel() else bytearray()
+    )  # an array is a buffer, which numpy's type hints do not say
+    return memoryview(array)
+
+
+class _Memory:
+    """What numpy takes for an array, and keeps for as long as it is used."""
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (row.numel(),),
+            "data": (row.data_ptr(), False),
+        }
