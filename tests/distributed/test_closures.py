@@ -28,6 +28,7 @@ from tests.distributed.closure_kinds import (
     Sam,
     SharpnessAware,
 )
+from tests.distributed.elementwise_jobs import LooksFromAhead
 from tests.distributed.kinds import RUN, Kind, document, taken_up
 from tests.distributed.pool import Pool
 from tests.distributed.test_batch_loss import batches, check_one_value, whole
@@ -65,7 +66,7 @@ def by_hand(job: Any, *, keyed: bool = True, calls: list[int] | None = None) -> 
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("job", [Lbfgs, LbfgsWithoutASearch, PublishedSam])
+@pytest.mark.parametrize("job", [Lbfgs, LbfgsWithoutASearch, PublishedSam, LooksFromAhead])
 def test_each_is_its_own_loop_after_every_step(job: type[Kind]) -> None:
     """With one micro-batch. The negative control draws other dropout in each evaluation."""
     calls: list[int] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.job.interface import Job
 from lockstep.spec.fields import Spec
+from lockstep.training.integrity.digests import Digester
 from lockstep.training.step import problems
 from lockstep.training.step.sharding import ShardedOptimizer
 
@@ -83,7 +84,8 @@ class Closure:
         self.calls = 0
         self._loss: float | None = loss if needs_closure(optimizer) else None
         self._parameters = parameters
-        self._versions = [parameter._version for parameter in parameters]
+        self._digester = Digester(device)
+        self._start = 0 if self._loss is None else self._digest()
 
     def __call__(self) -> Tensor:
         self.calls += 1
@@ -91,12 +93,17 @@ class Closure:
             raise problems.CLOSURE_OFTEN(name=self._name, wanted=self._most)
         known, self._loss = self._loss, None
         if known is not None:  # the ranks have other parts, and evaluate the loss together
-            changed = [parameter._version for parameter in self._parameters] != self._versions
+            changed = self._digest() != self._start
             if changed if self._group is None else any(self._group.gather(changed)):
                 known = None
         if known is None:
             known = self._again(self.calls)
         return torch.tensor(known, dtype=torch.float64, device=self._device)
+
+    def _digest(self) -> int:
+        """Of what the parameters are now: their versions do not count what is written through `.data`."""
+        values = {f"{i}": parameter.detach() for i, parameter in enumerate(self._parameters)}
+        return self._digester.digest(values)
 
     def check(self, every: Sequence[int]) -> None:
         """DriftError where the ranks have called it a different number of times, `every` by rank."""

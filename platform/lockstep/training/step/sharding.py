@@ -242,17 +242,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update this rank's spans, and gather those of the other ranks. All ranks call it; a `closure` evaluates the loss again at what all have by then."""
         self._build()
 
-        def versions() -> list[int]:
-            return [part.value._version for part in self._parts.values()]
-
-        known = versions()
-
         def evaluated() -> Tensor:
-            nonlocal known
             assert closure is not None
-            if any(self.group.gather(versions() != known)):
-                self._gathering()
-                known = versions()
+            # Each time, for nothing counts what an optimizer writes through `.data`.
+            self._gathering()
             loss = closure()
             self._take_gradients(self._parts)
             return loss
