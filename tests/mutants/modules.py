@@ -16,6 +16,7 @@ COVERED = {
         "tests/unit/record/ledger/test_journal.py",
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/test_power_loss.py",
+        "tests/unit/record/test_refusals.py",
     ],
     "record/ledger/journal.py": [
         "tests/unit/record/ledger/test_journal_file.py",
@@ -23,6 +24,7 @@ COVERED = {
         "tests/unit/record/test_full_disk.py",
         "tests/unit/record/ledger/test_goodput.py",
         "tests/unit/record/test_going_on.py",
+        "tests/unit/record/test_power_loss.py",
     ],
     "record/mirror/metric_batches.py": [
         "tests/unit/record/mirror/test_metric_batches.py",
@@ -276,9 +278,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Training.leave: constant changed: 1 -> (2)": "a process that fails is lost, whatever its exit code",
         "_is_lost: None returned: return False -> return None": _FALSE,
         "_is_lost: None returned: return False -> return None #2": _FALSE,
-    },
-    "sweeps/trial_watchdog.py": {
-        "SweepWatchdog._views: comparison swapped: running_s() - self._asked_at >= ASK_S -> (running_s() - self._asked_at > ASK_S)": _PACE,
     },
     "training/checkpoints.py": {
         "Checkpoints.__init__: constant changed: 1 -> (0)": "no checkpoint is of step 0",

@@ -26,6 +26,10 @@ _OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 
 
+_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_CLOCKS = ("running_s", "monotonic", "time")
+
+
 class Mutant(NamedTuple):
     """A source with one mistake in the function `where`."""
 
@@ -81,6 +85,8 @@ def _changes(function: ast.FunctionDef) -> Iterator[_Change]:
 def _within(node: ast.AST) -> Iterator[_Change]:
     if isinstance(node, ast.JoinedStr | ast.Assert):  # words for a person; a claim of the source's own
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # such a claim, too
+        return
     yield from _of(node)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_comment", "decorator_list"):
@@ -114,6 +120,8 @@ def _of(node: ast.AST) -> Iterator[_Change]:
             yield _Change("and/or swapped", node, f"({ast.unparse(ast.BoolOp(other, values))})")
         case ast.Compare(left=left, ops=ops, comparators=right):
             for i, op in enumerate(ops):
+                if type(op) in _ORDERED and any(map(_reads_clock, (left, *right))):
+                    continue
                 swapped = [*ops[:i], _OTHER[type(op)](), *ops[i + 1 :]]
                 changed = ast.unparse(ast.Compare(left, swapped, right))
                 yield _Change("comparison swapped", node, f"({changed})")
@@ -123,9 +131,18 @@ def _of(node: ast.AST) -> Iterator[_Change]:
             for other in (value + 1, value - 1):
                 yield _Change("constant changed", node, f"({other!r})")
         case ast.Call(func=called, args=given, keywords=keywords):
-            for i in range(len(keywords)):
+            for i, keyword in enumerate(keywords):
+                if keyword.arg == "strict":
+                    continue
                 rest = [*keywords[:i], *keywords[i + 1 :]]
                 yield _Change("argument left out", node, ast.unparse(ast.Call(called, given, rest)))
+
+
+def _reads_clock(value: ast.expr) -> bool:
+    """Whether a clock is read in it: none ever shows the very instant that tells `<` from `<=`."""
+    calls = (node.func for node in ast.walk(value) if isinstance(node, ast.Call))
+    names = (getattr(called, "attr", getattr(called, "id", "")) for called in calls)
+    return any(name in _CLOCKS for name in names)
 
 
 def _is_none(value: ast.expr) -> bool:

@@ -57,6 +57,18 @@ def test_every_mutant_is_another_program_and_has_a_name_of_its_own() -> None:
     assert not any("LIMIT" in one.name or "Words" in one.name for one in every)
 
 
+def test_what_no_test_can_notice_is_not_planted() -> None:
+    """A claim of the source's own, and the very instant at which a clock shows a number."""
+    source = """
+def wait(names, ages, until):
+    for name, age in zip(names, ages, strict=True):
+        while time.monotonic() < until:
+            tick(name, age)
+"""
+    kinds = [mutant.name.split(":")[1].strip() for mutant in mutants(source)]
+    assert kinds == ["condition negated", "statement deleted"]
+
+
 def test_a_sample_follows_from_its_seed_and_grows() -> None:
     every = mutants(SOURCE)
     assert sampled("a.py", every, 5, 0) == sampled("a.py", every, 9, 0)[:5]

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from lockstep.attempts import problems
+from lockstep.attempts.failed_nodes import node_label
 from lockstep.clusters.background import in_background, leaving
 from lockstep.record.events.union import Joined
 
@@ -78,7 +79,7 @@ class Chaos:
             ray.kill(recorder)
         elif members:
             member = draw.choice(members)
-            name = f"node {member.node[:8]}" if target == "node" else f"rank {member.rank}"
+            name = node_label(member.node) if target == "node" else f"rank {member.rank}"
             self._say(f"chaos: {name} is killed")
             affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node, soft=False)
             kill = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=affinity)(kill_here)

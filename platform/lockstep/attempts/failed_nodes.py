@@ -34,3 +34,8 @@ class FailedNodes:
         already_left_out = self.left_out
         self._wrong.update(nodes)
         return self.left_out - already_left_out
+
+
+def node_label(node: str) -> str:
+    """A node for people, by the first eight digits of its id: enough to tell those of a cluster apart."""
+    return f"node {node[:8]}"

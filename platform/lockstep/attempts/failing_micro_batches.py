@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.attempts import problems
+from lockstep.attempts.failed_nodes import node_label
 from lockstep.errors import FailedAt, JobError, LockstepError
 
 
@@ -58,7 +59,7 @@ def repeat(
 
 def _shown(worker: tuple[str, int]) -> str:
     node, rank = worker
-    return f"rank {rank} on node {node[:8]}"
+    return f"rank {rank} on {node_label(node)}"
 
 
 _SCRIPT = '''"""Takes steps {first} to {failed_at.step} of run {run} again in this process, from {begun}.

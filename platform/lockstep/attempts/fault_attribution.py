@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.attempts.attempt_summary import AttemptSummary
-from lockstep.attempts.failed_nodes import FailedNodes
+from lockstep.attempts.failed_nodes import FailedNodes, node_label
 from lockstep.attempts.failing_micro_batches import Repeats, repeat
 from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.driver.run_view import RunView
@@ -64,9 +64,9 @@ class Blame:
         left_out = self._nodes.computed_wrong(verdict.nodes)
         summary.corrupted += map(str, (verdict.corruption, *verdict.settled))
         summary.left_out = sorted({*summary.left_out, *left_out})
-        names = ", ".join(node[:8] for node in sorted(left_out))
+        names = ", ".join(map(node_label, sorted(left_out)))
         lines = "; ".join(map(str, (verdict.corruption, *verdict.settled)))
-        self._warn(f"{lines}{f'; node {names} is left out from now on' if names else ''}")
+        self._warn(f"{lines}{f'; {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
             self._fault_of_job = verdict.fault_of_job
         elif verdict.corruption != corruption:  # two attempts together decide what this one could not
@@ -81,7 +81,9 @@ class Blame:
         failed = sorted(self._nodes.failed(nodes))
         summary.left_out = sorted({*summary.left_out, *failed})
         for node in failed:
-            self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
+            self._warn(
+                f"{node_label(node)} is left out from now on: its devices have failed twice in this run"
+            )
 
     def _failed_alike(
         self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lockstep.attempts.cluster_capacity import draining, find_place, room, workers_at_most
 from lockstep.attempts.demand import RoomRequest
+from lockstep.attempts.failed_nodes import node_label
 from lockstep.attempts.placement import WorkerPlacement, most_of
 from lockstep.errors import SpecError
 from lockstep.record.events.union import Joined
@@ -73,8 +74,8 @@ class Resizing:
 
     def _on_notice(self, leaving: Mapping[str, float]) -> Advice:
         """Nodes with workers are about to go: move at once if there is room elsewhere, else save now and once more near their deadline."""
-        names = ", ".join(sorted(node[:8] for node in leaving))
-        notice = f"node {names} is being drained"
+        names = ", ".join(map(node_label, sorted(leaving)))
+        notice = f"{names} is being drained"
         try:
             find_place(self.spec, self._without)
         except SpecError as error:

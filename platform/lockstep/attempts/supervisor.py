@@ -16,6 +16,7 @@ from lockstep.attempts.attempt_watch import AttemptWatch
 from lockstep.attempts.attempts_account import RunAccount
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import ON_RAY, ClusterView
+from lockstep.attempts.failed_nodes import node_label
 from lockstep.attempts.fault_attribution import Blame
 from lockstep.attempts.mailbox import LOST
 from lockstep.attempts.placement import WorkerPlacement
@@ -160,7 +161,7 @@ class Supervisor:
             if health.node in left_out:
                 host = f" ({health.vitals.host})" if health.vitals.host else ""
                 self._account.warn_and_record(
-                    f"node {health.node[:8]}{host} is left out from now on: {reasons[health.node]}"
+                    f"{node_label(health.node)}{host} is left out from now on: {reasons[health.node]}"
                 )
         return self._around.find_place(self._spec, self._blame.left_out) if left_out else placement
 

@@ -329,8 +329,7 @@ def rehearse(spec: Spec, job: Job, group: Group, data: JobData, built: Built, wa
     settings = Settings(group.device)
     reads_of(job).outside.early = False
     calls = Calls(LossModule)
-    counts_calls = spec.is_fully_sharded(group.size) or spec.mirrors_parameters
-    with imports_of_job(job), calls.counted() if counts_calls else nullcontext():
+    with imports_of_job(job), calls.counted() if spec.sharding.mode == "full" else nullcontext():
         phases, evaluate = (
             rehearse_sharded(steps, deferred, group, evaluation)
             if deferred is not None

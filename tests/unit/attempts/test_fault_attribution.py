@@ -49,7 +49,7 @@ def test_what_a_later_attempt_decides_of_both_is_told_and_both_nodes_are_left_ou
     assert run.blame.left_out == {"b", "x"}
     assert run.summaries[1].corrupted == list(map(str, decided))
     assert run.summaries[1].left_out == ["b", "x"]
-    assert run.warned[1] == f"{decided[0]}; {decided[1]}; node b, x is left out from now on"
+    assert run.warned[1] == f"{decided[0]}; {decided[1]}; node b, node x is left out from now on"
 
 
 def test_a_difference_is_judged_once() -> None:

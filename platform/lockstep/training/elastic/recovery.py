@@ -158,8 +158,8 @@ def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
 def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
     """The run in its new group, from the least that any member has done. A joining worker `holds` no state of it."""
     group = seat.group
-    source, joining_workers = agree_on_state(group, run.state, partial(return_to, run), holds=holds)
-    if joining_workers:
+    source, have_joined = agree_on_state(group, run.state, partial(return_to, run), holds=holds)
+    if have_joined:
         run = with_past(run, group, source, holds=holds)
     counters = run.state.counters
     run.history.take_back(counters.step, counters.evaluated)
@@ -189,8 +189,8 @@ def return_to(run: Run, progress: Progress) -> None:
 
 def agree_on_state(
     group: Group, state: TrainState, take_back: Callable[[Progress], None], *, holds: bool = True
-) -> tuple[int, list[int]]:
-    """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
+) -> tuple[int, bool]:
+    """Give every rank the state of a rank that has done the least. Returns that rank, and whether others have joined, which held no state.
 
     `take_back` is called with that one's progress. ClusterError where the ranks then differ, or where a rank that was to hand its state over is lost and no other has one like it.
     """
@@ -218,7 +218,7 @@ def agree_on_state(
         check_same_state(group, state)
     except DriftError as error:
         raise problems.OTHER_STATES(step=state.counters.step) from error
-    return source, [rank for rank in range(group.size) if rank not in holding]
+    return source, len(holding) < len(every)
 
 
 def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:

@@ -267,7 +267,10 @@ def test_an_evaluation_is_taken_back_once() -> None:
 
 
 class Gathering:
-    """A group whose ranks report what is given here."""
+    """A group whose ranks report what is given here, as one of one rank alone."""
+
+    size = 1
+    rank = 0
 
     def __init__(self, *reports: tuple[Progress | None, bool, bool]) -> None:
         self.reports = reports
@@ -292,6 +295,19 @@ def test_nobody_goes_on_with_half_of_an_evaluation(reports: list[Any]) -> None:
     )
     with raises(problems.OTHER_STATES):
         agree_on_state(Gathering(*reports), state, lambda progress: None)  # type: ignore[arg-type]
+
+
+def test_rows_are_handed_to_those_who_join_alone() -> None:
+    """A run may have a million of them."""
+    state: Any = SimpleNamespace(
+        job=SimpleNamespace(state_dict=dict),
+        counters=SimpleNamespace(step=6, evaluated=6),
+        evaluation_begun=6,
+        lacks_evaluation=False,
+        mirrored=None,
+    )
+    survivor = Gathering((Progress(6, 6), False, False))
+    assert agree_on_state(survivor, state, lambda progress: None) == (0, False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, [2]), (1, [1, 2])])
