@@ -21,7 +21,10 @@ STACKS_S = 10.0
 """How long a process may take to write its stacks; one that is stopped or gone never does."""
 
 _SETTLED_S = 0.5
-"""What has not grown for so long is whole."""
+"""What has not grown for so long is whole, unless its process still writes."""
+
+_PREFIX = "stacks-"
+"""A file's name is this and the number of its process."""
 
 _streams: list[TextIO] = []
 """The file that this process writes to now."""
@@ -65,11 +68,11 @@ def _registered() -> tuple[Path, TextIO]:
 def _stacks_file() -> Path:
     """The file of this process in the user's own temporary folder. Deletes the files of processes that are gone."""
     folder = own_folder(Path(tempfile.gettempdir()))
-    for path in folder.glob("stacks-*.txt"):
-        pid = path.stem.removeprefix("stacks-")
+    for path in folder.glob(f"{_PREFIX}*.txt"):
+        pid = path.stem.removeprefix(_PREFIX)
         if pid == str(os.getpid()) or (pid.isdigit() and not started(int(pid))):
             path.unlink(missing_ok=True)
-    return folder / f"stacks-{os.getpid()}.txt"
+    return folder / f"{_PREFIX}{os.getpid()}.txt"
 
 
 def await_stacks(files: Collection[Path]) -> None:
@@ -78,9 +81,20 @@ def await_stacks(files: Collection[Path]) -> None:
     while time.monotonic() < until:
         time.sleep(_SETTLED_S)
         sizes = [path.stat().st_size if path.exists() else 0 for path in files]
-        if sizes == before and all(sizes):
+        if sizes == before and all(sizes) and not any(map(_is_in_handler, files)):
             return
         before = sizes
+
+
+def _is_in_handler(file: Path) -> bool:
+    """Whether the process of a file is about to write its stacks, or writes them: its first thread, which gets the signal, blocks it for so long. On Linux; elsewhere nobody can tell."""
+    try:
+        status = Path("/proc", file.stem.removeprefix(_PREFIX), "status").read_text()
+    except OSError:  # it is gone
+        return False
+    masks = dict(line.split(":", 1) for line in status.splitlines())
+    mask = int(masks["SigBlk"], 16) | int(masks["ShdPnd"], 16)
+    return bool(mask >> (signal.SIGUSR1 - 1) & 1)
 
 
 def stacks_in(path: Path) -> str:

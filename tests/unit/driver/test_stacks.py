@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -41,21 +38,29 @@ def test_a_link_that_another_user_has_laid_is_not_followed(
     assert list(theirs.iterdir()) == []
 
 
-def test_stacks_are_waited_for_until_they_no_longer_grow(tmp_path: Path) -> None:
+WRITES_SLOWLY = """
+import pathlib, signal, sys, time
+stream = pathlib.Path(sys.argv[1], f"stacks-{__import__('os').getpid()}.txt").open("w", buffering=1)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # as a handler of it does
+print("ready", flush=True)
+stream.write("Thread 1\\n")
+time.sleep(3)
+stream.write("(most recent call first)\\n")
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+sys.stdin.read()
+"""
+
+
+def test_stacks_are_waited_for_until_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes its time; a process that writes none is not waited for without end."""
-    slow, silent = tmp_path / "slow", tmp_path / "silent"
-
-    def write() -> None:
-        for text in ("Thread 1 ", "(most recent call first)"):
-            time.sleep(0.7)
-            with slow.open("a") as stream:
-                stream.write(text)
-
-    writing = threading.Thread(target=write)
-    writing.start()
-    stacks.await_stacks([slow])
-    assert stacks_in(slow) == "Thread 1 (most recent call first)"
-    writing.join()
-    with mock.patch.object(stacks, "STACKS_S", 1.0):
+    command = [sys.executable, "-c", WRITES_SLOWLY, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        slow, silent = tmp_path / f"stacks-{process.pid}.txt", tmp_path / "stacks-silent.txt"
+        monkeypatch.setattr(stacks, "STACKS_S", 60.0)
+        stacks.await_stacks([slow])
+        assert stacks_in(slow) == "Thread 1\n(most recent call first)\n"
+        monkeypatch.setattr(stacks, "STACKS_S", 1.0)
         stacks.await_stacks([slow, silent])
+        process.communicate()
     assert stacks_in(silent) == "it wrote no stacks: stopped, or deaf to signals"
