@@ -22,8 +22,8 @@ from lockstep.record.events.metrics import step_points
 from lockstep.record.ledger.rows import StepRow
 from lockstep.reduction_tree import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.training.read_relay import PIECE, links
-from lockstep.training.step.exchange import message_length
 from lockstep.training.step.reduction import LATENCY_BYTES
+from lockstep.training.step.step_exchange import message_length
 
 WORKERS = (8, 16, 64, 256, 1024, 4096)
 UNEVEN = ((8, 6), (64, 48), (256, 96), (1024, 1000), (4096, 3000))
@@ -116,7 +116,7 @@ def _width(length: int, ways: int) -> int:
 
 
 def exchange_traffic(micro_batches: int, workers: int, *, parts: int = 1, flags: int = 0) -> Traffic:
-    """The step's one exchange where it goes by itself: what `training.step.exchange` sends to each other rank."""
+    """The step's one exchange where it goes by itself: what `training.step.step_exchange` sends to each other rank."""
     rows = max(map(len, worker_ranges(micro_batches, workers)))
     return Traffic(1, message_length(rows, parts, flags) * 8 * (workers - 1), workers - 1)
 

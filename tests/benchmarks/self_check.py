@@ -26,7 +26,7 @@ from lockstep.record.events.union import CheckpointRow, Event, ResumeChecked, Wa
 from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
-from lockstep.training.integrity.resume_check.check import SHARE
+from lockstep.training.integrity.resume_check.spare_check import SHARE
 from lockstep.training.loop import fit
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 

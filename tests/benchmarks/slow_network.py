@@ -32,9 +32,9 @@ from lockstep.communication.group import Group
 from lockstep.communication.waits import COLLECTIVE_TIMEOUT
 from lockstep.job.interface import Loss
 from lockstep.plan import Plan
-from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.phase_step import named_hook
 from lockstep.training.step.reduction import TreeReduction
+from lockstep.training.step.step_exchange import Exchange
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
 

@@ -38,7 +38,7 @@ from lockstep.training.determinism import determinism
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.identity_inputs import Inputs
 from lockstep.training.integrity.agreement import Agreement
-from lockstep.training.integrity.resume_check.check import SpareCheck
+from lockstep.training.integrity.resume_check.spare_check import SpareCheck
 from lockstep.training.integrity.step_digests import StepDigests
 from lockstep.training.loop import fit
 from lockstep.training.module_modes import Modes
@@ -47,7 +47,6 @@ from lockstep.training.observe.rank_speed import Pace
 from lockstep.training.settings import Settings
 from lockstep.training.step import accumulation, forward_backward, optimizer_step
 from lockstep.training.step.buffers import StepBuffers
-from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.learning_rate import Rates
 from lockstep.training.step.norm import GradientNorm
 from lockstep.training.step.optimizer_step import Stepper
@@ -55,6 +54,7 @@ from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule, PhaseStep
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import Reduction, TreeSum
+from lockstep.training.step.step_exchange import Exchange
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks.limit import Limit, gathered_from
 from tests.benchmarks.programs import SEED, TABLE, cases

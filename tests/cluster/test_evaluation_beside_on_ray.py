@@ -20,7 +20,7 @@ from tests.cluster.commands import COMMAND, command, result_of
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
-PROCESS = "lockstep.training.evaluation.process"
+PROCESS = "lockstep.training.evaluation.evaluator_main"
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from lockstep.record.ledger.tables import read_evaluations, read_parquet
 from tests.cluster.test_sweep import all_is_given_back, document, outcome, statuses
 from tests.processes import named
 
-PROCESS = "lockstep.training.evaluation.process"
+PROCESS = "lockstep.training.evaluation.evaluator_main"
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from lockstep.training.evaluation import evaluator, serving
-from lockstep.training.evaluation.evaluator import Evaluator
-from lockstep.training.evaluation.messages import Measured
+from lockstep.training.evaluation import evaluator_process, serving
+from lockstep.training.evaluation.evaluator_messages import Measured
+from lockstep.training.evaluation.evaluator_process import Evaluator
 from lockstep.training.evaluation.serving import serve
 from lockstep.training.spare_process import ProcessContext
 from lockstep.training.state import Pending
@@ -75,7 +75,7 @@ def cannot(asked: Connection, weights: int) -> None:
 def forked(serve: Serve = serve) -> Iterator[type[ForkedInterpreter]]:
     """Processes that evaluate are forked, and do so by `serve`."""
     kind = type("Kind", (ForkedInterpreter,), {"serve": staticmethod(serve), "started": 0})
-    with mock.patch.object(evaluator, "SpareInterpreter", kind):
+    with mock.patch.object(evaluator_process, "SpareInterpreter", kind):
         yield kind
 
 
@@ -97,7 +97,7 @@ def killed(count: int) -> Iterator[None]:
 @contextmanager
 def decided_on_arrival() -> Iterator[None]:
     """The negative control: an evaluation decides after the first step at which its metrics have arrived."""
-    from lockstep.training.evaluation.evaluations import Evaluations
+    from lockstep.training.evaluation.evaluation_schedule import Evaluations
 
     decides = Evaluations._decides
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from lockstep.training.elastic import recovery
-from lockstep.training.evaluation.evaluations import Evaluations
+from lockstep.training.evaluation.evaluation_schedule import Evaluations
 from lockstep.training.integrity.agreement import Agreement
 from tests.distributed.real_jobs import FewDigits
 

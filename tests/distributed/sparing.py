@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-import lockstep.training.integrity.resume_check.check
+import lockstep.training.integrity.resume_check.spare_check
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.errors import LockstepError
@@ -151,5 +151,5 @@ def run(
 @contextmanager
 def forked() -> Iterator[None]:
     """Spare processes are forked."""
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", ForkedSpare):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "start_spare", ForkedSpare):
         yield

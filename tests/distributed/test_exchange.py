@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss, Mean
 from lockstep.reduction_tree import worker_ranges
-from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.step_exchange import Exchange
 from tests.distributed.pool import Pool
 from tests.distributed.training import bits
 

@@ -12,7 +12,7 @@ import pytest
 
 import lockstep.training.step.reduction as reduction
 from lockstep.communication.group import Group
-from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.step_exchange import Exchange
 from tests.benchmarks.scaling import (
     Link,
     Traffic,

@@ -21,15 +21,15 @@ from unittest import mock
 import psutil
 import pytest
 
-import lockstep.training.integrity.resume_check.check
+import lockstep.training.integrity.resume_check.spare_check
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import ResumeError
 from lockstep.spec.loading import load_spec
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.resume_check import launch
-from lockstep.training.integrity.resume_check.check import is_checked
 from lockstep.training.integrity.resume_check.request import Answer, NotTried, Request, Taken
+from lockstep.training.integrity.resume_check.spare_check import is_checked
 from lockstep.training.spare_process import ProcessContext
 from tests.cluster.shipped import SHIPPED
 from tests.distributed import kinds, late_kinds
@@ -244,7 +244,7 @@ class TooLate(ForkedSpare):
 
 
 def check_harmless(spec: dict[str, Any], spare: type[ForkedSpare], told: str) -> None:
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", spare):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "start_spare", spare):
         ended = run(spec)
     assert ended.error is None
     assert not ended.checked
@@ -257,7 +257,7 @@ def test_a_killed_spare_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None
 
 
 def test_a_spare_that_never_answers_is_ended(tmp_path: Path) -> None:
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "LIMIT_S", 0.3):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "LIMIT_S", 0.3):
         spec = document(kinds.document(kinds.Dropouts), tmp_path)
         check_harmless(spec, Stopped, "had not answered after 0 s")
     assert not any(map(alive, Stopped.pids))
@@ -280,7 +280,7 @@ def test_retention_that_is_faster_than_the_spare_does_no_harm(tmp_path: Path) ->
 
 @pytest.mark.scenario
 def test_no_spare_outlives_the_run(tmp_path: Path) -> None:
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", Stopped):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "start_spare", Stopped):
         assert run(document(kinds.document(kinds.Dropouts), tmp_path), most=STEP + 60).error is None
     assert Stopped.pids
     assert not any(map(alive, Stopped.pids))
@@ -314,7 +314,7 @@ def test_where_memory_is_short_the_check_is_left_out_and_told(tmp_path: Path) ->
     def lacking(device: object) -> str:
         return "it wants 10 MB of memory, of which 5 MB can be had"
 
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "lacking_memory", lacking):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "lacking_memory", lacking):
         check_harmless(document(kinds.document(kinds.Dropouts), tmp_path), ForkedSpare, "wants 10 MB")
 
 
@@ -439,6 +439,6 @@ def test_a_run_shorter_than_a_minute_starts_no_process(tmp_path: Path) -> None:
     def never(request: Request) -> Any:
         raise AssertionError("a process was started")
 
-    with mock.patch.object(lockstep.training.integrity.resume_check.check, "start_spare", never):
+    with mock.patch.object(lockstep.training.integrity.resume_check.spare_check, "start_spare", never):
         spec = document(kinds.document(kinds.Dropouts), tmp_path, checkpoint={"verify_after_s": 60.0})
         assert run(spec, most=100, pause_s=0.0).error is None

@@ -15,7 +15,8 @@ from torch import nn
 from lockstep import Mean
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.record.events.union import Document
-from lockstep.training import problems, whole_set
+from lockstep.training import problems
+from lockstep.training.evaluation import whole_set_metrics
 from tests.distributed.kinds import CLASSES, RUN, Kind, document
 from tests.distributed.pool import Pool
 from tests.distributed.step_kinds import WholeSet
@@ -120,8 +121,8 @@ def test_objects_of_torchmetrics_are_taken(pool: Pool, workers: int) -> None:
 
 def test_outputs_in_another_order_give_another_metric() -> None:
     """The negative control: micro-batches joined the other way round."""
-    whole, joined = train(document(WholeSet)), whole_set.joined
-    with mock.patch.object(whole_set, "joined", lambda parts: joined(list(parts)[::-1])):
+    whole, joined = train(document(WholeSet)), whole_set_metrics.joined
+    with mock.patch.object(whole_set_metrics, "joined", lambda parts: joined(list(parts)[::-1])):
         turned = train(document(WholeSet))
     assert whole.digests == turned.digests
     pairs = zip(whole.evaluations[-1][2], turned.evaluations[-1][2], strict=True)

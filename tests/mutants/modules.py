@@ -65,20 +65,20 @@ COVERED = {
         "tests/distributed/test_survivors.py",
         "tests/distributed/test_resume.py",
     ],
-    "training/evaluation/evaluations.py": [
+    "training/evaluation/evaluation_schedule.py": [
         "tests/distributed/test_evaluation.py",
         "tests/distributed/test_evaluation_beside.py",
         "tests/distributed/test_own_schedule.py",
         "tests/distributed/test_resume.py",
     ],
-    "training/evaluation/evaluator.py": ["tests/distributed/test_evaluation_beside.py"],
+    "training/evaluation/evaluator_process.py": ["tests/distributed/test_evaluation_beside.py"],
     "training/integrity/checksum.py": ["tests/unit/training/integrity/test_checksum.py"],
     "training/integrity/agreement.py": [
         "tests/distributed/test_drift.py",
         "tests/distributed/test_recheck.py",
     ],
-    "training/step/exchange.py": [
-        "tests/unit/training/step/test_exchange.py",
+    "training/step/step_exchange.py": [
+        "tests/unit/training/step/test_step_exchange.py",
         "tests/distributed/test_exchange.py",
     ],
     "training/step/optimizer_step.py": [

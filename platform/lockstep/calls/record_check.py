@@ -21,7 +21,7 @@ from lockstep.record.mirror.mlflow import in_mlflow
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
 from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
-from lockstep.record.runs.check import (
+from lockstep.record.runs.record_differences import (
     COPIED,
     InStore,
     RecordDifference,

@@ -16,8 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lockstep.checks.fixture import Fixture
-from lockstep.checks.memory_arithmetic import (
+from lockstep.checks.estimate_formulas import (
     held_bytes,
     host_bytes,
     moving_bytes,
@@ -27,7 +26,8 @@ from lockstep.checks.memory_arithmetic import (
     total_bytes,
     with_mirror,
 )
-from lockstep.checks.memory_measurement import Measured, at, measured, with_units
+from lockstep.checks.estimate_measurement import Measured, at, measured, with_units
+from lockstep.checks.fixture import Fixture
 from lockstep.errors import SpecError
 from lockstep.job.loading import others_out_of_sight
 from lockstep.printing import size_text

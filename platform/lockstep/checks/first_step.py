@@ -12,7 +12,7 @@ from lockstep.checks.active_dropout import DropoutSeen
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.loss_inputs import LossInputs, LossInputsMode
 from lockstep.data.sampler import MicroBatch
-from lockstep.training.evaluate import has_evaluation_loss
+from lockstep.training.evaluation.evaluation_pass import has_evaluation_loss
 from lockstep.training.module_modes import Modes, evaluating
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.loss_form import LossForm

@@ -25,7 +25,7 @@ from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all, step_key
 from lockstep.spec.fields import Spec
-from lockstep.training.evaluate import evaluation_loss, has_evaluation_loss, stretch_of
+from lockstep.training.evaluation.evaluation_pass import evaluation_loss, has_evaluation_loss, stretch_of
 from lockstep.training.failure import job_at
 from lockstep.training.initial_model import make_model
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss

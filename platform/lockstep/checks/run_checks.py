@@ -24,7 +24,7 @@ from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.driver_requests import NoRequests
-from lockstep.training.evaluation_sets import EvaluationSets
+from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.loop import fit
 from lockstep.training.metric_rules import check_metric

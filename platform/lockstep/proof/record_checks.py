@@ -29,7 +29,7 @@ from lockstep.record.mirror.folder import run_in_folder
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.seal import SEAL, Sealed, broken, sealed_files
 from lockstep.record.mirror.stores import find_files
-from lockstep.record.runs.check import check_folder, check_ledger
+from lockstep.record.runs.record_differences import check_folder, check_ledger
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
 from lockstep.spec.id_ranges import described
 from lockstep.spec.locations import RECORD_OFF

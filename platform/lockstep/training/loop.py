@@ -42,10 +42,10 @@ from lockstep.training.elastic.recovery import (
     let_in,
     regrouped,
 )
-from lockstep.training.evaluation.evaluations import Evaluations
+from lockstep.training.evaluation.evaluation_schedule import Evaluations
+from lockstep.training.evaluation.final_test import tested
 from lockstep.training.final_results import kept, peak_memory, summarise
-from lockstep.training.final_test import tested
-from lockstep.training.integrity.resume_check.check import SpareCheck
+from lockstep.training.integrity.resume_check.spare_check import SpareCheck
 from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
 from lockstep.training.observe.observations import Watch

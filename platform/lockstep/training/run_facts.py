@@ -35,7 +35,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.id_ranges import described
 from lockstep.training import problems
 from lockstep.training.determinism import numerics_probe, numpy_probe
-from lockstep.training.evaluation_sets import EvaluationSets
+from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.identity_inputs import VARIABLE, places_here, variables_read

@@ -35,8 +35,8 @@ from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import check_kept
 from lockstep.training.driver_requests import Requests
-from lockstep.training.evaluate import has_evaluation_loss
-from lockstep.training.evaluation_sets import EvaluationSets
+from lockstep.training.evaluation.evaluation_pass import has_evaluation_loss
+from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.identity_inputs import Inputs, continued
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.integrity.digests import digest_on_first, element_digest

@@ -21,10 +21,10 @@ from lockstep.checks.estimate import (
     estimate,
     estimated,
 )
+from lockstep.checks.estimate_formulas import total_bytes
+from lockstep.checks.estimate_measurement import Measured, at, measured
 from lockstep.checks.fixture import Fixture
 from lockstep.checks.live_bytes import LiveBytes
-from lockstep.checks.memory_arithmetic import total_bytes
-from lockstep.checks.memory_measurement import Measured, at, measured
 from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checks.memory_arithmetic import (
+from lockstep.checks.estimate_formulas import (
     copied_bytes,
     held_bytes,
     host_bytes,
@@ -18,7 +18,7 @@ from lockstep.checks.memory_arithmetic import (
     total_bytes,
     with_mirror,
 )
-from lockstep.checks.memory_measurement import Measured, ParameterState
+from lockstep.checks.estimate_measurement import Measured, ParameterState
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.step.uncut_parameters import UnitBytes

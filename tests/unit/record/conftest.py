@@ -25,7 +25,7 @@ MLFLOW = {
     "test_outage.py",
     "test_partial_store.py",
     "test_store_faults.py",
-    "test_check.py",
+    "test_record_differences.py",
     "test_stores.py",
     "test_final_model_files.py",
     "test_checkpoint_copies.py",

@@ -21,7 +21,7 @@ from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.recorder import Recorder
-from lockstep.record.runs.check import InStore, check_store
+from lockstep.record.runs.record_differences import InStore, check_store
 from lockstep.spec.fields import Spec
 from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row

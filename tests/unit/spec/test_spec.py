@@ -367,6 +367,8 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
         ("optimizer: {betas: 0.9}", "optimizer.betas: got 0.9, wanted a list"),
         ("optimizer: {betas: [0.9]}", "optimizer.betas: got [0.9], wanted at least 2 values"),
         ("optimizer: {betas: [0, 0, 0]}", "optimizer.betas: got [0, 0, 0], wanted at most 2 values"),
+        ("threads: 1025", "threads: got 1025, wanted at most 1024"),
+        ("data: {loader_processes: 10000}", "data.loader_processes: got 10000, wanted at most 1024"),
         ("optimizer: {betas: [0.9, x]}", "optimizer.betas.1: got 'x', wanted a number"),
         ("optimizer: {betas: [0.9, 1]}", "optimizer.betas.1: got 1, wanted less than 1"),
         ("optimizer: {name: sgd, nesterov: true}", "optimizer.nesterov: got true, wanted false, or optimizer.momentum above 0"),

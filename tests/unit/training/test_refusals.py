@@ -25,7 +25,7 @@ from lockstep.training.auxiliary_state import beside_path, load_beside
 from lockstep.training.elastic import problems as elastic_problems
 from lockstep.training.elastic.membership import Dismissed
 from lockstep.training.elastic.rendezvous import RendezvousHandler
-from lockstep.training.evaluation.messages import Beginning
+from lockstep.training.evaluation.evaluator_messages import Beginning
 from lockstep.training.evaluation.serving import _serve
 from lockstep.training.identity_inputs import Inputs
 from lockstep.training.optimizer_state import restore_optimizer

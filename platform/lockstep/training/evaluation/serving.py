@@ -17,7 +17,7 @@ from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import validate
 from lockstep.training import problems
 from lockstep.training.elastic.recovery import other_fields
-from lockstep.training.evaluation.messages import Asked, AtWork, Beginning, Failed, Measured
+from lockstep.training.evaluation.evaluator_messages import Asked, AtWork, Beginning, Failed, Measured
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.resume_check.resumed_step import alone
 from lockstep.training.loop import surroundings

@@ -34,7 +34,6 @@ from lockstep.training.step import problems
 from lockstep.training.step.accumulation import Accumulation
 from lockstep.training.step.after_step import follow_update, has_after_step
 from lockstep.training.step.closures import Closure
-from lockstep.training.step.exchange import Agreed, Totals
 from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.full_sharding import diverged
 from lockstep.training.step.loss_form import LossForm
@@ -45,6 +44,7 @@ from lockstep.training.step.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.step.results import PhaseResult, StepResult, by_phase
 from lockstep.training.step.sharding import FullyShardedOptimizer, ShardedOptimizer
 from lockstep.training.step.sparse_gradients import numbers_of
+from lockstep.training.step.step_exchange import Agreed, Totals
 from lockstep.training.step.step_start import Evaluated, StepStart
 
 ELEMENT_OPTIMIZERS = (*ELEMENT_BY_ELEMENT, ShardedOptimizer, FullyShardedOptimizer, MirroredOptimizer)

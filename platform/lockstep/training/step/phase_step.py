@@ -33,7 +33,6 @@ from lockstep.training.step.closures import closure_calls
 from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.step.complex_as_real import real_view
 from lockstep.training.step.direct_update import DirectUpdate
-from lockstep.training.step.exchange import Exchange
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.learning_rate import Rates, hooks_of_job
@@ -45,6 +44,7 @@ from lockstep.training.step.reduction import NativeReduction, Reduction, TreeRed
 from lockstep.training.step.sharded_norm import ShardedNorm
 from lockstep.training.step.sharding import ShardedOptimizer
 from lockstep.training.step.sparse_gradients import TableSums, declared_tables
+from lockstep.training.step.step_exchange import Exchange
 from lockstep.training.step.whole_batch import whole_batch
 
 

@@ -29,7 +29,7 @@ from lockstep.communication.group import Group
 from lockstep.plan import Plan, Position
 from lockstep.reduction_tree import Stage, are_siblings, nodes, slices, stages
 from lockstep.training.step.complex_as_real import real_views
-from lockstep.training.step.exchange import Exchange
+from lockstep.training.step.step_exchange import Exchange
 
 Gradients = list[Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lockstep.record.ledger.rows import StepRow
-from lockstep.training.step.exchange import Agreed
+from lockstep.training.step.step_exchange import Agreed
 
 
 class StepResult(NamedTuple):

@@ -22,12 +22,12 @@ from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.training.integrity.rehearsal.object_state import same_bits
 from lockstep.training.step import problems
-from lockstep.training.step.exchange import Totals
 from lockstep.training.step.means import as_float, check_form, check_same_parts, has_form
 from lockstep.training.step.phases import ModelPhase
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.statistics import Statistics
+from lockstep.training.step.step_exchange import Totals
 
 AtHand = Callable[[], Mapping[str, Tensor]]
 """The parameters that learn and have their values now, by name: all of them, or those that no unit gathers where they are sharded."""

@@ -23,8 +23,8 @@ from lockstep.record.mirror.mlflow.models import STEP, Models, files_of, is_chec
 from lockstep.record.mirror.run_store import CheckpointCopy, RunInfo, StoredRun, no_such_run, recorded
 from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.redaction import without_uri_secrets
-from lockstep.record.runs.check import InStore, digest
 from lockstep.record.runs.heartbeat import same_beat, vanished
+from lockstep.record.runs.record_differences import InStore, digest
 
 _MOST_FINISHED = 10
 """The most runs of one identity that are looked at: there are more if one was planted, or stands in for another."""

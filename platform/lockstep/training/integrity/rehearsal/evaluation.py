@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.training import whole_set
-from lockstep.training.evaluate import Evaluation, Row
+from lockstep.training.evaluation import whole_set_metrics
+from lockstep.training.evaluation.evaluation_pass import Evaluation, Row
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.child_process import in_child
 from lockstep.training.integrity.rehearsal.generators import OwnGenerators
@@ -85,19 +85,23 @@ class _Trial:
         shown = self.shown(once, outputs, warnings.append)
         return shown._replace(warnings=warnings), leftovers, with_it
 
-    def shown(self, row: Row, outputs: whole_set.Outputs, warn: Callable[[str], None]) -> EvaluationRehearsal:
+    def shown(
+        self, row: Row, outputs: whole_set_metrics.Outputs, warn: Callable[[str], None]
+    ) -> EvaluationRehearsal:
         over_all = self._tried(outputs, warn)
         if over_all is None:
             return EvaluationRehearsal(None, [], self.evaluation.over_all.values)
-        whole_set.check_names(over_all, row)
+        whole_set_metrics.check_names(over_all, row)
         return EvaluationRehearsal(
             [f"{self.evaluation.label}/{name}" for name in (*row, *over_all)],
             [],
             self.evaluation.over_all.values,
         )
 
-    def _tried(self, outputs: whole_set.Outputs, warn: Callable[[str], None]) -> Mapping[str, float] | None:
-        if not whole_set.has_outputs(self.job):
+    def _tried(
+        self, outputs: whole_set_metrics.Outputs, warn: Callable[[str], None]
+    ) -> Mapping[str, float] | None:
+        if not whole_set_metrics.has_outputs(self.job):
             return {}
         try:
             return self.evaluation.over_all.compute(
@@ -112,12 +116,12 @@ class _Trial:
             )
             return None
 
-    def _after_others(self, outputs: whole_set.Outputs) -> Iterator[Mapping[str, str]]:
+    def _after_others(self, outputs: whole_set_metrics.Outputs) -> Iterator[Mapping[str, str]]:
         """What the job holds after the whole-set metrics of the first outputs and the last, and after the last alone."""
 
-        def values(*every: whole_set.Outputs) -> Mapping[str, str]:
+        def values(*every: whole_set_metrics.Outputs) -> Mapping[str, str]:
             for batch_outputs in every:
-                whole_set.compute(self.job, batch_outputs, seed=self.seed)
+                whole_set_metrics.compute(self.job, batch_outputs, seed=self.seed)
             return memory_of(self.job, self.model).values
 
         _, last = self._computed(self.evaluation.last)
@@ -153,14 +157,14 @@ class _Trial:
             if once.get(place, "") != value and place not in by_training and not place.startswith(within)
         ]
 
-    def _computed(self, i: int) -> tuple[Row, whole_set.Outputs]:
+    def _computed(self, i: int) -> tuple[Row, whole_set_metrics.Outputs]:
         return self.evaluation.computed(self.model, i)
 
-    def _texts(self, row: Row, outputs: whole_set.Outputs) -> dict[str, str]:
+    def _texts(self, row: Row, outputs: whole_set_metrics.Outputs) -> dict[str, str]:
         """The results of one micro-batch by name, as texts: equal values have equal texts."""
         return {
             **{f"{self.evaluation.label}/{name}": repr(value) for name, value in row.items()},
-            **{f"the output {name!r}": text for name, text in whole_set.texts(outputs).items()},
+            **{f"the output {name!r}": text for name, text in whole_set_metrics.texts(outputs).items()},
         }
 
     def _check_repeats(self, once: dict[str, str], held: Memory) -> None:

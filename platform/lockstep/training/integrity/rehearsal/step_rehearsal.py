@@ -33,7 +33,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import unlisted_tensors
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import filled_memory
-from lockstep.training.evaluation_sets import EvaluationSets
+from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal import sample_neighbours

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 from lockstep.job.interface import Job
-from lockstep.training import whole_set
+from lockstep.training.evaluation import whole_set_metrics
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of, named
 
@@ -24,17 +24,17 @@ class WholeSetWatch:
     def compute(
         self,
         model: nn.Module,
-        outputs: whole_set.Outputs,
+        outputs: whole_set_metrics.Outputs,
         others: Callable[[], Iterable[Mapping[str, str]]] = tuple,
-    ) -> whole_set.WholeSet:
+    ) -> whole_set_metrics.WholeSet:
         """The job's whole-set metrics and figures of some outputs. JobError where the job keeps something of them: only rank 0 would have it.
 
         `others` gives what the job holds after other outputs; it is called before these.
         """
         if not self.compares:
-            return whole_set.compute(self.job, outputs, seed=self.seed)
+            return whole_set_metrics.compute(self.job, outputs, seed=self.seed)
         before, further = memory_of(self.job, model), [*others()]
-        result = whole_set.compute(self.job, outputs, seed=self.seed)
+        result = whole_set_metrics.compute(self.job, outputs, seed=self.seed)
         after = memory_of(self.job, model)
         changed = after.changed_since(before, beside=result.objects)
         if changed:

@@ -26,7 +26,7 @@ from lockstep.periodic import periodically
 from lockstep.printing import size_text as shown
 from lockstep.record.events.union import MEMORY_SNAPSHOT, Document, Tell, Warned
 from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation.evaluation_pass import Evaluation
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import train
 from lockstep.training.observe import worker_memory

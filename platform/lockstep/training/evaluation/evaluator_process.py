@@ -21,7 +21,7 @@ import torch
 from lockstep.data.table_pins import pins_of
 from lockstep.record.events.union import Tell, Warned
 from lockstep.running_time import running_s
-from lockstep.training.evaluation.messages import Asked, AtWork, Beginning, Failed, Measured
+from lockstep.training.evaluation.evaluator_messages import Asked, AtWork, Beginning, Failed, Measured
 from lockstep.training.integrity.resume_check.spare_memory import lacking_memory
 from lockstep.training.setup import Run
 from lockstep.training.spare_process import ProcessContext, SpareInterpreter
@@ -124,7 +124,7 @@ class Evaluator:
         )
         try:
             self._process = SpareInterpreter(
-                "lockstep.training.evaluation.process",
+                "lockstep.training.evaluation.evaluator_main",
                 (there.fileno(), self._weights.fileno()),
                 self._context,
             )

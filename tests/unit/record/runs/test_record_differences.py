@@ -31,7 +31,7 @@ from lockstep.record.mirror.stores import reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs import heartbeat
-from lockstep.record.runs.check import COPIED
+from lockstep.record.runs.record_differences import COPIED
 from lockstep.spec.fields import Spec
 from lockstep.training.weights import save_weights
 from tests.raised import raises

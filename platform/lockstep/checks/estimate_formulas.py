@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.checks.memory_measurement import Measured
+from lockstep.checks.estimate_measurement import Measured
 from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.initial_model import asks_for_shards

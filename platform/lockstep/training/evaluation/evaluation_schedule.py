@@ -27,8 +27,8 @@ from lockstep.record.events.union import Alive, Document, Tell, Warned
 from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.training import problems
 from lockstep.training.auxiliary_state import beside_weights
-from lockstep.training.evaluation.evaluator import Evaluator
-from lockstep.training.evaluation.messages import Measured
+from lockstep.training.evaluation.evaluator_messages import Measured
+from lockstep.training.evaluation.evaluator_process import Evaluator
 from lockstep.training.failure import job_at
 from lockstep.training.metric_rules import check_followed
 from lockstep.training.setup import Run

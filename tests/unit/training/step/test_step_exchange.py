@@ -10,7 +10,7 @@ import torch
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss, Mean
 from lockstep.training.integrity.checksum import PRIME
-from lockstep.training.step.exchange import Agreed, Exchange, Totals, _on_device
+from lockstep.training.step.step_exchange import Agreed, Exchange, Totals, _on_device
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

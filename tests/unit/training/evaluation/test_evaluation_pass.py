@@ -13,7 +13,7 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.data.problems import FETCH_FAILED
 from lockstep.reduction_tree import evaluation_ranges
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation.evaluation_pass import Evaluation
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.module_modes import evaluating

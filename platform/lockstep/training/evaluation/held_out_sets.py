@@ -12,7 +12,7 @@ from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import Spec
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation.evaluation_pass import Evaluation
 from lockstep.training.integrity.rehearsal.evaluation import EvaluationRehearsal, rehearse
 from lockstep.training.job_data import is_test
 from lockstep.training.step.full_sharding import FullSharding

@@ -20,7 +20,8 @@ from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss, Mean, overrides
 from lockstep.randomness import evaluation_batch_key, evaluation_key, seed_all
 from lockstep.reduction_tree import evaluation_ranges
-from lockstep.training import problems, whole_set
+from lockstep.training import problems
+from lockstep.training.evaluation import whole_set_metrics
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.rehearsal.whole_set_watch import WholeSetWatch
 from lockstep.training.job_data import dataset_size, shown_label
@@ -80,7 +81,7 @@ class Evaluation:
         self.join(group)
         self.figures: Mapping[str, str] = {}
         """The job's figures of the newest evaluation, as text by file name; on rank 0."""
-        self._gives_outputs = whole_set.has_outputs(job)
+        self._gives_outputs = whole_set_metrics.has_outputs(job)
         self._has_loss = has_evaluation_loss(job)
         self._has_batch_loss = has_batch_loss(job)
         self._global_batch = global_batch
@@ -124,7 +125,7 @@ class Evaluation:
         }
         if self._gives_outputs:
             over_all = self._over_the_whole_set(model, outputs)
-            whole_set.check_names(over_all, totals)
+            whole_set_metrics.check_names(over_all, totals)
             metrics |= {f"{self.label}/{name}": value for name, value in over_all.items()}
         return metrics
 
@@ -150,14 +151,16 @@ class Evaluation:
             return [of_one for of_rank in by_rank for of_one in of_rank]
         return [of_one for together in zip_longest(*by_rank) for of_one in together if of_one is not None]
 
-    def _over_the_whole_set(self, model: nn.Module, own: list[whole_set.Outputs]) -> Mapping[str, float]:
+    def _over_the_whole_set(
+        self, model: nn.Module, own: list[whole_set_metrics.Outputs]
+    ) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
         every = self.group.gather_first(own)
-        result: whole_set.WholeSet | None = None
+        result: whole_set_metrics.WholeSet | None = None
         wrong: LockstepError | None = None
         if every is not None:
             try:
-                outputs = whole_set.joined([outputs for outputs in self._in_order(every) if outputs])
+                outputs = whole_set_metrics.joined([outputs for outputs in self._in_order(every) if outputs])
                 result = self.over_all.compute(model, outputs)
             except LockstepError as error:
                 wrong = error
@@ -178,7 +181,7 @@ class Evaluation:
         return -(-self.samples // self.micro_batch) - 1
 
     @torch.no_grad()
-    def computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
+    def computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set_metrics.Outputs]:
         """Totals and weights of one micro-batch, and its outputs."""
         batch = self._fetch(i)
         means, outputs = self._results(model, i, batch)
@@ -187,7 +190,7 @@ class Evaluation:
     @torch.no_grad()
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
-    ) -> tuple[list[Row], list[whole_set.Outputs], list[dict[str, Tensor]]]:
+    ) -> tuple[list[Row], list[whole_set_metrics.Outputs], list[dict[str, Tensor]]]:
         """Totals of each micro-batch of this rank; their outputs, joined in order where the rank's micro-batches are neighbours; and their rows for a loss
         over a whole batch.
         """
@@ -212,7 +215,7 @@ class Evaluation:
         finally:
             loader.close()
         if self.sharding is None:
-            return [_numbers(row) for row in means], [whole_set.joined(outputs)], embedded
+            return [_numbers(row) for row in means], [whole_set_metrics.joined(outputs)], embedded
         count = len(range(self.group.rank, self.last + 1, self.group.size))
         return [_numbers(row) for row in means[:count]], outputs[:count], embedded[:count]
 
@@ -234,7 +237,7 @@ class Evaluation:
 
     def _results(
         self, model: nn.Module, i: int, batch: Any, embedded: list[dict[str, Tensor]] | None = None
-    ) -> tuple[dict[str, Mean], whole_set.Outputs]:
+    ) -> tuple[dict[str, Mean], whole_set_metrics.Outputs]:
         """Means and outputs of one micro-batch, in memory of their own. A loss over a whole batch has its rows added to `embedded`, if given.
 
         The means stay on the device, so that nothing waits for it before the last micro-batch is launched. Modes are set for each
@@ -274,11 +277,11 @@ class Evaluation:
 
     def _evaluated(
         self, model: nn.Module, i: int, batch: Any, embedded: list[dict[str, Tensor]] | None
-    ) -> tuple[Any, Mapping[str, Mean], whole_set.Outputs]:
+    ) -> tuple[Any, Mapping[str, Mean], whole_set_metrics.Outputs]:
         """What the job computes of a micro-batch: its loss, metrics and outputs."""
         loss = self._loss(model, i, batch, embedded)
         further = self.job.metrics(model, batch)
-        outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+        outputs = whole_set_metrics.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
         return loss, further, outputs
 
 
@@ -286,7 +289,7 @@ def has_evaluation_loss(job: Job) -> bool:
     """Whether an evaluation has a loss: with phases it may have metrics alone. JobError where there is nothing to evaluate."""
     if overrides(job, "loss") or not own_phases(job):
         return True
-    if not overrides(job, "metrics") and not whole_set.has_outputs(job):
+    if not overrides(job, "metrics") and not whole_set_metrics.has_outputs(job):
         raise problems.NOTHING_EVALUATED()
     return False
 

@@ -15,12 +15,12 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import Problem
 from lockstep.training import problems
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluation.evaluation_pass import Evaluation
+from lockstep.training.evaluation.whole_set_metrics import compute, joined, taken, texts
 from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.rehearsal.evaluation import rehearse
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.precision import Precision
-from lockstep.training.whole_set import compute, joined, taken, texts
 from tests.raised import raises
 
 CPU = torch.device("cpu")
