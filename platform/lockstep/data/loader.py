@@ -348,8 +348,16 @@ def _lost(error: BaseException) -> ClusterError:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor itself where its memory is aligned, else a copy that is."""
     if tensor.device.type == "cpu" and (not is_dense(tensor) or tensor.data_ptr() % ALIGNMENT):
-        return tensor.clone()
+        return cloned(tensor)
     return tensor
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, with the same strides also where these leave gaps: `clone` would close them, and a kernel then adds in another order."""
+    if not is_dense(tensor) or tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    reached = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reached,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def is_dense(tensor: Tensor) -> bool:

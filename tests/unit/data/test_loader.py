@@ -457,6 +457,29 @@ def test_tensors_are_handed_over_aligned(processes: int) -> None:
         assert all(torch.equal(tensor, at(0)[: len(tensor)]) for tensor in every)
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_slice_keeps_its_strides_wherever_it_lies(processes: int) -> None:
+    """Else its address would decide in which order a loss adds it up. The control: `clone` alone closes the gaps, and gives another sum."""
+    values = torch.randn(8, 70, generator=torch.Generator().manual_seed(1))
+
+    def columns(offset: int) -> Tensor:
+        memory = np.empty(values.nbytes + 2 * ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT + offset
+        rows = torch.from_numpy(memory[start : start + values.nbytes]).view(torch.float32).view(8, 70)
+        return rows.copy_(values)[:, :60]
+
+    def collate(samples: Sequence[int]) -> list[Tensor]:
+        return [*map(columns, (0, 16, 32, 48)), columns(16).t(), columns(16)[:1].expand(3, 60)]
+
+    with determinism("strict", threads=1):
+        for *slices, turned, expanded in fetched(Samples(int), collate=collate, processes=processes):
+            assert {(each.stride(), float(each.norm())) for each in slices} == {
+                ((70, 1), float(columns(0).norm()))
+            }
+            assert (turned.stride(), expanded.stride()) == ((1, 70), (0, 1))
+        assert columns(0).clone().norm() != columns(0).norm()
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: Any

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.communication.group import Group
-from lockstep.data.loader import map_tensors
+from lockstep.data.loader import cloned, map_tensors
 from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss, overrides
 from lockstep.plan import Plan
@@ -388,8 +388,8 @@ def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[It
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch; tensors keep their strides where these leave no gaps."""
-    return map_tensors(batch, Tensor.clone, copy.deepcopy)
+    """A copy of a batch; tensors keep their strides."""
+    return map_tensors(batch, cloned, copy.deepcopy)
 
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
