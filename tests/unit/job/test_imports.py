@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.job.inputs.imports import Asked, imported_by, imports_noted, imports_of_job
+from lockstep.job.inputs.imports import (
+    Asked,
+    below,
+    imported_by,
+    imports_noted,
+    imports_of_job,
+    roots_of,
+)
 from lockstep.job.loading import load_job
 from tests.unit.job.test_source import forget
 
@@ -131,3 +138,27 @@ def test_what_python_imports_for_every_program_is_among_them(
     assert set(made()) == {*ALWAYS, f"{name}.py"}
     monkeypatch.setattr(sys.modules[name], "__file__", str(Path(importlib.__file__)))
     assert set(made()) == ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "use", "name"),
+    [
+        ("linked_jobs", "real/linked_jobs", "linked_jobs.job:J", "linked_jobs/rate.txt"),
+        ("linked_jobs", "real/second", "linked_jobs.job:J", "rate.txt"),
+        ("linked_job.py", "real/second/job.py", "linked_job:J", "rate.txt"),
+    ],
+)
+def test_what_lies_beside_the_real_file_of_a_linked_job_is_the_job_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, target: str, use: str, name: str
+) -> None:
+    """As `Path(__file__).resolve().parent` finds it."""
+    folder = (tmp_path / target).parent if target.endswith(".py") else tmp_path / target
+    folder.mkdir(parents=True)
+    (folder / "job.py").touch()
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / link).symlink_to(tmp_path / target)
+    monkeypatch.syspath_prepend(tmp_path / "work")
+    roots = roots_of(use)
+    assert below(folder / "rate.txt", roots) == name
+    assert below(tmp_path / "rate.txt", roots) is None
+    assert below(folder / "rate.txt", roots[:1]) is None

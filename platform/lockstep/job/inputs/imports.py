@@ -226,7 +226,22 @@ def roots_of(use: str) -> list[Path]:
     module = use.partition(":")[0]
     root = root_of(module)
     others = [Path.cwd()] if module == MAIN_MODULE else []  # a notebook's modules lie beside it
-    return others if root is None else [root, *others]
+    if root is None:
+        return others
+    file = file_of(module, root)
+    return [root, *(() if file is None else _real_root(file, root)), *others]
+
+
+def _real_root(file: Path, root: Path) -> Iterator[Path]:
+    """Where a link to the job, or to one of its packages, leads: the folder that stands for the root there, for what the job reads beside its real file."""
+    real, inside = file.resolve(), file.relative_to(root).parts
+    same = 0
+    for name, real_name in zip(reversed(inside), reversed(real.parts), strict=False):
+        if name != real_name:
+            break
+        same += 1
+    if not real.is_relative_to(root.resolve()):
+        yield real.parents[max(0, same - 1)]
 
 
 _OF_THE_INTERPRETER = frozenset({"sitecustomize", "usercustomize"})
