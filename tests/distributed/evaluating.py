@@ -66,9 +66,16 @@ def late(asked: Connection, weights: int) -> None:
         serve(asked, weights)
 
 
+def fails(asked: Connection, weights: int) -> None:
+    """Builds the run, and has no memory for a micro-batch, as if."""
+    with mock.patch.object(serving, "evaluated", side_effect=MemoryError("no room for a micro-batch")):
+        serve(asked, weights)
+
+
 def cannot(asked: Connection, weights: int) -> None:
     """Its machine has no memory for the model, as if."""
-    raise SystemExit(3)
+    with mock.patch.object(serving, "prepare", side_effect=MemoryError("no room for the model")):
+        serve(asked, weights)
 
 
 @contextmanager

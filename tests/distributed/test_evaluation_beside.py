@@ -14,8 +14,9 @@ from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
 from lockstep.spec.loading import load_spec
+from lockstep.training.evaluation.evaluator_process import MOST_LOST
 from lockstep.training.state import TrainState
-from tests.distributed.evaluating import cannot, decided_on_arrival, forked, killed, late
+from tests.distributed.evaluating import cannot, decided_on_arrival, fails, forked, killed, late
 from tests.distributed.evaluation_kinds import AverageWithoutStatistics, NamedSets, StochasticAverage
 from tests.distributed.kinds import RUN, Kind, document
 from tests.distributed.pool import Pool
@@ -167,11 +168,13 @@ def test_an_evaluation_whose_process_is_killed_is_made_again(count: int) -> None
 
 
 @pytest.mark.scenario
-def test_a_process_that_cannot_evaluate_is_not_started_again() -> None:
-    with forked(cannot) as processes:
-        trained = train(beside(NamedSets))
-    assert all_of(trained) == all_of(train(in_place(NamedSets)))
-    assert processes.started <= 3
+@pytest.mark.parametrize(("serve", "started"), [(cannot, 1), (fails, MOST_LOST)])
+def test_a_process_that_cannot_build_the_run_is_not_started_again(serve: Any, started: int) -> None:
+    """One that has built it may have met with what passes. Each evaluation waits for what becomes of it."""
+    with forked(serve) as processes:
+        trained = train(beside(Paced))
+    assert all_of(trained) == all_of(train(in_place(Paced)))
+    assert processes.started == started
     assert trained.warnings
 
 

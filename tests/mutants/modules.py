@@ -47,9 +47,12 @@ COVERED = {
         "tests/distributed/test_full_sharding.py::test_a_parameter_that_only_garbage_holds_is_let_go",
         "tests/distributed/test_full_sharding.py::test_evaluations_and_updates_of_the_job_s_own_are_those_of_the_whole_model",
         "tests/distributed/test_full_start.py::test_a_start_by_shards_finds_samples_to_evaluate_that_draw_though_they_say_otherwise",
+        "tests/distributed/test_mirrored_shards.py",
+        "tests/unit/proof/test_verify.py",
         "tests/distributed/test_mistakes.py",
     ],
     "training/planning.py": [
+        "tests/unit/training/test_planning.py",
         "tests/unit/training/test_setup.py",
         "tests/unit/data/test_dataset_order.py",
         "tests/distributed/test_without.py",
@@ -74,6 +77,7 @@ COVERED = {
     "training/evaluation/evaluator_process.py": ["tests/distributed/test_evaluation_beside.py"],
     "training/integrity/checksum.py": ["tests/unit/training/integrity/test_checksum.py"],
     "training/integrity/agreement.py": [
+        "tests/unit/training/integrity/test_agreement.py",
         "tests/distributed/test_drift.py",
         "tests/distributed/test_recheck.py",
     ],
