@@ -204,7 +204,7 @@ def test_the_same_worker_again_is_still_that_worker() -> None:
 def test_another_step_on_other_workers_is_another_fault() -> None:
     untrusted_workers = UntrustedWorkers()
     untrusted_workers.judge(found(1, 5, 5, 6, wrong=(2,)), NODES)
-    assert not untrusted_workers.judge(found(2, 5, 9, 5, wrong=(1,), step=8), NODES).fault_of_job
+    assert untrusted_workers.judge(found(2, 15, 19, 15, wrong=(1,), step=8), NODES).nodes == {"b"}
 
 
 def test_where_all_contradict_themselves_no_machine_is_wrong() -> None:
