@@ -381,7 +381,8 @@ def map_tensors(
         return otherwise(value)  # one of its tensors stays on the processor
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)  # a defaultdict or a UserDict is not made from a plain dict alone
-        changed.update({key: map_tensors(inner, change, otherwise) for key, inner in value.items()})
+        for key, inner in value.items():  # one by one: `update` of a Counter adds
+            changed[key] = map_tensors(inner, change, otherwise)
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(inner, change, otherwise) for inner in value))

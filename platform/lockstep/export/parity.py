@@ -107,5 +107,9 @@ def _difference(expected: Tensor, computed: Tensor, within: Tolerance) -> _Diffe
 
 def _bits_differ(first: Tensor, second: Tensor) -> Tensor:
     """Which elements have other bits, as a mask of one dimension."""
-    rows = [tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (first, second)]
+    # A copy, for one element may count as contiguous with any stride.
+    rows = [
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1, 1).view(torch.uint8)
+        for tensor in (first, second)
+    ]
     return (rows[0] != rows[1]).any(dim=1)

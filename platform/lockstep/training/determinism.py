@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.threads import library_threads, one_library_thread, openmp_limit, start_autograd
 from lockstep.training import problems
 from lockstep.training.deferred_dynamo import defer_compiler
-from lockstep.training.settings import Settings
+from lockstep.training.settings import Settings, refuses_nondeterministic
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
 
@@ -51,6 +51,8 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         cudnn.benchmark,
     )
     settings = [Settings(torch.device(kind)) for kind in ("cpu", "cuda")]
+    # It would compile a function of TorchScript for what its first calls were, and so give other bits from the second one on.
+    profiles: bool = torch._C._jit_set_profiling_executor(kind == "fast")
     try:
         with (
             one_library_thread() if kind == "strict" else nullcontext(),
@@ -58,10 +60,14 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         ):
             torch.set_num_threads(threads)
             cudnn.benchmark = kind == "fast"
+            if kind == "strict":
+                # Attention leaves it, for other bits, where a module has a hook or a parameter is shared out: also where that only watches.
+                torch.backends.mha.set_fastpath_enabled(False)
             # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
             with filled_memory(False):
                 yield
     finally:
+        torch._C._jit_set_profiling_executor(profiles)
         torch.set_num_threads(previous[0])
         cudnn.benchmark = previous[1]
         for device_settings in settings:
@@ -97,7 +103,12 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
     """DeterminismError where the job's own code has changed what `determinism` set: the bits would differ from machine to machine."""
     settings = {
         "torch.set_num_threads": (torch.get_num_threads(), threads, "the spec's threads"),
-        "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled(), True, "strict"),
+        "torch.use_deterministic_algorithms": (refuses_nondeterministic(), True, "strict"),
+        "torch.backends.mha.set_fastpath_enabled": (
+            torch.backends.mha.get_fastpath_enabled(),
+            False,
+            "strict",
+        ),
         "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False, "strict"),
         "the number of threads of NumPy's BLAS": (library_threads(), 1, "whatever the machine"),
     }

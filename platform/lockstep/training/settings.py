@@ -49,6 +49,11 @@ _NEWER_WAY = "other"
 """What torch's older setting of the precision of products is where a newer one was used, which tells it by the backend."""
 
 
+def refuses_nondeterministic() -> bool:
+    """Whether torch refuses an operator that is not deterministic. With `warn_only` it does not."""
+    return bool(_C._get_deterministic_algorithms() and not _C._get_deterministic_algorithms_warn_only())
+
+
 def _matmul_precision() -> str:
     try:
         return str(_C._get_float32_matmul_precision())
@@ -101,7 +106,7 @@ _EVERYWHERE = (
     Setting("torch.set_num_threads", torch.get_num_threads, torch.set_num_threads),
     Setting(
         "torch.use_deterministic_algorithms",
-        _C._get_deterministic_algorithms,
+        refuses_nondeterministic,
         torch.use_deterministic_algorithms,
     ),
     Setting("torch.backends.cudnn.benchmark", _C._get_cudnn_benchmark, _C._set_cudnn_benchmark),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from threadpoolctl import ThreadpoolController
+from torch import Tensor, nn
 
 from lockstep.proof.identity_changes import causes
 from lockstep.threads import LIBRARIES, library_threads
@@ -31,6 +33,7 @@ from lockstep.training.determinism import (
     numerics_probe,
     numpy_probe,
 )
+from lockstep.training.settings import Settings
 from lockstep.training.start import check_identity
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.forked import script
@@ -46,6 +49,7 @@ def settings() -> tuple[Any, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark,
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 
@@ -53,7 +57,7 @@ def settings() -> tuple[Any, ...]:
 def test_determinism_sets_the_process_and_puts_it_back(kind: Literal["strict", "fast"], strict: bool) -> None:
     before = settings()
     with determinism(kind, threads=3):
-        assert settings() == (3, strict, False, False, not strict)
+        assert settings() == (3, strict, False, False, not strict, not strict)
     assert settings() == before
 
 
@@ -69,6 +73,53 @@ def test_determinism_puts_back_after_an_error_and_what_was_set_by_others() -> No
     finally:
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
         torch.set_num_threads(before[0])
+
+
+def test_a_setting_that_only_warns_is_none() -> None:
+    """It lets an operator compute other bits each time."""
+    with determinism("strict", threads=1):
+        kept = Settings(torch.device("cpu"))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with raises(problems.JOB_SETTING, name="torch.use_deterministic_algorithms", got=False):
+            check_kept("strict", 1)
+        kept.put_back()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        check_kept("strict", 1)
+        torch.backends.mha.set_fastpath_enabled(True)
+        with raises(problems.JOB_SETTING, name="torch.backends.mha.set_fastpath_enabled", got=True):
+            check_kept("strict", 1)
+
+
+def gradients_of_four_calls() -> set[bytes]:
+    """Of a function that no process has called yet."""
+
+    def activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x = torch.nn.functional.layer_norm(x, [16], weight, bias)
+        x = torch.nn.functional.gelu(x * torch.sigmoid(1.702 * x))
+        return torch.softmax(x, -1) + x / (x.std(-1, keepdim=True) + 1e-3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(activation)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, norm, last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)
+        x = torch.randn(8, 8)
+    gradients = set()
+    for _ in range(4):
+        y = last(scripted(first(x), norm.weight, norm.bias))
+        parameters = [*first.parameters(), *norm.parameters()]
+        found = torch.autograd.grad(y.sum(), parameters)
+        gradients.add(b"".join(gradient.numpy().tobytes() for gradient in found))
+    return gradients
+
+
+def test_a_function_of_torch_script_gives_the_same_bits_from_its_first_call_on() -> None:
+    """Else the calls that a process has made would decide, and a resumed run begins anew. The control: without, they do."""
+    with determinism("strict", threads=1):
+        assert len(gradients_of_four_calls()) == 1
+    with determinism("fast", threads=1):
+        assert len(gradients_of_four_calls()) > 1
 
 
 @pytest.mark.parametrize("kind", ["strict", "fast"])
