@@ -325,7 +325,7 @@ def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     """A spec that evaluates, saves and keeps its state each so many steps: there another trial may take it over."""
     every = {"steps": steps}
     checkpoint = {**spec["checkpoint"], "every": every, "keep_every": steps}
-    return {**spec, "evaluate": {"every": every}, "checkpoint": checkpoint}
+    return {**spec, "evaluate": {**spec["evaluate"], "every": every}, "checkpoint": checkpoint}
 
 
 def _owner(field: str, fields: Iterable[str]) -> str | None:

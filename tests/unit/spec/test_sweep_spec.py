@@ -221,6 +221,13 @@ def test_a_population_evaluates_and_saves_where_it_meets() -> None:
     assert load_sweep(found.document()) == found
 
 
+def test_a_population_keeps_what_the_base_evaluates() -> None:
+    sets = {"noisy": {"limit": 2}}
+    evaluate = {"limit": 4, "sets": sets, "every": {"epochs": 2}}
+    base = sweep(PBT["space"], scheduler=PBT["scheduler"], spec={**BASE, "evaluate": evaluate}).base
+    assert (base.evaluate.limit, base.evaluate.of("noisy").limit, base.evaluate.every.steps) == (4, 2, 4)
+
+
 PBT = {
     "scheduler": {"name": "pbt", "every_steps": 4},
     "space": {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}},
