@@ -41,7 +41,6 @@ class DataFile:
     name: str
     """The path below the table's folder, by which a person knows the file."""
     size: int
-    changed_ns: int
     schema: pa.Schema
     rows: tuple[int, ...]
     keys: Mapping[str, str | None]
@@ -220,7 +219,6 @@ class TableFiles:
             path,
             stored.name,
             stored.size,
-            stored.changed_ns,
             schema,
             rows,
             keys,

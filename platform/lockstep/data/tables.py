@@ -182,9 +182,7 @@ class Table(Dataset[dict[str, Any]]):
 
     def _key(self) -> str:
         """What names the shared memory of this table: two processes with one key would decode the same."""
-        files = [(f.path, f.size, f.changed_ns, f.rows) for f in self.files.files]
-        text = repr((files, [(d.name, d.declared) for d in self.decoders]))
-        return f"table {hashlib.sha256(text.encode()).hexdigest()}"
+        return f"table {hashlib.sha256(repr(self.identity()).encode()).hexdigest()}"
 
 
 def _sources(declared: Mapping[str, Column]) -> list[str]:

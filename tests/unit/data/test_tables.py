@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -265,6 +266,18 @@ def test_a_file_that_changes_in_a_run_is_told(write: Callable[[Path], str], tmp_
     with pytest.raises(DataError, match=r"^data: '.*' has changed since it was opened \(it was written at"):
         table.__getitems__([0])
     assert Table(tmp_path, columns, memory_mb=0.02).__getitems__([0])
+
+
+def test_memory_of_a_table_is_not_that_of_a_file_it_was_replaced_by(tmp_path: Path) -> None:
+    """Another process may still hold the rows of the old file; the new one has its size and its time."""
+    file = tmp_path / "a.parquet"
+    held = []
+    for value in (1.0, 2.0):
+        pq.write_table(pa.table({"x": np.full(3, value)}), file, use_dictionary=False, compression="none")
+        os.utime(file, ns=(10**18, 10**18))
+        held.append((Table(file), file.stat().st_size))
+    assert held[0][1] == held[1][1]
+    assert [table[0]["x"].item() for table, _ in held] == [1.0, 2.0]
 
 
 # --- where files are --------------------------------------------------------------------------------------
