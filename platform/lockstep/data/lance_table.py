@@ -94,11 +94,17 @@ def _written(request: Mapping[str, Any]) -> dict[str, Any]:
         for batch in table.to_batches(columns=selected, scan_in_order=True):
             yield pa.Table.from_batches([batch])
 
-    path = materialized(f"lance {request['uri']} {contents} {selected}", parts)
+    path = materialized(f"lance {request['uri']} {table.version} {contents} {selected}", parts)
     return {"path": str(path), "contents": contents}
 
 
 def _contents(table: Any) -> Iterator[Any]:
-    """What a version consists of: the files of each fragment, whose names are given once, and how many rows are left of it."""
+    """What a version consists of: its columns, the files of each fragment, whose names are given once, and how many rows are left of it."""
+    yield _columns(table.lance_schema.fields())  # a column is renamed without a new file
     for fragment in table.get_fragments():
         yield [file.path for file in fragment.data_files()], fragment.deletion_file(), fragment.count_rows()
+
+
+def _columns(fields: Sequence[Any]) -> list[Any]:
+    """Columns by their ids, by which they are found in files, names and types, with the columns in each."""
+    return [(each.id(), each.name(), str(each.to_arrow().type), _columns(each.children())) for each in fields]

@@ -221,6 +221,23 @@ def test_a_lance_table_made_anew_is_not_the_old_one(tmp_path: Path) -> None:
         assert labels(Table(lake.source("lance", tmp_path))) == [value] * 3
 
 
+@pytest.mark.scenario
+def test_columns_of_a_lance_table_that_swap_their_names_are_not_the_old_ones(tmp_path: Path) -> None:
+    """The new version has the same files and the same names."""
+    lake.append("lance", tmp_path, pa.table({"x": np.zeros(3, np.float32), "y": np.ones(3, np.float32)}))
+    old = Table(lake.source("lance", tmp_path))
+    names = [("x", "z"), ("y", "x"), ("z", "y")]
+    lake.run_lance(
+        f"table = lance.dataset('points'); [table.alter_columns({{'path': a, 'name': b}}) for a, b in {names}]",
+        tmp_path,
+    )
+    new = Table(lake.source("lance", tmp_path), {"x": "x", "y": "y"})
+    assert [labels(table, "x") for table in (old, new)] == [[0, 0, 0], [1, 1, 1]]
+    assert old.files.snapshot is not None
+    assert new.files.snapshot is not None
+    assert old.files.snapshot.contents != new.files.snapshot.contents
+
+
 # --- rows written once ---
 
 
