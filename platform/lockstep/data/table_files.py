@@ -7,6 +7,7 @@ through the files, which are taken in the order of their paths. Files lie on a d
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -198,10 +199,7 @@ class TableFiles:
         if self.snapshot is not None and name in file.keys:
             return self.snapshot.types[name]
         if name in file.keys:
-            is_integer = all(
-                (data_file.keys.get(name) or "").lstrip("-").isdigit() for data_file in self.files
-            )
-            return pa.int64() if is_integer else pa.string()
+            return pa.int64() if all(_is_int64(other.keys.get(name)) for other in self.files) else pa.string()
         raise problems.NO_COLUMN(
             file=file.name, column=name, hint=nearest(name, [*file.schema.names, *file.keys])
         )
@@ -224,6 +222,10 @@ class TableFiles:
             keys,
             metadata,
         )
+
+
+def _is_int64(text: str | None) -> bool:
+    return bool(re.fullmatch("-?[0-9]+", text or "")) and -(2**63) <= int(text or "") < 2**63
 
 
 # --- formats ----------------------------------------------------------------------------------------------

@@ -305,6 +305,14 @@ def test_hive_partitions_are_columns(tmp_path: Path) -> None:
     assert batch["y"].tolist() == [0, 9, 0, 9]
 
 
+@pytest.mark.parametrize("value", ["9223372036854775808", "²", "٣", "--5", "1-"])
+def test_a_partition_that_is_no_whole_number_of_64_bits_is_text(tmp_path: Path, value: str) -> None:
+    for key in (value, "-3"):
+        (tmp_path / f"id={key}").mkdir()
+        pq.write_table(written(slice(0, 1)).select(["y"]), tmp_path / f"id={key}" / "a.parquet")
+    assert set(Table(tmp_path).__getitems__([0, 1])["id"]) == {value, "-3"}
+
+
 def uploaded(folder: Path, query: str, name: str, faults: Faults) -> str:
     files, root = FileSystem.from_uri(f"s3://key:secret@tables/{name}?{past(query, faults)}")
     for path in folder.glob("*"):
