@@ -282,14 +282,15 @@ class BoundedLoader(yaml.SafeLoader):
             raise _yaml_error(f"with its aliases it has more than {MOST_NODES} values", node.start_mark)
         return size
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuses a key that is given twice: other programs read its first value."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuses a key that is given twice: other programs read its first value. Before `<<` adds keys of others to those of a mapping."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
                 raise _yaml_error(f"{key.value!r} is given twice", key.start_mark)
             keys.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else ("", ""))
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

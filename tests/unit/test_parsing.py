@@ -45,3 +45,11 @@ def test_a_key_that_is_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="'seed' is given twice"):
         yaml_value("a:\n  seed: 7\n  seed: 0\n")
     assert json_document('{"a": {"seed": 7}, "seed": 0}') == yaml_value("{a: {seed: 7}, seed: 0}")
+
+
+def test_a_mapping_that_is_merged_above_the_place_where_it_stands_is_read() -> None:
+    """What was merged into it are no keys that are given twice."""
+    text = "a: {b: &b {<<: &d {x: 1, y: 2}, x: 3}}\nc: {<<: *b, y: 4}\n"
+    assert yaml_value(text) == {"a": {"b": {"x": 3, "y": 2}}, "c": {"x": 3, "y": 4}}
+    with pytest.raises(ValueError, match="line 2, 'y' is given twice"):
+        yaml_value(text.replace("y: 4", "y: 4, y: 5"))
