@@ -43,6 +43,9 @@ _FIXED = PLACEMENT | {"fork"}
 _DELAYS = ("beside", "delay")
 """Fields of `evaluate` by which an evaluation decides after further steps."""
 
+_COMPLETE = {"determinism", "compile", "evaluate"}
+"""Sections with all their defaults also where they are searched: two have forms of their own, and `delay` stays where a resume changes `beside`."""
+
 
 class Domain(Section):
     """The values that one field may take: exactly one kind, and on which other fields' values it depends.
@@ -127,6 +130,7 @@ class SweepSpec(Section):
     """A sweep as it is configured."""
 
     spec: dict[str, Any] = Field(examples=["train.yaml"])
+    """With its defaults, but for sections of which the space has fields."""
     space: dict[str, Domain] = Field(min_length=1, examples=["{optimizer.lr: {loguniform: [1e-4, 1e-1]}}"])
     name: str = ""
     metric: str = "eval/loss"
@@ -268,7 +272,7 @@ class SweepSpec(Section):
     def _value(self, field: str, chosen: Mapping[str, Any]) -> Any:
         owner = _owner(field, chosen)
         if owner is None:
-            return _at(self.spec, field)
+            return _at(self.base.document(), field)
         return _at(chosen[owner], field.removeprefix(owner).removeprefix("."))
 
     def trial(self, chosen: Mapping[str, Any], **more: Any) -> Spec:
@@ -305,13 +309,16 @@ def load_sweep(
         if path.stem not in {"train", "spec"}:
             document["spec"].setdefault("name", path.stem)
     override(document, overrides)
+    base = None
     if isinstance(document.get("spec"), dict):
-        document["spec"] = load_spec(document["spec"], uri=uri).document()
+        base = load_spec(document["spec"], uri=uri)
+        document["spec"] = base.document()
     try:
         sweep = SweepSpec.model_validate(document)
     except pydantic.ValidationError as error:
         raise refusal(error, SweepSpec, document) from error
-    spec = sweep.spec
+    assert base is not None, "the sweep has a mapping for its spec"
+    spec = _as_written(base, sweep.space)
     if isinstance(sweep.scheduler, Pbt):
         spec = _in_step(spec, sweep.scheduler.every_steps)
     name = sweep.name or (name if name not in {"", "sweep"} else f"{spec['name']}-sweep")
@@ -319,6 +326,16 @@ def load_sweep(
     for index in range(min(sweep.total, 1000)):  # what Optuna will suggest lies within the same bounds
         sweep.trial(sweep.sample(index))
     return sweep
+
+
+def _as_written(base: Spec, space: Iterable[str]) -> dict[str, Any]:
+    """The base, without the defaults in the sections of the space: there one may follow from what a trial sets."""
+    document, written = base.document(), base.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for section in {field.partition(".")[0] for field in space} - _COMPLETE:
+        document.pop(section, None)
+        if section in written:
+            document[section] = written[section]
+    return document
 
 
 def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:

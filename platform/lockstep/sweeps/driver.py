@@ -141,7 +141,7 @@ def _run_sweep(
         sys.path.insert(0, str(Path.cwd()))
     base = find_initial_weights(spec.base)
     if base != spec.base:
-        spec = load_sweep({**spec.document(), "spec": base.document()})
+        spec = load_sweep({**spec.document(), "spec": {**spec.spec, "initial_weights": base.initial_weights}})
     warnings = advise(base)
     check_job_source(base.job.use)
     check_sweep(spec, elsewhere=cluster_address(options.address) != LOCAL)

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.errors import SpecError
 from lockstep.job.identity import deciding, identity_digest
+from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
 
 BASE = {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}}
@@ -210,6 +211,27 @@ def test_a_value_reaches_its_trial_as_it_is() -> None:
     values = ["🦊", "\u2028", "1e3", None, {"a": ["é", 1e-7, True]}]
     every = load_sweep({"spec": BASE, "space": {"job.params.kind": {"grid": values}}})
     assert [every.trial(every.sample(i)).job.params["kind"] for i in range(5)] == values
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("optimizer.name", ["adamw", "adam", "sgd"]),
+        ("schedule.name", ["cosine", "constant"]),
+        ("batch.global", [16, 40]),
+        ("evaluate.limit", [4]),
+        ("length.steps", [4]),
+        ("job.params.width", [8]),
+    ],
+)
+def test_a_trial_is_the_run_with_its_fields_as_overrides(field: str, values: list[Any]) -> None:
+    """Another field's default may follow from one of the space: what nobody has written is not passed on."""
+    base = {**BASE, "schedule": {"name": "cosine"}}
+    every = load_sweep({"spec": base, "space": {field: {"grid": values}}})
+    again = load_sweep(every.document())
+    for i, value in enumerate(values):
+        run = load_spec(base, [f"{field}={value}"])
+        assert every.trial(every.sample(i)) == again.trial(again.sample(i)) == run
 
 
 def test_a_population_evaluates_and_saves_where_it_meets() -> None:
