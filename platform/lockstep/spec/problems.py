@@ -156,3 +156,12 @@ SPACE = Problem(
     cause="a combination of the space gives no sound spec",
     advice="what the message says of the field",
 )
+
+POPULATION = Problem(
+    "spec.population",
+    SpecError,
+    "space: {members}: {field}: got {got}, wanted {wanted} with scheduler=pbt, whose members take over states at the same steps",
+    "leave it out of the space",
+    cause="members of a population would have different lengths, or evaluate at different steps",
+    advice="leave the field out of the space",
+)

@@ -278,13 +278,26 @@ class SweepSpec(Section):
     def trial(self, chosen: Mapping[str, Any], **more: Any) -> Spec:
         """The spec of a trial that sets `chosen`, and sections `more`. SpecError where it is none."""
         document = copy.deepcopy(self.spec) | more
+        values = ", ".join(f"{field}={shown(value)}" for field, value in chosen.items())
         try:
             put(document, chosen.items())
-            return load_spec(document)
+            spec = load_spec(document)
         except SpecError as error:
-            raise problems.SPACE(
-                got=", ".join((f"{field}={shown(value)}" for field, value in chosen.items())), reason=error
-            ) from error
+            raise problems.SPACE(got=values, reason=error) from error
+        expected = self._meetings(self.base)
+        for field, got in self._meetings(spec).items() if self.scheduler.has_population else ():
+            if got != expected.get(field):
+                raise problems.POPULATION(
+                    members=values, field=field, got=shown(got), wanted=shown(expected.get(field))
+                )
+        return spec
+
+    def _meetings(self, spec: Spec) -> dict[str, Any]:
+        """By field, what decides at which steps a member of a population is compared with the others."""
+        document = spec.model_dump(mode="json", exclude_none=True)
+        fields = ["length", "evaluate.every", "evaluate.beside", "evaluate.delay"]
+        fields += [f"evaluate.sets.{name}.every" for name in _sets_of(self.metric, spec.evaluate.sets)]
+        return {field: _at(document, field) for field in fields}
 
     def document(self) -> dict[str, Any]:
         """The sweep as plain data, as a sweep file would write it."""
@@ -320,7 +333,7 @@ def load_sweep(
     assert base is not None, "the sweep has a mapping for its spec"
     spec = _as_written(base, sweep.space)
     if isinstance(sweep.scheduler, Pbt):
-        spec = _in_step(spec, sweep.scheduler.every_steps)
+        spec = _in_step(spec, sweep.scheduler.every_steps, sweep.metric)
     name = sweep.name or (name if name not in {"", "sweep"} else f"{spec['name']}-sweep")
     sweep = sweep.model_copy(update={"name": name, "spec": spec})
     for index in range(min(sweep.total, 1000)):  # what Optuna will suggest lies within the same bounds
@@ -338,11 +351,19 @@ def _as_written(base: Spec, space: Iterable[str]) -> dict[str, Any]:
     return document
 
 
-def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+def _in_step(spec: dict[str, Any], steps: int, metric: str) -> dict[str, Any]:
     """A spec that evaluates, saves and keeps its state each so many steps: there another trial may take it over."""
     every = {"steps": steps}
     checkpoint = {**spec["checkpoint"], "every": every, "keep_every": steps}
-    return {**spec, "evaluate": {**spec["evaluate"], "every": every}, "checkpoint": checkpoint}
+    sets = spec["evaluate"]["sets"]
+    in_step = {name: {**sets[name], "every": None} for name in _sets_of(metric, sets)}
+    evaluate = {**spec["evaluate"], "every": every, "sets": {**sets, **in_step}}
+    return {**spec, "evaluate": evaluate, "checkpoint": checkpoint}
+
+
+def _sets_of(metric: str, sets: Iterable[str]) -> list[str]:
+    """Those sets of evaluation of which a metric may be."""
+    return [name for name in sets if metric.startswith(f"eval/{name}/")]
 
 
 def _owner(field: str, fields: Iterable[str]) -> str | None:

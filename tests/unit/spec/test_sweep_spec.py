@@ -10,8 +10,11 @@ import pytest
 
 from lockstep.errors import SpecError
 from lockstep.job.identity import deciding, identity_digest
+from lockstep.spec import problems
 from lockstep.spec.loading import load_spec
+from lockstep.spec.messages import shown
 from lockstep.spec.sweep import SweepSpec, load_sweep
+from tests.raised import raises
 
 BASE = {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}}
 
@@ -272,6 +275,30 @@ def test_a_population_decides_at_once_and_placement_is_not_searched(
     given = {"spec": BASE, "space": {"seed": {"randint": [0, 9]}}, "trials": 8, **changed}
     with pytest.raises(SpecError, match=f"^{line}"):
         load_sweep(given)
+
+
+NOISY = {"evaluate": {"sets": {"noisy": {"every": {"steps": 9}}}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("evaluate.every", {"steps": 2}, "evaluate.every: got {'steps': 2}, wanted {'steps': 4}"),
+        ("evaluate.every.steps", 5, "evaluate.every"),
+        ("evaluate", {"beside": True, "every": {"steps": 4}}, "evaluate.beside: got true, wanted false"),
+        ("evaluate", {"delay": 1, "every": {"steps": 4}}, "evaluate.delay: got 1, wanted 0"),
+        ("evaluate.sets.noisy.every", {"steps": 9}, "evaluate.sets.noisy.every"),
+        ("length.steps", 9, "length: got {'steps': 9}, wanted {'epochs': 1}"),
+    ],
+)  # fmt: skip
+def test_members_of_a_population_meet_at_the_same_steps(field: str, value: Any, line: str) -> None:
+    """Else one waits for another that never comes. A set of another metric may have a cadence of its own."""
+    given = {**PBT, "spec": {**BASE, **NOISY}, "trials": 2, "metric": "eval/noisy/loss"}
+    assert load_sweep(given).base.evaluate.of("noisy").every.steps == 4
+    assert load_sweep({**given, "metric": "eval/other/loss"}).base.evaluate.of("noisy").every.steps == 9
+    with raises(problems.POPULATION, members=f"{field}={shown(value)}") as caught:
+        load_sweep({**given, "space": {field: {"choice": [value]}}})
+    assert line in str(caught.value)
 
 
 def test_trials_evaluate_beside_and_have_the_bits_of_those_that_do_not() -> None:
