@@ -31,7 +31,7 @@ class SnapshotFiles:
     version: str
     stored: Sequence[StoredFile]
     contents: str
-    """A digest of what the version consists of: the names of its files, which are never written twice, and the rows that are deleted in them."""
+    """A digest of what the version consists of: the names of its files, which are never written twice, the rows that are deleted in them, and of Lance the columns."""
     partitions: Sequence[Mapping[str, str | None]] = ()
     """For each file the values of the columns that are not in it, but in the table's log; empty where there are none."""
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
