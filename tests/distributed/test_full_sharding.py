@@ -51,7 +51,7 @@ from tests.distributed import (
     test_same_bits,
 )
 from tests.distributed import kinds as kinds_of_jobs
-from tests.distributed.kinds import train_every
+from tests.distributed.kinds import FEATURES, Kind, train_every
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.test_sharded_estimate import estimate_of
@@ -949,3 +949,34 @@ def test_the_memory_of_the_process_is_that_of_its_tensors(tmp_path: Path) -> Non
     for of_rank in by_kept[False]:
         assert all(sets <= bound[stage] for stage, sets in of_rank.items()), of_rank
     assert all(of_rank["save"] > 1.5 * bound["save"] for of_rank in by_kept[True]), by_kept[True]
+
+
+class AsksForShapes(Kind):
+    """Weighs its loss by what parameters say of themselves."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        weight = model[0].weight
+        asked = weight.size(1) + weight.dim() + len(weight) + weight.nelement() + weight.shape[0]
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (1 + asked / sum(p.numel() for p in model.parameters())), loss.weight)
+
+
+class MaskedTeacher(Kind):
+    """A frozen teacher of torch's own layers, for which torch has another kernel where nothing watches them."""
+
+    def model(self) -> nn.Module:
+        teacher = nn.TransformerEncoderLayer(FEATURES, 2, 16, batch_first=True).requires_grad_(False).eval()
+        return nn.ModuleDict({"student": nn.Linear(FEATURES, FEATURES), "teacher": teacher})
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        x, _ = batch
+        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            aim = model["teacher"](x[None], src_mask=mask)[0]
+        return Loss((model["student"](x) - aim).square().sum(), len(x))
+
+
+@pytest.mark.parametrize("kind", [AsksForShapes, MaskedTeacher])
+def test_what_a_module_can_see_of_its_shards_decides_nothing(pool: Pool, kind: type[Kind]) -> None:
+    document = kinds_of_jobs.document(kind, rehearsal="quick")
+    assert pool.run(2, train_every, [full(document)]) == [train_every([document])] * 2

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from lockstep.training.step import problems
 from lockstep.training.step.activations import of_forward
-from lockstep.training.step.sharded_modes import Unseen
+from lockstep.training.step.sharded_modes import ShardsMode
 from lockstep.training.step.sharding_units import members_of
 
 _Program = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -75,7 +75,7 @@ def _in_program(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -
 def only_of_job() -> Iterator[None]:
     """The block without what Lockstep has torch call for every function or module, as over a sharded model: traced into a program, it would make it another one."""
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    of_job = [mode for mode in modes if not isinstance(mode, Unseen)]
+    of_job = [mode for mode in modes if not isinstance(mode, ShardsMode)]
     registered = (_global_forward_pre_hooks, _global_forward_hooks)
     hooks = [dict(each) for each in registered]
     _change_modes(modes, of_job)

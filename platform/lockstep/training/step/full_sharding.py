@@ -271,7 +271,7 @@ class FullSharding:
 
     def computed(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with the parameters at hand that it uses. Backward begins with tensors in it."""
-        with NoShards().on():
+        with NoShards():
             result: T = self._root(compute)
         if self._forward is not None:
             self._orders[tuple(self._index)], self._forward = tuple(self._forward), None
@@ -391,7 +391,7 @@ class FullSharding:
                 for name, parameter in self.model.named_parameters()
                 if name in self.shards
             }
-            with whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient).on():
+            with whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient):
                 yield
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():

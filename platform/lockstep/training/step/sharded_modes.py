@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lockstep.training.step import problems
 
-_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""The modules of torch that ask whether a mode is on: without gradients and without one they compute by one kernel of their own."""
-
-_READS = frozenset({"__get__", "__set__"})
-"""What FSDP itself does with shards in a forward: it looks at their attributes."""
+_READS = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "ndimension",
+        "stride",
+        "element_size",
+        "__len__",
+    }
+)
+"""What a forward may ask of shards: their attributes, which FSDP itself looks at, and what is the whole tensor's."""
 
 _TENSOR: Any = Tensor
 _GRADIENT = _TENSOR.grad.__get__
 
 
-class Unseen(TorchFunctionMode):
-    """A mode that a module's kernels do not depend on."""
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """The mode in the block, but off while a module of `_FAST_PATHS` computes, which would see it and take another kernel, with other bits."""
-        left: list[bool] = []
-
-        def enter(module: nn.Module, _arguments: Any) -> None:
-            if isinstance(module, _FAST_PATHS):
-                left.append(_get_current_function_mode() is self)  # type: ignore[no-untyped-call]
-                if left[-1]:
-                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-        def leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
-            if isinstance(module, _FAST_PATHS) and left.pop():
-                self.__enter__()  # type: ignore[no-untyped-call]
-
-        hooks = (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+class ShardsMode(TorchFunctionMode):
+    """A mode of Lockstep's own over a sharded model, and none of the job's."""
 
 
-class NoShards(Unseen):
+class NoShards(ShardsMode):
     """Refuses to compute with shards in a forward: torch would add the workers' parts up in an order of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +46,7 @@ class NoShards(Unseen):
         return func(*args, **(kwargs or {}))
 
 
-class WholeGradients(Unseen):
+class WholeGradients(ShardsMode):
     """Gives a gathered parameter its whole gradient where it is asked for it; all ranks ask for the same ones, in the same order."""
 
     def __init__(self, names: Mapping[int, str], whole: Callable[[str], Tensor | None]) -> None:
