@@ -7,7 +7,7 @@ Any map-style dataset will do: `__len__` and `__getitem__`. Each protocol here i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
@@ -27,6 +27,12 @@ class Fingerprinted(Protocol):
     """Says by itself what its data are: fields that differ where the data do."""
 
     def fingerprint(self) -> Mapping[str, Any]: ...
+
+
+class FingerprintedBySamples(Protocol):
+    """Reads samples to say what its data are, and is told which ids are left out of training."""
+
+    def fingerprint(self, left_out: Callable[[int], bool]) -> Mapping[str, Any]: ...
 
 
 class Blocked(Protocol):
@@ -115,6 +121,12 @@ def is_batched(dataset: Any) -> TypeGuard[Batched]:
 def is_fingerprinted(dataset: Any) -> TypeGuard[Fingerprinted]:
     """Whether it says by itself what its data are."""
     return callable(getattr(dataset, "fingerprint", None))
+
+
+def reads_samples(dataset: Fingerprinted) -> TypeGuard[FingerprintedBySamples]:
+    """Whether its fingerprint reads samples, and takes which are left out. A subclass may have one that does not."""
+    code = getattr(getattr(dataset.fingerprint, "__func__", None), "__code__", None)
+    return code is not None and "left_out" in code.co_varnames[: code.co_argcount]
 
 
 def is_blocked(dataset: Any) -> TypeGuard[Blocked]:

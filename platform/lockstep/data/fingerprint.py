@@ -21,6 +21,7 @@ from lockstep.data.dataset import (
     is_fingerprinted,
     is_hub_dataset,
     is_mosaic_dataset,
+    reads_samples,
 )
 from lockstep.data.user_cache import cached
 from lockstep.errors import DataError, LockstepError, first_line
@@ -56,7 +57,7 @@ def fingerprint(
             ),
         }
     fields = dict[str, Any]()
-    for name, value in _own_fields(dataset).items():
+    for name, value in _own_fields(dataset, left_out).items():
         try:
             fields[str(name)] = tree_of(value)
         except UnreadableError as error:
@@ -79,8 +80,8 @@ def _library_fields(dataset: Any) -> dict[str, str]:
     return {}
 
 
-def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:
-    fields = dataset.fingerprint()
+def _own_fields(dataset: Fingerprinted, left_out: Callable[[int], bool]) -> Mapping[str, Any]:
+    fields = dataset.fingerprint(left_out) if reads_samples(dataset) else dataset.fingerprint()
     if not isinstance(fields, Mapping):
         raise problems.FINGERPRINT_KIND(dataset=type(dataset).__name__, got=type(fields).__name__)
     return fields

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lockstep.data import problems
 from lockstep.data.dataset import checks_order, draws_nothing, is_table
@@ -104,11 +104,12 @@ class Mixture(Dataset[Any]):
             if checks_order(source):
                 source.check_order("hashed", window)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What the sources are, and how they are mixed."""
+    def fingerprint(self, left_out: Callable[[int], bool] = lambda _: False) -> dict[str, Any]:
+        """What the sources are, and how they are mixed. A sample whose id is `left_out` is not read."""
         fields: dict[str, Any] = {"samples_per_epoch": self.samples, "weights": json.dumps(self.weights)}
-        for (name, source), size in zip(self.sources.items(), self.sizes, strict=True):
-            fields |= {f"{name}.{field}": value for field, value in fingerprint(source, size, 0).items()}
+        for (name, source), size, first in zip(self.sources.items(), self.sizes, self._first, strict=True):
+            of_source = fingerprint(source, size, 0, lambda index, first=first: left_out(first + index))  # type: ignore[misc]
+            fields |= {f"{name}.{field}": value for field, value in of_source.items()}
             fields[f"{name}.size"] = size
         return fields
 
@@ -171,6 +172,11 @@ def apportioned(samples: int, shares: Weights) -> list[int]:
 def _size(name: str, source: Any) -> int:
     if is_table(source):
         raise problems.MIXTURE_TABLE(name=name)
+    whole = source
+    while isinstance(whole, Subset):
+        whole = whole.dataset
+    if isinstance(whole, Mixture):
+        raise problems.MIXTURE_OF_MIXTURE(name=name)
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise problems.MIXTURE_SOURCE(name=name, got=type(source).__name__)
     return len(source)

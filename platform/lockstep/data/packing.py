@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,9 +114,15 @@ class Packed(Dataset[dict[str, Tensor]]):
             raise problems.DOCUMENT_KIND(document=document, dtype=read.dtype, shape=tuple(read.shape))
         return read.to(torch.int64)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What the documents are, and how they are packed."""
-        of_documents = fingerprint(self.documents, len(self.documents), 0)
+    def fingerprint(self, left_out: Callable[[int], bool] = lambda _: False) -> dict[str, Any]:
+        """What the documents are, and how they are packed. A document all of whose rows are `left_out` is not read."""
+
+        def has_no_row(document: int) -> bool:
+            start, end = int(self._starts[document]), int(self._ends[document])
+            rows = range(start // self.length, min(-(-end // self.length), len(self)))
+            return len(rows) > 0 and all(map(left_out, rows))
+
+        of_documents = fingerprint(self.documents, len(self.documents), 0, has_no_row)
         return {
             **{f"documents.{field}": value for field, value in of_documents.items()},
             "lengths": hashlib.sha256(self._ends.tobytes()).hexdigest()[:32],

@@ -319,6 +319,15 @@ MIXTURE_TABLE = Problem(
     advice="follow the message; [mixtures](data.md#mixtures)",
 )
 
+MIXTURE_OF_MIXTURE = Problem(
+    "data.mixture_of_mixture",
+    JobError,
+    "data: Mixture's source {name!r} is a Mixture itself, whose weights nothing would follow",
+    "give its sources and their weights to one Mixture",
+    cause="the order of the outer mixture takes each sample of a source once",
+    advice="one `Mixture` with the sources of both, and the products of their weights; [mixtures](data.md#mixtures)",
+)
+
 MIXTURE_SOURCE = Problem(
     "data.mixture_source",
     JobError,

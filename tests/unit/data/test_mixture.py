@@ -214,3 +214,28 @@ def test_sources_may_fetch_many_at_once() -> None:
     subset = torch.utils.data.Subset([10, 20, 30], [2, 0])  # type: ignore[arg-type]
     data = Mixture({"a": subset}, {"a": 1})
     assert [data[i] for i in range(2)] == [30, 10]
+
+
+def test_a_sample_that_is_left_out_is_not_read_for_the_fingerprint() -> None:
+    """Nor in a mixture whose subclass fingerprints itself as a user's dataset does, without a word about samples."""
+
+    class Damaged(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            assert index != 2
+            return super().__getitem__(index)
+
+    class Named(Mixture):
+        def fingerprint(self) -> dict[str, Any]:  # type: ignore[override]
+            return {"name": "mixed"}
+
+    sources: Any = {"a": [1, 2], "b": Damaged([3, 4, 5])}
+    assert "b.samples" in fingerprint(Mixture(sources, {"a": 1, "b": 1}), 5, 0, (4).__eq__)
+    assert fingerprint(Named(sources, {"a": 1, "b": 1}), 5, 0, (4).__eq__) == {"name": "mixed"}
+
+
+def test_a_mixture_is_no_source_of_another() -> None:
+    """Its weights would be lost: the outer one takes its samples by their positions."""
+    inner = Mixture({"a": [0] * 100, "b": [1] * 100}, {"a": 0.9, "b": 0.1}, samples=100)
+    for source in (inner, torch.utils.data.Subset(inner, range(50))):
+        with raises(problems.MIXTURE_OF_MIXTURE, name="ab"):
+            Mixture({"ab": source, "c": [2] * 100}, {"ab": 0.5, "c": 0.5})

@@ -116,3 +116,18 @@ def test_what_is_packed_and_how_is_in_the_fingerprint() -> None:
 def test_rows_beyond_the_last_are_no_rows() -> None:
     with pytest.raises(IndexError):
         Packed([[1, 2]], 2)[1]  # type: ignore[arg-type]
+
+
+def test_a_document_whose_rows_are_left_out_is_not_read_for_the_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Damaged(list[list[int]]):
+        def __getitem__(self, index: Any) -> Any:
+            assert index
+            return super().__getitem__(index)
+
+    data = Packed(Damaged([[1, 2], [3, 4], [5]]), 1, lengths=[2, 2, 1])  # type: ignore[arg-type]
+    assert fingerprint(data, 5, 0, {0, 1}.__contains__) != fingerprint(data, 5, 0, {0, 1, 4}.__contains__)
+    monkeypatch.setattr("lockstep.data.fingerprint.PAUSES_S", (0.0, 0.0, 0.0))
+    with raises(problems.FINGERPRINT_SAMPLE, sample=0):
+        fingerprint(data, 5, 0, {0}.__contains__)
