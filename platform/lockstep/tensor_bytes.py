@@ -1,4 +1,4 @@
-"""The bytes of a tensor, without a copy."""
+"""The elements of a tensor one after another, and its bytes without a copy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def row_of(tensor: Tensor) -> Tensor:
+    """The elements in logical order, in one dimension that can be viewed as another type. What has one element counts as contiguous with any stride, and such a view wants 1."""
+    dense = tensor.contiguous()
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

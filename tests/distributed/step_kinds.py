@@ -314,6 +314,22 @@ class TiedByItsMemory(Kind):
         return nn.Sequential(first, nn.Tanh(), second, nn.Linear(FEATURES, CLASSES))
 
 
+class OneOfATable(Kind):
+    """A buffer of one element, with the stride of the table that it is cut from, which each forward writes."""
+
+    more: ClassVar[dict[str, Any]] = {"ema": 0.5}
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("seen", torch.arange(6.0)[::6])
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        if model.training:
+            model.seen.add_(batch[0].detach().mean())
+        return super().loss(model, batch)
+
+
 class FailsAfterStep(Kind):
     def after_step(self, model: nn.Module, step: int) -> None:
         raise ValueError("no such layer")

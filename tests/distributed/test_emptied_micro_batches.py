@@ -15,6 +15,7 @@ from lockstep import Loss
 from tests.distributed.batch_kinds import Triplets
 from tests.distributed.kinds import FEATURES, BatchNorm, Kind, document, perceptron, train_every
 from tests.distributed.pool import Pool
+from tests.distributed.step_kinds import OneOfATable
 from tests.distributed.training import Document
 
 
@@ -130,3 +131,8 @@ def test_a_buffer_that_each_forward_makes_longer_is_that_of_micro_batch_0(
     given = document(kind, length={"steps": 4}, rehearsal=rehearsal)
     alone = train_every([given])
     assert pool.run(2, train_every, [given]) == [alone] * 2
+
+
+def test_a_buffer_of_one_element_may_have_any_stride(pool: Pool) -> None:
+    given = document(OneOfATable, rehearsal="quick")
+    assert pool.run(2, train_every, [given]) == [train_every([given])] * 2

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.data.contents import digest
-from lockstep.tensor_bytes import bytes_of
-from lockstep.training.integrity.rehearsal.object_state import tensor_digest
+from lockstep.tensor_bytes import bytes_of, row_of
+from lockstep.training.integrity.checksum import checksum
+from lockstep.training.integrity.digests import Digester
+from lockstep.training.integrity.rehearsal.object_state import same_bits, tensor_digest
 from lockstep.training.integrity.state_digest import weights_digest
 
 
@@ -46,3 +48,28 @@ def test_numpy_would_not_let_it_grow() -> None:
     tensor.numpy()
     with pytest.raises(RuntimeError, match="not resizable"):
         tensor.resize_(1000)
+
+
+def test_one_element_may_have_any_stride() -> None:
+    """As `table[i : i + 1, 8]` has; such a view is contiguous for torch, and still none that can be viewed as bytes."""
+    element, plain = torch.arange(6.0)[1::6], torch.ones(1)
+    assert element.is_contiguous() and element.stride() == (6,)
+    with pytest.raises(RuntimeError, match="stride"):
+        element.contiguous().reshape(-1).view(torch.uint8)
+    assert row_of(element).view(torch.uint8).tolist() == plain.view(torch.uint8).tolist()
+    digester = Digester(torch.device("cpu"))
+    for read in (
+        digest,
+        tensor_digest,
+        lambda tensor: weights_digest({"": tensor}),
+        lambda tensor: digester.digest({"": tensor}),
+        lambda tensor: int(checksum([tensor])),
+    ):
+        assert read(element) == read(plain)
+    assert same_bits(element, plain)
+
+
+def test_a_row_has_logical_order() -> None:
+    tensor = torch.arange(6).view(2, 3)
+    assert row_of(tensor.t()).tolist() == [0, 3, 1, 4, 2, 5]
+    assert row_of(tensor).data_ptr() == tensor.data_ptr()

@@ -12,6 +12,7 @@ from lockstep.errors import ExportError
 from lockstep.export import problems
 from lockstep.export.artifact import Parity
 from lockstep.export.formats import ExportFormat, Outputs
+from lockstep.tensor_bytes import row_of
 
 
 class Tolerance(NamedTuple):
@@ -107,9 +108,5 @@ def _difference(expected: Tensor, computed: Tensor, within: Tolerance) -> _Diffe
 
 def _bits_differ(first: Tensor, second: Tensor) -> Tensor:
     """Which elements have other bits, as a mask of one dimension."""
-    # A copy, for one element may count as contiguous with any stride.
-    rows = [
-        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1, 1).view(torch.uint8)
-        for tensor in (first, second)
-    ]
+    rows = [row_of(tensor.detach().cpu()).view(-1, 1).view(torch.uint8) for tensor in (first, second)]
     return (rows[0] != rows[1]).any(dim=1)

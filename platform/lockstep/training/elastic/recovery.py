@@ -35,6 +35,7 @@ from lockstep.failure_kinds import kind_of
 from lockstep.record.events.union import Started, Tell
 from lockstep.record.ledger.history import History
 from lockstep.spec.fields import Spec
+from lockstep.tensor_bytes import row_of
 from lockstep.training.driver_requests import Requests
 from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError, RegroupError
@@ -258,7 +259,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     for name, (dtype, shape) in source_shapes.items():
         tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+            group.broadcast(row_of(tensor).view(torch.uint8), source)
         received[name] = tensor
     if not is_source:
         state.restore_on_all_ranks(unpack(skeleton, received))

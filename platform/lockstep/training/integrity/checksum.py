@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.tensor_bytes import row_of
+
 _WORD = 8
 
 PRIME = 2**52 - 47
@@ -27,7 +29,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 def _words(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor's elements in logical order, as words of 64 bits, the last one filled up with zeros."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    elements = real.contiguous().view(-1)
+    elements = row_of(real)
     if elements.storage_offset() * elements.element_size() % _WORD:
         elements = elements.clone()
     rest = elements.numel() % (_WORD // elements.element_size())

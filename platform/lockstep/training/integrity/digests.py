@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
+from lockstep.tensor_bytes import row_of
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.state_digest import tensor_digests, weights_digest
 from lockstep.training.state import TrainState
@@ -282,7 +283,7 @@ def _words(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    return tensor.contiguous().reshape(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+    return row_of(tensor).view(_WORDS.get(tensor.element_size(), torch.int32))
 
 
 def _few(words: Sequence[int]) -> int:

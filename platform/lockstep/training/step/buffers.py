@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
+from lockstep.tensor_bytes import row_of
 from lockstep.training.auxiliary_state import give_shape
 from lockstep.training.integrity.rehearsal.object_state import LARGEST, same_bits
 from lockstep.training.step import problems
@@ -163,7 +164,7 @@ class StepBuffers:
                     v.new_empty(shape) if v.shape != shape else v
                     for v, shape in zip(values, shapes, strict=True)
                 ]
-            joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
+            joined = torch.cat([row_of(value).view(torch.uint8) for value in values])
             self.group.broadcast(joined)
             parts = torch.split(joined, [value.numel() * value.element_size() for value in values])
             values = [_typed(part, value) for part, value in zip(parts, values, strict=True)]

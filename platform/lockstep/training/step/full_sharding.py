@@ -26,6 +26,7 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.spec.sharding import Sharding
+from lockstep.tensor_bytes import row_of
 from lockstep.training.step import problems
 from lockstep.training.step.fsdp_modules import (
     Root,
@@ -580,7 +581,7 @@ def _all_gather(output: Tensor, own: Tensor, channel: Any) -> Any:
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in the order of its memory."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)
+    return row_of(tensor.permute(order)).view(torch.uint8)
 
 
 def _laid_out(part: Tensor, like: Tensor) -> Tensor:

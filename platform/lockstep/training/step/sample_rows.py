@@ -13,6 +13,7 @@ from lockstep.communication.group import Group
 from lockstep.data.order import Ids
 from lockstep.errors import LockstepError
 from lockstep.reduction_tree import Ranges
+from lockstep.tensor_bytes import row_of
 from lockstep.training.step import problems
 
 
@@ -130,11 +131,7 @@ class StepRows:
         """The rows of each rank, by name, rank after rank: as bytes, whose number every rank knows."""
         group, width = self._group, sum(kind.nbytes for kind in kinds.values())
         counts = [sum(len(self._places[m]) for m in assigned) for assigned in self._ranges(len(self._places))]
-        flat = [
-            torch.cat([rows[name] for rows in own]).contiguous().reshape(-1).view(torch.uint8)
-            for name in kinds
-            if own
-        ]
+        flat = [row_of(torch.cat([rows[name] for rows in own])).view(torch.uint8) for name in kinds if own]
         message = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=group.device)
         lengths = [count * width for count in counts]
         largest, lengths[group.rank] = max(lengths), 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lockstep.communication.group import Group
 from lockstep.plan import Plan
 from lockstep.reduction_tree import clip, nodes
+from lockstep.tensor_bytes import row_of
 from lockstep.training import problems
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.reduction import Gradients, TreeSum
@@ -160,7 +161,12 @@ class TableSums:
             sum(count * size for sums in rank_counts for count, size in zip(sums, row_bytes, strict=True))
             for rank_counts in of_rank
         ]
-        parts = [_bytes(part) for gradients in own for g in gradients for part in (g._indices(), g._values())]
+        parts = [
+            row_of(part).view(torch.uint8)
+            for gradients in own
+            for g in gradients
+            for part in (g._indices(), g._values())
+        ]
         message = torch.cat([torch.empty(0, dtype=torch.uint8, device=group.device), *parts])
         received = self._swapped(message, lengths)
         return [
@@ -197,8 +203,3 @@ class TableSums:
                 )
             sums.append(gradients)
         return sums
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: of a copy, for what has one element may have any stride, and then no view as bytes."""
-    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

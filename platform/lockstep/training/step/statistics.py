@@ -15,6 +15,7 @@ from lockstep.data.order import Ids
 from lockstep.job.interface import Job, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.reduction_tree import nodes
+from lockstep.tensor_bytes import row_of
 from lockstep.training.step import problems
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sample_rows import StepRows
@@ -117,9 +118,7 @@ class StepStatistics:
         group = self._group
         sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in flat]
         of_ranks = [nodes(assigned, leaves) for assigned in self._ranges(leaves)]
-        parts = [
-            value.contiguous().reshape(-1).view(torch.uint8) for _, values in own.sums for value in values
-        ]
+        parts = [row_of(value).view(torch.uint8) for _, values in own.sums for value in values]
         message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=group.device)
         lengths = [len(rank_nodes) * sum(sizes) for rank_nodes in of_ranks]
         largest, lengths[group.rank] = max(lengths), 0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.tensor_bytes import bytes_of
+from lockstep.tensor_bytes import bytes_of, row_of
 
 LONGEST = 256
 """Elements of one list or mapping that are looked into."""
@@ -291,7 +291,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return row_of(tensor.detach().cpu()).view(torch.uint8)
 
 
 def _digest(content: Any) -> str:
