@@ -39,8 +39,8 @@ from lockstep.spec.sharding import Sharding, ShardingOrMode
 PLACEMENT = frozenset({"name", "sharding", "workers", "checkpoint", "record", "faults", "rehearsal", "alert"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
 
-MOST_OF_A_PROCESS = 1024
-"""Threads, or processes that fetch, of one worker: a slip of the pen must not fill a machine."""
+MOST_PER_WORKER = 1024
+"""The most threads, and the most processes that fetch: a slip of the pen must not fill a machine."""
 
 PLACEMENT_FIELDS = {"data": "loader_processes", "determinism": "recheck", "evaluate": "beside"}
 """By section, the field that is placement though its section is not."""
@@ -112,7 +112,7 @@ class Data(Section):
     shuffle: Literal["full", "hashed", "blocks", "by_length", "none"] = "full"
     window: PositiveInt = 8
     drop_last: bool = True
-    loader_processes: Annotated[NonNegativeInt, Field(le=MOST_OF_A_PROCESS)] = 0
+    loader_processes: Annotated[NonNegativeInt, Field(le=MOST_PER_WORKER)] = 0
     without: _SampleIds | None = None
     group: Group | None = None
 
@@ -292,7 +292,7 @@ class Spec(Section):
     early_stop: EarlyStop | None = None
     determinism: Literal["strict", "fast"] = "strict"
     recheck: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, alias=RECHECK)
-    threads: Annotated[PositiveInt, Field(le=MOST_OF_A_PROCESS)] = 1
+    threads: Annotated[PositiveInt, Field(le=MOST_PER_WORKER)] = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
     sharding: ShardingOrMode = Sharding()

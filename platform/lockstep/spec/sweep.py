@@ -284,13 +284,16 @@ class SweepSpec(Section):
             spec = load_spec(document)
         except SpecError as error:
             raise problems.SPACE(got=values, reason=error) from error
-        expected = self._meetings(self.base)
-        for field, got in self._meetings(spec).items() if self.scheduler.has_population else ():
-            if got != expected.get(field):
-                raise problems.POPULATION(
-                    members=values, field=field, got=shown(got), wanted=shown(expected.get(field))
-                )
+        if self.scheduler.has_population:
+            self._check_meetings(spec, values)
         return spec
+
+    def _check_meetings(self, spec: Spec, values: str) -> None:
+        """SpecError for a member with these values that is not compared at the steps of the others."""
+        expected = self._meetings(self.base)
+        for field, got in self._meetings(spec).items():
+            if got != (wanted := expected.get(field)):
+                raise problems.POPULATION(members=values, field=field, got=shown(got), wanted=shown(wanted))
 
     def _meetings(self, spec: Spec) -> dict[str, Any]:
         """By field, what decides at which steps a member of a population is compared with the others."""

@@ -39,6 +39,10 @@ MLFLOW = {
 }
 
 
+_THERE = {path.name for path in Path(__file__).parent.rglob("test_*.py")}
+assert MLFLOW <= _THERE, f"MLFLOW names files that are not there: {sorted(MLFLOW - _THERE)}"
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Warnings are errors, but for those that come out of MLflow in the tests that open it."""
     for item in items:

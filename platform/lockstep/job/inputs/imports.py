@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -229,19 +230,18 @@ def roots_of(use: str) -> list[Path]:
     if root is None:
         return others
     file = file_of(module, root)
-    return [root, *(() if file is None else _real_root(file, root)), *others]
+    linked = None if file is None else _linked_root(file, root)
+    return [root, *([] if linked is None else [linked]), *others]
 
 
-def _real_root(file: Path, root: Path) -> Iterator[Path]:
-    """Where a link to the job, or to one of its packages, leads: the folder that stands for the root there, for what the job reads beside its real file."""
-    real, inside = file.resolve(), file.relative_to(root).parts
-    same = 0
-    for name, real_name in zip(reversed(inside), reversed(real.parts), strict=False):
-        if name != real_name:
-            break
-        same += 1
-    if not real.is_relative_to(root.resolve()):
-        yield real.parents[max(0, same - 1)]
+def _linked_root(file: Path, root: Path) -> Path | None:
+    """Where a link to the job, or to one of its packages, leads: the folder that stands for the root there, for what the job reads beside its real file. None where it is no link."""
+    real = file.resolve()
+    if real.is_relative_to(root.resolve()):
+        return None
+    folders = zip(file.relative_to(root).parent.parts[::-1], real.parent.parts[::-1], strict=False)
+    same = sum(1 for _ in takewhile(lambda names: names[0] == names[1], folders))
+    return real.parents[same]
 
 
 _OF_THE_INTERPRETER = frozenset({"sitecustomize", "usercustomize"})

@@ -72,6 +72,7 @@ class Closure:
         loss: float,
         again: Callable[[int], float],
         parameters: Sequence[Tensor],
+        digester: Digester,
         device: torch.device,
     ) -> None:
         self._name, self._most, self._again, self._device = (
@@ -84,7 +85,7 @@ class Closure:
         self.calls = 0
         self._loss: float | None = loss if needs_closure(optimizer) else None
         self._parameters = parameters
-        self._digester = Digester(device)
+        self._digester = digester
         self._start = 0 if self._loss is None else self._digest()
 
     def __call__(self) -> Tensor:

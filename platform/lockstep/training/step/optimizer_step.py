@@ -373,7 +373,13 @@ class Stepper:
         loss, closure = totals.loss / totals.weight, None
         if again is not None:
             closure = Closure(
-                optimizer, phase.closure_calls, loss, again, phase.parameters, self.group.device
+                optimizer,
+                phase.closure_calls,
+                loss,
+                again,
+                phase.parameters,
+                self.agreement.digester,
+                self.group.device,
             )
         if isinstance(state.mirrored, MirroredOptimizer) and self.keeps_start:
             state.mirrored.keep(state.counters.step)
