@@ -28,6 +28,7 @@ from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.evaluation.evaluator_messages import Beginning
 from lockstep.training.evaluation.serving import _serve
 from lockstep.training.identity_inputs import Inputs
+from lockstep.training.integrity.digests import Digester
 from lockstep.training.optimizer_state import restore_optimizer
 from lockstep.training.read_relay import Relay
 from lockstep.training.run_facts import _own_fields
@@ -111,7 +112,7 @@ def another_average(_: Path) -> None:
 
 def unlike_calls(_: Path) -> None:
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
-    Closure(optimizer, 9, 0.0, lambda _: 0.0, [], CPU).check([2, 3])
+    Closure(optimizer, 9, 0.0, lambda _: 0.0, [], Digester(CPU), CPU).check([2, 3])
 
 
 def shard(_: Path) -> None:
