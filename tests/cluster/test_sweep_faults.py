@@ -36,6 +36,12 @@ pytestmark = [
 ]
 
 
+def interruptions(folder: Path) -> int:
+    """How often the trials of a sweep were interrupted, together."""
+    tags = [json.loads(path.read_text())["tags"] for path in folder.glob("runs/*/run.json")]
+    return sum(int(each["lockstep.interruptions"]) for each in tags if "lockstep.interruptions" in each)
+
+
 def saved(folder: Path) -> None:
     """Wait until a trial has a checkpoint."""
     while not list(folder.glob("runs/*/step-*/manifest.json")):
@@ -242,8 +248,7 @@ def test_a_trial_goes_on_in_memory_without_a_worker_that_is_lost(
     journals = [path.read_text() for path in (tmp_path / "disturbed").glob("runs/*/journal.jsonl")]
     outlived = r"rank [12] of trial [01] was lost: .*; the others go on without it"
     assert any(re.search(outlived, text) for text in journals) == (not restarts)
-    tags = [json.loads(path.read_text())["tags"] for path in (tmp_path / "disturbed").glob("runs/*/run.json")]
-    assert sum(int(each["lockstep.interruptions"]) for each in tags if "lockstep.interruptions" in each) == 1
+    assert (interruptions(tmp_path / "undisturbed"), interruptions(tmp_path / "disturbed")) == (0, 1)
 
 
 @pytest.mark.scenario
@@ -265,6 +270,7 @@ def test_a_population_goes_on_without_workers_that_are_lost_between_an_evaluatio
     journals = "".join(path.read_text() for path in tmp_path.glob("disturbed/runs/*/journal.jsonl"))
     assert len(re.findall(r"rank 1 of trial [01] was lost: .*; the others go on without it", journals)) >= 2
     assert outcome(results["disturbed"]) == outcome(results["undisturbed"])
+    assert interruptions(tmp_path / "undisturbed") == 0 < interruptions(tmp_path / "disturbed")
     assert [(trial["status"], trial["restarts"]) for trial in results["disturbed"].trials] == [
         ("finished", 0)
     ] * 2

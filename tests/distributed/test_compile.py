@@ -54,6 +54,42 @@ class Masked(Plain):
         return lockstep.Loss((losses * (y > 0)).sum(), weight)
 
 
+def half(graph: torch.fx.GraphModule, _: Any) -> Any:
+    """A compiler whose programs give half of what they should."""
+    return lambda *inputs: tuple(each / 2 for each in graph.forward(*inputs))
+
+
+def total(losses: Tensor) -> Tensor:
+    return losses.sum()
+
+
+class OwnProgram(Plain):
+    """Its loss calls a function that the job has compiled."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._total = torch.compile(total, backend=half)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(self._total(F.cross_entropy(model(x), y, reduction="none")), len(y))
+
+
+@pytest.mark.parametrize(
+    ("determinism", "as_written"), [("strict", True), pytest.param("fast", False, id="control")]
+)
+def test_a_function_that_the_job_compiles_runs_as_it_is_written_under_strict(
+    determinism: str, as_written: bool
+) -> None:
+    """Its programs follow from what a process has computed before. It is told, and whoever wants programs has `compile`."""
+    more = {"compile": False, "determinism": determinism}
+    plain, own = train(small(**more)), train(small("test_compile:OwnProgram", **more))
+    assert (own.weights_digest == plain.weights_digest) == as_written
+    told = f"the job compiles {__name__}.total with torch.compile: "
+    assert [text.startswith(told) for text in own.warnings] == [True] * as_written
+    assert not [text for text in plain.warnings if "torch.compile" in text]
+
+
 def small(job: str = "small_jobs:Plain", **more: Any) -> Document:
     """Two epochs of 32 samples, whose last steps are ragged."""
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import ray
 
+from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs.run_checkpoints import pin_aliased, read_shared
@@ -21,6 +23,7 @@ from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
 from lockstep.record.events.union import (
+    AttemptsSummarised,
     Document,
     EndStatus,
     Event,
@@ -63,7 +66,7 @@ class TrialRecorder:
     def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
         self.view, self.asked = RunView(attempt=0), Asked()
-        self.rendezvous, self._first = TrialRendezvous(0, 0, self._gone_on), 0
+        self.rendezvous, self._first, self._began = TrialRendezvous(0, 0, self._gone_on), 0, 0.0
         self.reused_run: StoredRun | None = None
         """A finished run of the same identity, which stands for this trial."""
         self.closed = False
@@ -110,12 +113,21 @@ class TrialRecorder:
     def begin(self, attempt: int, workers: int) -> None:
         """Another attempt begins, with so many workers."""
         self.view, self.asked = self.view.next(attempt), Asked()
+        self._began = time.time()
         self._first, self.rendezvous = attempt, TrialRendezvous(attempt, workers, self._gone_on)
 
     def _gone_on(self, formation: Formation) -> None:
         """The workers go on in memory, as another attempt."""
-        self.view.members = self.rendezvous.members
+        self._began, self.view.members = time.time(), self.rendezvous.members
         self.view = self.view.gone_on(formation.attempt, formation.workers)
+
+    def leave(self, attempt: int) -> None:
+        """Tune wants no more of the trial for now: its attempt ends as planned, and nothing has interrupted it."""
+        row = self.view.step
+        if attempt == self.view.attempt and row is not None:  # else another has begun, or none did a step
+            left = AttemptSummary(attempt, len(self.view.members), self._began, last_step=row.step)
+            left.ended, left.why, left.planned = time.time(), "the sweep trained other trials", True
+            self.record(AttemptsSummarised([left.as_dict()]))
 
     def ask_rendezvous(self, attempt: int, name: str, arguments: Sequence[Any]) -> Any:
         """What `TrialRendezvous` answers to workers that began with this attempt; those of an earlier one are not waited for."""
@@ -286,6 +298,13 @@ class RecordersActor:
     def tell(self, key: str, attempt: int, events: Sequence[Event]) -> Asked:
         """Take events of a trial's attempt; what is asked of its workers."""
         return self._recorders[key].tell(attempt, events)
+
+    @ray.method(concurrency_group="write")
+    def leave(self, key: str, name: str, attempt: int) -> None:
+        """Tune wants no more of the trial of this name for now, in whose place another may be already."""
+        recorder = self._recorders.get(key)
+        if recorder is not None and recorder.name == name:
+            recorder.leave(attempt)
 
     @ray.method(concurrency_group="write")
     def document(self, key: str, name: str, text: str) -> None:

@@ -206,7 +206,11 @@ class Training:
 
     def leave(self) -> bool:
         """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers are all there, and have ended it too."""
+        trains = self._thread.is_alive()
         self._rank_zero.leave()
+        if trains:
+            name = run_name(self._sweep_id, self.number, self.spec)
+            self._recorders.leave.remote(str(self.number), name, self._rank_zero.attempt)
         if not join(self._thread, 3 * PATIENCE_S):  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
         others = [*self._others.values()]

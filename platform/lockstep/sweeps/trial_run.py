@@ -38,7 +38,8 @@ class TrialRun:
         self._recorders, self._key = recorders, key
         self._facts, self._give = dict(facts), give
         self._sender: Sender
-        self._attempt = 0
+        self.attempt = 0
+        """That which trains: it began by itself, or the workers went on in memory as it."""
         self._given_step = -1
         """The step of the last evaluation that Tune was given."""
         self._given = self._wanted = 0
@@ -54,15 +55,15 @@ class TrialRun:
 
     def begin(self, attempt: int) -> Sender:
         """An attempt begins; the way of its events to the recorder."""
-        self._attempt = attempt
+        self.attempt = attempt
         self._sender = Sender(
-            lambda events: self._recorders.tell.remote(self._key, self._attempt, events), ANSWER_S
+            lambda events: self._recorders.tell.remote(self._key, self.attempt, events), ANSWER_S
         )
         return self._sender
 
     def goes_on(self, attempt: int) -> None:
         """The workers go on in memory, as this attempt."""
-        self._attempt = attempt
+        self.attempt = attempt
 
     def want(self) -> None:
         """Tune wants the next result."""

@@ -1,19 +1,24 @@
-"""Torch's compiler is imported once something is compiled, and not by every optimizer.
+"""Torch's compiler is imported once something is compiled, and not by every optimizer; what a job compiles by itself can be had run as it is written.
 
 Torch's optimizers mark a few of their functions as not to be compiled, at their first call and in each step. The marks are the compiler's own, so
 without this module every process of a run would import it: one to three seconds, and some 60 MB, for a run that compiles nothing.
+
+Which program the compiler takes for a call follows from the calls that its process has made before: after a second shape it makes one for any shape, and
+takes that for the first shape as well. A worker that is resumed, or has other micro-batches, would have other bits.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +27,15 @@ _COMPILER = "torch._dynamo"
 
 _MARK = "__dynamo_disable"
 """The attribute in which torch keeps what `disable` has returned for a function."""
+
+_OF_COMPILED = "get_compiler_config"
+"""An attribute of what `torch.compile` returns for a function."""
+
+_AS_WRITTEN, _COMPILED = "force_eager", "default"
+"""The stances of the compiler that are taken here."""
+
+_stance = _COMPILED
+"""What the compiler is told as it is imported."""
 
 
 class _DeferredCompiler(ModuleType):
@@ -54,6 +68,8 @@ class _DeferredCompiler(ModuleType):
                 vars(torch).pop("_dynamo", None)
                 for function in self._unmarked:
                     vars(function).pop(_MARK, None)
+                importlib.import_module(_COMPILER)
+                _take(_stance)
             return importlib.import_module(_COMPILER)
 
 
@@ -85,3 +101,53 @@ def defer_compiler() -> None:
     if _COMPILER not in sys.modules:
         torch._dynamo = sys.modules[_COMPILER] = _DeferredCompiler()
         sys.meta_path.insert(0, _ImportedMeanwhile())
+
+
+@contextmanager
+def functions_as_written(on: bool) -> Iterator[None]:
+    """Run functions that are compiled as they are written inside the block, but for those of `functions_compiled`."""
+    with _standing(_AS_WRITTEN if on else _stance):
+        yield
+
+
+@contextmanager
+def functions_compiled() -> Iterator[None]:
+    """Run functions that are compiled by their programs inside the block."""
+    with _standing(_COMPILED):
+        yield
+
+
+@contextmanager
+def _standing(stance: str) -> Iterator[None]:
+    previous = _stance
+    _take(stance)
+    try:
+        yield
+    finally:
+        _take(previous)
+
+
+def _take(stance: str) -> None:
+    global _stance  # as the compiler itself keeps it
+    _stance = stance
+    if _is_imported() and current_stance() != stance:  # torch refuses to set it while it compiles
+        torch.compiler.set_stance(stance)
+
+
+def current_stance() -> str:
+    """That of the compiler, whoever has set it; before it is imported, the one that it will take."""
+    return str(sys.modules["torch._dynamo.eval_frame"]._stance.stance) if _is_imported() else _stance
+
+
+def _is_imported() -> bool:
+    return _COMPILER in sys.modules and not isinstance(sys.modules[_COMPILER], _DeferredCompiler)
+
+
+def compiled_functions() -> list[str]:
+    """The functions of this process for which `torch.compile` was called, by module and name. Takes half a second where there are any, else nothing."""
+    if not _is_imported():
+        return []
+    functions = (
+        each for each in gc.get_objects() if type(each) is FunctionType and _OF_COMPILED in vars(each)
+    )
+    return sorted({f"{each.__module__}.{each.__qualname__}" for each in functions})

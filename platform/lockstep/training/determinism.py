@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.threads import library_threads, one_library_thread, openmp_limit, start_autograd
 from lockstep.training import problems
-from lockstep.training.deferred_dynamo import defer_compiler
+from lockstep.training.deferred_dynamo import current_stance, defer_compiler, functions_as_written
 from lockstep.training.settings import Settings, refuses_nondeterministic
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
@@ -57,6 +57,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         with (
             one_library_thread() if kind == "strict" else nullcontext(),
             deterministic_algorithms(kind == "strict"),
+            functions_as_written(kind == "strict"),
         ):
             torch.set_num_threads(threads)
             cudnn.benchmark = kind == "fast"
@@ -109,6 +110,7 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
             False,
             "strict",
         ),
+        "torch.compiler.set_stance": (current_stance(), "force_eager", "strict"),
         "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False, "strict"),
         "the number of threads of NumPy's BLAS": (library_threads(), 1, "whatever the machine"),
     }

@@ -32,6 +32,7 @@ from lockstep.spec.compiling import CompiledUnits
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.checkpoints import Checkpoints, LastSave
+from lockstep.training.deferred_dynamo import compiled_functions
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import check_kept
 from lockstep.training.driver_requests import Requests
@@ -362,6 +363,8 @@ def begin(
     begins = start is None or start.fork
     if group.rank == 0 and begins and not joining_worker:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(opened.data, spec.seed, warn)
+        if spec.determinism == "strict":
+            _tell_as_written(warn)
     check_agreed(group, facts["fields"], spec)
     check_same_order(group, state.order)
     if spec.is_fully_sharded(group.size) and state.sharding is None:
@@ -549,6 +552,14 @@ def make_state(
     if group is not None and spec.mirrors_parameters:
         state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
     return state
+
+
+def _tell_as_written(warn: Warn) -> None:
+    if names := compiled_functions():
+        warn(
+            f"the job compiles {', '.join(names)} with torch.compile: determinism strict runs such functions as they are written, since a program would depend on what its "
+            "worker has computed before; compile=true compiles the loss with all that it calls, compile=units the blocks of the model"
+        )
 
 
 def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> CompiledLosses | None:

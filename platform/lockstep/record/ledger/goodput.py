@@ -61,10 +61,12 @@ def time_spent(
         """Attempts `first` to `last` have ended since `reached`, and the next step begins, or the run ends, at `until`."""
         nonlocal lost_s, lost_worker_s, interruptions
         between = [each for each in away if each.since < until and each.until > reached]
-        ends = [
-            account[number].get("planned") is True for number in range(first, last + 1) if number in account
-        ]
-        if all(ends) if ends else between and all(each.planned for each in between):
+        ended = [account.get(number) for number in range(first, last + 1)]
+        if any(ended):  # one of which nothing is known was lost with what would have known it
+            planned = all(each is not None and each.get("planned") is True for each in ended)
+        else:
+            planned = bool(between) and all(each.planned for each in between)
+        if planned:
             return
         absent_s = sum(min(each.until, until) - max(each.since, reached) for each in between)
         seconds = max(0.0, until - reached - absent_s)

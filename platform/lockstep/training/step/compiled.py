@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.data.loader import map_tensors
 from lockstep.data.user_cache import cache_path
 from lockstep.errors import JobError, first_line
+from lockstep.training.deferred_dynamo import functions_compiled
 from lockstep.training.step import problems
 from lockstep.training.step.compiled_units import computing_units, only_of_job
 
@@ -242,7 +243,12 @@ class Program:
 
         try:
             # An active dispatch mode would make the operators run one by one, with other bits.
-            with config.patch(self._settings), _disable_current_modes(), only_of_job():
+            with (
+                config.patch(self._settings),
+                _disable_current_modes(),
+                only_of_job(),
+                functions_compiled(),
+            ):
                 return self._compiled(*arguments)
         except FailOnRecompileLimitHit as error:
             raise problems.COMPILED_AGAIN(limit=self._limit, got=first_line(error)[:300]) from error
