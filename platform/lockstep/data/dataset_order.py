@@ -20,6 +20,9 @@ from lockstep.randomness import epoch_order_key, seed_all
 Guard = Callable[[str], AbstractContextManager[None]]
 """Makes what the job's own code raises in a block an error that names the given place."""
 
+Apart = Callable[[Callable[[], list[Ids]]], list[Ids] | None]
+"""Calls a function in a process of its own, so that nothing of it stays here; None where no process can."""
+
 AGAIN_S = 0.5
 """How long the first order may take for a second epoch to be looked at as well."""
 
@@ -64,32 +67,45 @@ def own_order(
 
 
 def check_own_order(
-    dataset: OrdersItself, seed: int, epochs: int, shuffle: Shuffle, samples: int, guard: Guard
+    dataset: OrdersItself,
+    seed: int,
+    epochs: int,
+    shuffle: Shuffle,
+    samples: int,
+    guard: Guard,
+    apart: Apart | None = None,
 ) -> None:
     """Refuse an order that is another one when it is asked for again. Raises JobError.
 
-    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long.
+    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long. In a process `apart` that of epoch 1 is asked for
+    first, as by a run that is resumed there.
     """
 
     def asked(epoch: int) -> Order:
         return own_order(dataset, seed, epoch, shuffle, samples, guard)
 
+    def resumed() -> list[Ids]:
+        return probed(asked(1), samples)
+
+    alone = apart(resumed) if apart is not None and epochs > 1 else None
     began = time.perf_counter()
     orders = [asked(0)]
-    probes = [_probed(orders[0], samples)]
+    probes = [probed(orders[0], samples)]
     if epochs > 1 and time.perf_counter() - began < AGAIN_S:
         orders.append(asked(1))
-        probes.append(_probed(orders[1], samples))
+        probes.append(probed(orders[1], samples))
     for epoch, order in enumerate(orders):
         # The first of it as well, before it is asked again: one that follows what was asked last gives another epoch's ids by now.
         if not (
-            _agree(probes[epoch], _probed(order, samples))
-            and _agree(probes[epoch], _probed(asked(epoch), samples))
+            agree(probes[epoch], probed(order, samples))
+            and agree(probes[epoch], probed(asked(epoch), samples))
         ):
             raise problems.ORDER_CHANGES(dataset=type(dataset).__name__, epoch=epoch)
+    if alone is not None and len(probes) > 1 and not agree(probes[1], alone):
+        raise problems.ORDER_FOLLOWS_ASKING(dataset=type(dataset).__name__)
 
 
-def _probed(order: Order, samples: int) -> list[Ids]:
+def probed(order: Order, samples: int) -> list[Ids]:
     """What is compared of an order: of an array all of it; of any other order the ids at the probed positions, at the first ones also in steps of two."""
     if isinstance(order, np.ndarray):
         return [order]
@@ -100,7 +116,7 @@ def _probed(order: Order, samples: int) -> list[Ids]:
     return [np.array(order[positions]) for positions in slices]
 
 
-def _agree(first: list[Ids], second: list[Ids]) -> bool:
+def agree(first: list[Ids], second: list[Ids]) -> bool:
     """Whether the probes of two orders are equal, and those of one that is no array agree with each other."""
     agree = len(first) == len(second) and all(map(np.array_equal, first, second))
     return agree and (len(first) == 1 or np.array_equal(first[0][::2], first[3]))

@@ -64,16 +64,19 @@ class Loader:
         processes: int = 0,
         forked: Callable[[], None] = lambda: None,
         compared: Callable[[MicroBatch], bool] | None = None,
+        check: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         """`forked` is called first in each loader process. `compared` names micro-batches that, where they are fetched ahead of their
-        time or in another process, are fetched here as well when their time has come, and must be the same.
+        time or in another process, are fetched here as well when their time has come, and must be the same; `check` is called for each then.
         """
         self.device = device
         self.waited_s = 0.0
         self._dataset, self._processes = dataset, processes
-        self._compared: Callable[[MicroBatch], bool] = compared or (lambda _: False)
+        ahead = processes or (device.type == "cuda" and not dataset.draws_nothing)
+        self._compared: Callable[[MicroBatch], bool] = (ahead and compared) or (lambda _: False)
+        self._check: Callable[[MicroBatch], None] = check or (lambda _: None)
         self._noted: Noted | None = None
-        if compared is not None and (processes or (device.type == "cuda" and not dataset.draws_nothing)):
+        if check is not None or (compared is not None and ahead):
             self._noted = batches = Noted(batches)
         self._fetched: Iterator[Any]
         if processes:
@@ -105,8 +108,11 @@ class Loader:
         if self.device.type == "cpu":
             batch = map_tensors(batch, aligned)
         self.waited_s += time.perf_counter() - began
-        if self._noted is not None and self._compared(key := self._noted.upcoming.popleft()):
-            self._compare(key, batch)
+        if self._noted is not None:
+            key = self._noted.upcoming.popleft()
+            self._check(key)
+            if self._compared(key):
+                self._compare(key, batch)
         return batch
 
     def _compare(self, key: MicroBatch, batch: Any) -> None:

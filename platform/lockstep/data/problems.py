@@ -328,6 +328,15 @@ MIXTURE_OF_MIXTURE = Problem(
     advice="one `Mixture` with the sources of both, and the products of their weights; [mixtures](data.md#mixtures)",
 )
 
+MIXTURE_SUBSET = Problem(
+    "data.mixture_subset",
+    JobError,
+    "data: got a Subset of a Mixture, which would give its samples in an order without the weights",
+    "mix subsets of its sources: Mixture({{'name': Subset(source, indices), …}}, weights, samples)",
+    cause="`random_split` or `Subset` of a mixture as training data",
+    advice="a `Mixture` of subsets of its sources; [mixtures](data.md#mixtures)",
+)
+
 MIXTURE_SOURCE = Problem(
     "data.mixture_source",
     JobError,
@@ -459,6 +468,24 @@ ORDER_CHANGES = Problem(
     "let the order follow from seed, epoch and position alone: draw from the default generators or from np.random.default_rng((seed, epoch)), and keep nothing from one call to the next",
     cause="an order that is drawn from a generator of its own, or from none",
     advice="draw from `np.random.default_rng((seed, epoch))` or the default generators",
+)
+
+ORDER_FOLLOWS_ASKING = Problem(
+    "data.order_follows_asking",
+    JobError,
+    "data: epoch_order of {dataset} gives other ids for epoch 1 when it was not asked for epoch 0 before, so a run that is resumed there would visit other samples",
+    "let the order follow from seed, epoch and position alone: draw from the default generators or from np.random.default_rng((seed, epoch)), and keep nothing from one call to the next",
+    cause="an order that is drawn from a generator of the dataset and kept",
+    advice="draw from `np.random.default_rng((seed, epoch))` or the default generators",
+)
+
+ORDER_FOLLOWS_TRAINING = Problem(
+    "data.order_follows_training",
+    JobError,
+    "data: in step {step}, epoch_order of {dataset} gives other ids for epoch {epoch} than as its first micro-batches were asked for: it follows what training changes, so a resume would visit other samples",
+    "let the order follow from seed and epoch; one that follows what training changes may do so in the last after_step of an epoch alone, from what the job's state_dict has, with data.loader_processes=0",
+    cause="an order by losses or scores that each step changes",
+    advice="change them in the last `after_step` of an epoch, keep them in `state_dict`, and fetch in the worker (`data.loader_processes=0`)",
 )
 
 ORDER_NO_ARRAY = Problem(

@@ -6,6 +6,7 @@ the worker's range, so seeking is arithmetic and a resume on other workers needs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -16,7 +17,17 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 from lockstep.data import problems
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
-from lockstep.data.dataset_order import Guard, check_own_order, own_order, says_of_neighbours
+from lockstep.data.dataset_order import (
+    AGAIN_S,
+    Apart,
+    Guard,
+    agree,
+    check_own_order,
+    own_order,
+    probed,
+    says_of_neighbours,
+)
+from lockstep.data.mixture import Mixture
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position
 from lockstep.reduction_tree import clip
@@ -119,6 +130,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             drop_last=plan.drop_last,
         )
         read = whole(dataset)
+        if isinstance(read, Mixture) and read is not dataset:
+            raise problems.MIXTURE_SUBSET()
         if checks_order(read):
             read.check_order(shuffle, window)
         self.plan = plan
@@ -134,6 +147,10 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.neighbours_together = by_length or plan.group > 1 or says_of_neighbours(dataset) is True
         self._last: tuple[int, Order] | None = None
         """The epoch of which `at` was last asked, and its order."""
+        self._given: dict[int, list[Ids]] = {}
+        """By epoch: what is compared of an order of the dataset's own in which micro-batches were given."""
+        self._slow = False
+        """Whether such an order takes long to make."""
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
@@ -143,7 +160,11 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         epoch, order = -1, None
         for position in self.plan.positions(self.start):
             if position.epoch != epoch or order is None:
-                epoch, order = position.epoch, self._order(position.epoch)
+                epoch, began = position.epoch, time.perf_counter()
+                order = self._order(epoch)
+                self._slow = time.perf_counter() - began > AGAIN_S
+                if self.may_change:
+                    self._given[epoch] = probed(order, self.plan.samples)
             for m in self._computed(position):
                 key = self._micro_batch(order, position, m)
                 if self.plan.in_passes and not len(
@@ -202,11 +223,39 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             ]
         return [every - position.start for every in places]
 
-    def check_order(self) -> None:
-        """Refuse an order of the dataset's own that is another one when it is asked for again. Raises JobError."""
+    @property
+    def may_change(self) -> bool:
+        """Whether the dataset has an order of its own, which is code of the job: a mixture's is drawn here."""
+        return orders_itself(self.dataset) and not isinstance(self.dataset, Mixture)
+
+    def check_order(self, apart: Apart | None = None) -> None:
+        """Refuse an order of the dataset's own that is another one when it is asked for again; `apart`, in another process. Raises JobError."""
         if orders_itself(self.dataset):
             check_own_order(
-                self.dataset, self.seed, self.plan.epochs, self.order, self.plan.samples, self.guard
+                self.dataset,
+                self.seed,
+                self.plan.epochs,
+                self.order,
+                self.plan.samples,
+                self.guard,
+                apart if self.may_change else None,
+            )
+
+    def check_unchanged(self, key: MicroBatch, *, due: bool = False) -> None:
+        """Refuse an order of the dataset's own that training has changed since this sampler gave micro-batches in it. Call it before `key` is computed.
+
+        Asked anew where it is `due`, in the steps 1, 2, 4, 8 … after the first one, and in the last of each epoch, unless it takes long. Raises JobError.
+        """
+        position, done = self.plan.position(key.step), key.step - self.start
+        for epoch in [epoch for epoch in self._given if epoch < position.epoch]:
+            del self._given[epoch]
+        due = due or (position.ends_epoch and not self._slow) or (done > 0 and not done & (done - 1))
+        if not due or key.micro_batch != self._computed(position)[0]:
+            return
+        order = self._order(position.epoch)
+        if not agree(self._given[position.epoch], probed(order, self.plan.samples)):
+            raise problems.ORDER_FOLLOWS_TRAINING(
+                dataset=type(self.dataset).__name__, epoch=position.epoch, step=position.number
             )
 
     def _order(self, epoch: int) -> Order:

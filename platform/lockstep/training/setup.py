@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from lockstep.communication.group import Group
 from lockstep.data.fork_isolation import set_apart
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
-from lockstep.data.sampler import MicroBatch
+from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.data.table_pins import Pins
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
@@ -41,6 +41,7 @@ from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.identity_inputs import Inputs, continued
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.integrity.digests import digest_on_first, element_digest
+from lockstep.training.integrity.rehearsal.child_process import NoChildError, can_fork, in_child
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
@@ -85,6 +86,11 @@ from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.sharding_units import Calls
 from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
+
+T = TypeVar("T")
+
+APART_S = 10.0
+"""How long an order of the dataset's own may take in a process of its own, where nothing else waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +140,23 @@ class Run:
 
         sampler = make_sampler(self.spec, self.plan, samples, assigned, start)
         processes = self.spec.data.loader_processes
-        compared = self._compared(start) if self.spec.determinism == "strict" else None
-        return Loader(self.batches, sampler, self.group.device, processes, self.group.let_go, compared)
+        strict = self.spec.determinism == "strict"
+        return Loader(
+            self.batches,
+            sampler,
+            self.group.device,
+            processes,
+            self.group.let_go,
+            self._compared(start) if strict else None,
+            partial(self._check_order, sampler) if strict and sampler.may_change else None,
+        )
+
+    def _check_order(self, sampler: MicroBatchSampler, key: MicroBatch) -> None:
+        """Refuse an order that training has changed, also before a micro-batch is computed again: samples are asked for anew for that, and no device is to be blamed."""
+        recheck = self.step.accumulation.recheck
+        sampler.check_unchanged(
+            key, due=recheck is not None and bool(recheck.chosen(self.plan.position(key.step)))
+        )
 
     def _compared(self, start: int) -> Callable[[MicroBatch], bool]:
         """Which micro-batches are fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
@@ -299,7 +320,7 @@ def build(spec: Spec, job: Job, group: Group, data: JobData, warn: Warn, *, repl
             "sharding.offload: one worker shares nothing out, and has everything on its device; take two workers or more, or leave it out"
         )
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
-    make_sampler(spec, plan, train_data).check_order()
+    make_sampler(spec, plan, train_data).check_order(partial(_apart, job, group))
     made = make_deferred(spec, job, group) if is_sharded else ""
     deferred = made if isinstance(made, DeferredModel) else None
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
@@ -552,6 +573,16 @@ def make_state(
     if group is not None and spec.mirrors_parameters:
         state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
     return state
+
+
+def _apart(job: Job, group: Group, function: Callable[[], T]) -> T | None:
+    """The value of `function()` in a process of its own; None where there can be none, or it takes long."""
+    if not can_fork(group.device):
+        return None
+    try:
+        return in_child(function, job, forked=group.let_go, limit_s=APART_S)
+    except NoChildError:
+        return None
 
 
 def _tell_as_written(warn: Warn) -> None:

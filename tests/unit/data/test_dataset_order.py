@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training import problems
 from lockstep.training import problems as training_problems
 from lockstep.training.failure import job_at
+from lockstep.training.integrity.rehearsal.child_process import in_child
 from lockstep.training.job_data import dataset_size, open_data
 from lockstep.training.planning import make_plan
 from tests.raised import raises
@@ -156,6 +158,25 @@ def of_the_last_epoch() -> Callable[[int], Any]:
 def test_an_order_that_is_another_one_when_it_is_asked_again_is_refused(make: Any, epoch: int) -> None:
     with raises(data_problems.ORDER_CHANGES, dataset="Ordered", epoch=epoch):
         sampler(Ordered(make())).check_order()
+
+
+def kept_by_epoch() -> Callable[[int], Any]:
+    """Drawn from a generator that goes on, and kept: equal however often it is asked for, once it was asked for in turn."""
+    generator, orders = np.random.default_rng(7), dict[int, Any]()
+    return lambda epoch: orders.setdefault(epoch, generator.permutation(SIZE))
+
+
+@pytest.mark.parametrize("follows", [True, pytest.param(False, id="control")])
+def test_an_order_that_follows_which_epochs_were_asked_for_is_refused(follows: bool) -> None:
+    """A run that is resumed in epoch 1 asks for that one first."""
+    data = Ordered(kept_by_epoch() if follows else keyed)
+
+    def apart(function: Callable[[], Any]) -> Any:
+        return in_child(function, Job(Job.Params()), limit_s=60)
+
+    with raises(data_problems.ORDER_FOLLOWS_ASKING, dataset="Ordered") if follows else nullcontext():
+        sampler(data).check_order(apart)
+    sampler(Ordered(kept_by_epoch())).check_order(lambda _: None)  # where no process can be forked
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])

@@ -239,3 +239,10 @@ def test_a_mixture_is_no_source_of_another() -> None:
     for source in (inner, torch.utils.data.Subset(inner, range(50))):
         with raises(problems.MIXTURE_OF_MIXTURE, name="ab"):
             Mixture({"ab": source, "c": [2] * 100}, {"ab": 0.5, "c": 0.5})
+
+
+def test_a_subset_of_a_mixture_is_no_training_data() -> None:
+    """A run would go through it without the weights."""
+    data, plan = mixture(), Plan.of(8, 4, 2, drop_last=True, epochs=1)
+    with raises(problems.MIXTURE_SUBSET):
+        MicroBatchSampler(torch.utils.data.Subset(data, range(8)), plan, range(2), seed=3, shuffle="full")
