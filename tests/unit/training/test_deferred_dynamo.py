@@ -91,3 +91,40 @@ def test_a_compiler_that_is_imported_within_is_deterministic_only_within() -> No
         f"print(json.dumps([within, config.deterministic, os.environ.get({name!r})]))",
     )
     assert told == [True, False, None]
+
+
+WITHIN = """
+    from lockstep.training.deferred_dynamo import compiled_functions, current_stance, functions_compiled
+    calls = []
+    def compiler(graph, _):
+        return lambda *inputs: (calls.append(graph), graph.forward(*inputs))[1]
+    def twice(x):
+        return 2 * x
+    names = [compiled_functions()]
+    function = torch.compile(twice, backend=compiler)
+    names.append(compiled_functions())
+    def seen():
+        before = len(calls)
+        function(torch.ones(2))
+        return [len(calls) > before, current_stance()]
+    told = [seen()]
+    with functions_compiled():
+        told.append(seen())
+    told.append(seen())
+"""
+
+AFTERWARDS = """
+told.append(seen())
+for kind in ("strict", "fast"):
+    with determinism(kind, 1):
+        told.append(seen())
+print(json.dumps([names, told]))
+"""
+
+
+def test_a_function_that_is_compiled_runs_as_it_is_written_within() -> None:
+    """But for those of Lockstep. The compiler is imported within, and there already the next time."""
+    names, told = answer(WITHIN, AFTERWARDS)  # type: ignore[misc]
+    assert names == [[], ["__main__.twice"]]
+    eager, compiled = [False, "force_eager"], [True, "default"]
+    assert told == [eager, compiled, eager, compiled, eager, compiled]

@@ -88,6 +88,12 @@ def test_a_setting_that_only_warns_is_none() -> None:
         torch.backends.mha.set_fastpath_enabled(True)
         with raises(problems.JOB_SETTING, name="torch.backends.mha.set_fastpath_enabled", got=True):
             check_kept("strict", 1)
+        torch.backends.mha.set_fastpath_enabled(False)
+        with (
+            torch.compiler.set_stance("default"),
+            raises(problems.JOB_SETTING, name="torch.compiler.set_stance", got="default"),
+        ):
+            check_kept("strict", 1)
 
 
 def gradients_of_four_calls() -> set[bytes]:
