@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Dataset, default_convert
+from torch.utils.data import DataLoader
 
 from lockstep.data import fork_isolation, problems
+from lockstep.data.conversion import converted
 from lockstep.data.fingerprint import difference
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
@@ -85,7 +86,7 @@ class Loader:
             self._fetched = _fetched_ahead(dataset, batches)
         else:
             # What DataLoader does without processes, less its bookkeeping, which costs 13 us a micro-batch.
-            self._fetched = (default_convert(dataset[batch]) for batch in batches)  # type: ignore[no-untyped-call]
+            self._fetched = (converted(dataset[batch]) for batch in batches)
         self._batches = self._fetched if device.type == "cpu" else _copied_ahead(self._fetched, device)
 
     def __next__(self) -> Any:
@@ -117,7 +118,7 @@ class Loader:
 
     def _compare(self, key: MicroBatch, batch: Any) -> None:
         """Refuse a micro-batch that is another one when it is fetched now. Raises SpecError or DeterminismError, which no other attempt can mend."""
-        refetched = default_convert(self._dataset[key._replace(due=())])  # type: ignore[no-untyped-call]
+        refetched = converted(self._dataset[key._replace(due=())])
         if isinstance(refetched, LockstepError):
             raise refetched
         if self._processes:
@@ -178,9 +179,9 @@ def _fetched_ahead(dataset: MicroBatches, batches: Iterable[MicroBatch]) -> Iter
             for batch in batches:
                 waiting.append((batch, thread.submit(dataset.fetched, batch)))
                 if len(waiting) > AHEAD:
-                    yield default_convert(dataset.collated(*waiting.popleft()))  # type: ignore[no-untyped-call]
+                    yield converted(dataset.collated(*waiting.popleft()))
             while waiting:
-                yield default_convert(dataset.collated(*waiting.popleft()))  # type: ignore[no-untyped-call]
+                yield converted(dataset.collated(*waiting.popleft()))
         finally:
             thread.shutdown(cancel_futures=True)
 
@@ -232,14 +233,19 @@ def own_elements(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Pinnable(Dataset[Any]):
-    """Micro-batches in tensors that the thread of torch's loader can pin."""
+class _Pinnable:
+    """A micro-batch that the thread of torch's loader pins by this method, and gives without it. Torch's own way adds up a `Counter`, as its conversion does."""
 
-    def __init__(self, batches: MicroBatches) -> None:
-        self._batches = batches
+    def __init__(self, batch: Any) -> None:
+        self.batch = map_tensors(converted(batch), own_elements)
 
-    def __getitem__(self, batch: MicroBatch) -> Any:
-        return map_tensors(self._batches[batch], own_elements)
+    def pin_memory(self) -> Any:
+        return map_tensors(self.batch, lambda tensor: tensor.pin_memory(), _pinned)
+
+
+def _pinned(value: Any) -> Any:
+    pin = getattr(value, "pin_memory", None)
+    return pin() if callable(pin) and not isinstance(value, type) else value
 
 
 def _used_on(tensor: Tensor, device: torch.device, stream: torch.cuda.Stream) -> Tensor:
@@ -268,9 +274,10 @@ def _data_loader(
     for _ in range(STARTS):
         begun = multiprocessing.get_context("fork").Semaphore(0)
         loader = DataLoader(
-            _Pinnable(dataset) if pinned else dataset,
+            dataset,
             batch_size=None,
             sampler=batches,
+            collate_fn=_Pinnable if pinned else converted,
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,

@@ -18,8 +18,9 @@ import pydantic
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from lockstep.job.collation import collated
 from lockstep.job.problems import UPDATES_PER_EPOCH
 
 T = TypeVar("T")
@@ -292,11 +293,12 @@ class Job:
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make one micro-batch from its samples; by default with torch's `default_collate`.
+        """Make one micro-batch from its samples; by default as torch's `default_collate` does.
 
-        If the dataset's `__getitems__` returns a mapping, as a table's does, that is the micro-batch already and is used as it is.
+        A `Counter` keeps its counts, with the keys of all samples. If the dataset's `__getitems__` returns a mapping, as a table's
+        does, that is the micro-batch already and is used as it is.
         """
-        return samples if isinstance(samples, Mapping) else default_collate(list(samples))
+        return samples if isinstance(samples, Mapping) else collated(samples)
 
     def lengths(self, data: Dataset[Any]) -> Sequence[int] | Tensor | None:
         """The length of each sample of the training data, such as its tokens, in the order of the ids; for `data.shuffle: by_length`.

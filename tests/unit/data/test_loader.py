@@ -13,12 +13,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections import OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,18 +28,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, default_convert
 from torch.utils.data import _utils as torch_loader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data import problems
+from lockstep.data.conversion import converted
 from lockstep.data.dataset import draws_nothing
 from lockstep.data.loader import ALIGNMENT, Loader, map_tensors, moved, own_elements
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.job.interface import Job
 from lockstep.threads import library_threads
 from lockstep.training.determinism import determinism
 from tests.raised import raises
@@ -515,6 +519,95 @@ def test_map_tensors_keeps_every_container() -> None:
         assert type(changed) is type(value)
         assert repr(changed) == repr(wanted)
     assert lists == {"a": one}, "what is given is left as it is"
+
+
+def counted() -> dict[str, Any]:
+    """Counts in a batch, alone and within, beside arrays that torch has tensors of or not."""
+    return {
+        "words": Counter(a=3, b=1),
+        "each": [Counter(a=2), {"inner": Counter(b=np.int64(5))}],
+        "day": np.array(["2024-02-29"], "datetime64[D]"),
+        "took": np.array([3], "timedelta64[s]"),
+        "moment": np.datetime64("2024-02-29"),
+        "record": np.array([(1, 2.5)], [("id", "i4"), ("x", "f8")]),
+        "object": np.array([None, "a"], object),
+        "text": np.array(["a", "b"]),
+        "long": np.array([1, 2], np.longdouble),
+        "bytes": np.bytes_(b"ab"),
+        "x": np.arange(3, dtype=np.float32),
+    }
+
+
+@pytest.mark.parametrize("kind", [Samples, Ahead])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_batch_keeps_counts_and_arrays_that_torch_has_no_tensors_of(
+    kind: type[Samples], processes: int
+) -> None:
+    """`update` of a Counter adds: a count that torch converts is twice what it was."""
+    for batch in fetched(kind(int), collate=lambda samples: counted(), processes=processes):
+        x, inner = batch.pop("x"), batch["each"][1]["inner"].pop("b")
+        assert torch.equal(x, torch.arange(3.0))
+        assert torch.equal(inner, torch.tensor(5))
+        wanted = counted()
+        del wanted["x"], wanted["each"][1]["inner"]["b"]
+        assert repr(batch) == repr(wanted)
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0)[::-2], np.arange(3, dtype=">i4"), np.array(3, ">f8")])
+def test_an_array_in_another_order_becomes_a_tensor_of_its_numbers(array: Any) -> None:
+    tensor = converted(array)
+    assert tensor.shape == array.shape
+    assert tensor.tolist() == array.tolist()
+
+
+def test_counts_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    pinned = torch_loader.pin_memory.pin_memory(loader_module._Pinnable([Counter(a=3), np.ones(2), Itself]))
+    assert pinned[0] == Counter(a=3)
+    assert (len(streams.pinned), pinned[2]) == (1, Itself)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        "a",
+        b"a",
+        torch.ones(2),
+        np.float16(2),
+        np.True_,
+        (1, (np.ones(2), "a")),
+        range(2),
+        deque([np.ones(1)]),
+        {"a": np.ones(2), 1: [np.int64(3)]},
+        OrderedDict(b=np.ones(1), a=2),
+        UserDict(a=np.ones(1)),
+        defaultdict(list, a=np.ones(1)),
+        MappingProxyType({"a": np.ones(1)}),
+    ],
+    ids=repr,
+)
+def test_ordinary_values_are_converted_as_torch_converts_them(value: Any) -> None:
+    found, wanted = converted(value), default_convert(value)  # type: ignore[no-untyped-call]
+    assert type(found) is type(wanted)
+    assert repr(found) == repr(wanted)
+
+
+def test_samples_with_counts_are_collated_to_the_count_in_each() -> None:
+    """torch would add the first sample's counts to all, and leave out what that sample has not counted."""
+    samples = [{"words": Counter(a=1)}, {"words": Counter(a=2, b=4)}]
+    for batch in fetched(Samples(lambda index: samples[index % 2]), collate=Job.collate.__get__(Job)):
+        assert type(batch["words"]) is Counter
+        assert repr(dict(batch["words"])) == repr({"a": torch.tensor([1, 2]), "b": torch.tensor([0, 4])})
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, partial(defaultdict, list)])
+def test_samples_in_other_mappings_are_collated_as_torch_does(kind: Callable[..., Any]) -> None:
+    samples = [kind({"b": i, "a": {"x": torch.ones(2), "n": "text"}}) for i in range(3)]
+    found, wanted = Job.collate(Job.__new__(Job), samples), default_collate(samples)
+    assert type(found) is type(wanted)
+    assert repr(found) == repr(wanted)
 
 
 class Rows(list[Tensor]):
