@@ -14,6 +14,7 @@ from lockstep.training import problems
 from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.child_process import can_fork
+from lockstep.training.integrity.rehearsal.layout import check_present
 from lockstep.training.integrity.rehearsal.micro_batch import check_model
 from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
 from lockstep.training.module_modes import enter_training
@@ -41,6 +42,7 @@ def make_model(spec: Spec, job: Job, device: torch.device, group: Group | None =
         load_weights(model, spec.initial_weights, group)
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
+    check_present(model)
     model.to(device)
     enter_training(model)
     return model

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.checkpoint.tree import NAMES
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.rehearsal.layout import check_layout
+from lockstep.training.integrity.rehearsal.layout import check_layout, check_present
+from lockstep.training.integrity.rehearsal.micro_batch import check_model
 from tests.raised import raises
 
 
@@ -82,3 +86,67 @@ def test_sparse_and_expanded_buffers_are_refused() -> None:
 
 def test_shapes_that_are_not_there_yet_pass() -> None:
     check_layout(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(), nn.Linear(2, 2, device="meta")))
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+BYTES = re.compile(r"\.view\(torch\.uint8\)")
+REAL = re.compile("torch.view_as_real")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning",
+    "ignore:ComplexHalf support is experimental:UserWarning",
+    "ignore:torch.quantize_per_tensor:UserWarning",
+)
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    ("tensor", "got", "remedy"),
+    [
+        (nested, "^is a nested tensor", re.compile("values and their lengths")),
+        (jagged, "^is a nested tensor", re.compile("values and their lengths")),
+        (lambda: torch.ones(2, dtype=torch.complex128), "^is of torch.complex128, which no file", REAL),
+        (lambda: torch.ones(2).to(torch.complex32), "^is of torch.complex32", REAL),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+            "^is of torch.quint8",
+            re.compile("int_repr"),
+        ),
+        (lambda: torch.ones(2).to(torch.float8_e8m0fnu), "^is of torch.float8_e8m0fnu", BYTES),
+        (lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "^is of torch.float4", BYTES),
+        (lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4), "^is of torch.uint4", BYTES),
+    ],
+)
+def test_what_no_file_of_weights_can_hold_is_refused_before_training(
+    tensor: Callable[[], Tensor], got: str, remedy: re.Pattern[str], persistent: bool
+) -> None:
+    """A buffer that `state_dict` leaves out as well: checkpoints have it all the same."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("held", tensor(), persistent=persistent)
+    with raises(problems.TENSOR_FORM, name="buffer 'held'", got=re.compile(got), remedy=remedy):
+        check_model(model)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_type_that_a_file_has_is_taken(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("held", torch.ones(2).to(dtype))
+    model.register_parameter("frozen", nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+    check_model(model)
+
+
+def test_a_tensor_without_values_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("held", torch.ones(2, device="meta"), persistent=False)
+    with raises(problems.TENSOR_FORM, name="buffer 'held'", got=re.compile("^is on the meta device")):
+        check_present(model)
+    model.held = torch.ones(2)
+    check_present(nn.Sequential(model, nn.LazyLinear(2)))
+    with raises(problems.TENSOR_FORM, name="parameter 'weight'", got=re.compile("^is on the meta device")):
+        check_present(nn.Linear(2, 2, device="meta"))

@@ -108,9 +108,9 @@ TENSOR_FORM = Problem(
     JobError,
     "job.model: {name} {got}",
     "{remedy}",
-    shown="job.model: … is of the layout torch.sparse_…, …`, `job.model: … was made in torch.inference_mode(), …`, `job.model: … is a view that torch conjugates or negates when it is read, …`, `job.model: … is expanded: …",
-    cause="a buffer or parameter that is sparse, or made by `torch.inference_mode()`, `conj()` or `expand`",
-    advice="hold it dense, or as indices and values in buffers; `torch.no_grad()`, or `.clone()` outside; `.resolve_conj()`; `.contiguous()`",
+    shown="job.model: … is of the layout torch.sparse_…, …`, `job.model: … is a nested tensor, …`, `job.model: … is of torch.…, which no file of weights can hold`, `job.model: … is on the meta device, …`, `job.model: … was made in torch.inference_mode(), …`, `job.model: … is a view that torch conjugates or negates when it is read, …`, `job.model: … is expanded: …",
+    cause="a buffer or parameter that is sparse, nested, quantized, on the meta device, of a type that safetensors has no name for (complex128, complex32, float4 …), or made by `torch.inference_mode()`, `conj()` or `expand`",
+    advice="hold it dense, or as indices and values in buffers; as a type that safetensors has, as real numbers or as bytes; `torch.no_grad()`, or `.clone()` outside; `.resolve_conj()`; `.contiguous()`",
 )
 
 ONE_MEMORY = Problem(

@@ -1,4 +1,4 @@
-"""Where a model's tensors lie: each in dense memory, each element of a parameter in one tensor alone.
+"""Where a model's tensors lie: each in dense memory, of a type that files of weights have, each element of a parameter in one tensor alone.
 
 Buffers are put back after every micro-batch, and parameters are updated and averaged one by one. Both write to memory, so
 it must be known whose memory that is.
@@ -9,24 +9,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.tree import NAMES
 from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems
 from lockstep.training.integrity.rehearsal.object_state import same_bits
 
 
 def check_layout(model: nn.Module) -> None:
-    """JobError for a parameter or buffer that is not dense, whose elements share memory, or that shares memory with a parameter."""
+    """JobError for a parameter or buffer that is not dense, whose type no file has, whose elements share memory, or that shares memory with a parameter."""
     named: list[tuple[str, Tensor]] = [
         (f"parameter {name!r}", value) for name, value in model.named_parameters()
     ]
     named += [(f"buffer {name!r}", value) for name, value in model.named_buffers()]
     there = {what: tensor for what, tensor in named if not nn.parameter.is_lazy(tensor)}
     for what, tensor in there.items():
+        if tensor.is_nested:
+            raise problems.TENSOR_FORM(
+                name=what,
+                got="is a nested tensor, which is neither compared nor put back",
+                remedy="hold its values and their lengths in two buffers, and make the nested tensor from them in the forward",
+            )
         if tensor.layout != torch.strided:
             raise problems.TENSOR_FORM(
                 name=what,
                 got=f"is of the layout {tensor.layout}, which is neither compared nor put back",
                 remedy="hold it dense, or as indices and values in two buffers, and make the sparse tensor from them in the forward",
+            )
+        if tensor.dtype not in NAMES:
+            raise problems.TENSOR_FORM(
+                name=what,
+                got=f"is of {tensor.dtype}, which no file of weights can hold",
+                remedy=_storable_form(tensor),
             )
         if tensor.is_inference():
             raise problems.TENSOR_FORM(
@@ -54,6 +67,27 @@ def check_layout(model: nn.Module) -> None:
             if _overlap(value, tensor):
                 _refuse(*sorted((label, what), reverse=True))
         preceding.append((what, tensor))
+
+
+def _storable_form(tensor: Tensor) -> str:
+    """How to hold the content of a tensor whose type safetensors has no name for."""
+    if tensor.is_quantized:
+        return "hold its int_repr(), scale and zero point as buffers, or quantize the finished weights"
+    if tensor.is_complex():
+        return "hold it as torch.complex64, or as real numbers: torch.view_as_real"
+    return "hold its bytes, .view(torch.uint8), and view them as this type in the forward"
+
+
+def check_present(model: nn.Module) -> None:
+    """JobError for a parameter or buffer on the meta device."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta and not nn.parameter.is_lazy(tensor):
+                raise problems.TENSOR_FORM(
+                    name=f"{kind} {name!r}",
+                    got="is on the meta device, so it has no values",
+                    remedy="make it without device='meta', or fill it in job.model()",
+                )
 
 
 def check_listed(model: nn.Module, where: str) -> None:
