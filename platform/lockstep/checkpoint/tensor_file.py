@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import problems
-from lockstep.checkpoint.tree import DTYPES, NAMES
+from lockstep.checkpoint.tree import DTYPES, METADATA, NAMES
 from lockstep.parsing import one_line, strict_json
 from lockstep.tensor_bytes import bytes_of
 
@@ -40,7 +40,7 @@ def order_of(tensors: Mapping[str, Tensor]) -> list[str]:
 def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """What precedes the bytes of the tensors, which may be without memory (meta), in their order."""
     order, end = order_of(tensors), 0
-    contents: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    contents: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
@@ -104,7 +104,7 @@ def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, 
     header = bytearray(length)
     fill(memoryview(header))
     contents = strict_json(header, most=_LONGEST_HEADER)
-    contents.pop("__metadata__", None)
+    contents.pop(METADATA, None)
     return contents, size - 8 - length
 
 

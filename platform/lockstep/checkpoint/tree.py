@@ -61,11 +61,14 @@ DTYPES = {
 }
 """Element types by their names in safetensors."""
 
+METADATA = "__metadata__"
+"""The name that safetensors keeps for itself."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _DEEPEST = 100
-_NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
+_NO_NAMES = ("", METADATA)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

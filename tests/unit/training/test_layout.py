@@ -150,3 +150,16 @@ def test_a_tensor_without_values_is_refused() -> None:
     check_present(nn.Sequential(model, nn.LazyLinear(2)))
     with raises(problems.TENSOR_FORM, name="parameter 'weight'", got=re.compile("^is on the meta device")):
         check_present(nn.Linear(2, 2, device="meta"))
+
+
+def test_the_name_that_safetensors_keeps_for_itself_is_refused() -> None:
+    """A run would end well, and leave a file of weights that nothing reads."""
+    for held in (nn.Buffer(torch.ones(2)), nn.Parameter(torch.ones(2))):
+        model = nn.Linear(2, 2)
+        model.__metadata__ = held
+        with raises(problems.NAME_OF_FORMAT, got="__metadata__"):
+            check_model(model)
+        check_model(nn.Sequential(model))
+    model = nn.Linear(2, 2)
+    model.register_buffer("__metadata__", torch.ones(2), persistent=False)
+    check_model(model)

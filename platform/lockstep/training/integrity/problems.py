@@ -140,6 +140,15 @@ STATE_CONVERTED = Problem(
     advice="give every tensor as it is; convert or merge after training",
 )
 
+NAME_OF_FORMAT = Problem(
+    "rehearsal.name_of_format",
+    JobError,
+    "job.model: its state_dict() has a tensor named {got!r}, under which a safetensors file keeps facts about itself, so its final weights could not be read",
+    "give the parameter or buffer another name",
+    cause="a parameter or buffer with the one name that files of weights keep for themselves",
+    advice="give it another name",
+)
+
 STATE_REFUSED = Problem(
     "rehearsal.state_refused",
     JobError,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.tree import METADATA
 from lockstep.job.interface import Loss, Mean, overrides
 from lockstep.plan import Plan
 from lockstep.randomness import rehearsal_key, seed_all
@@ -104,9 +105,14 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_state(model: nn.Module) -> None:
-    """JobError for a model that leaves something out of its `state_dict`, and does not load what it gives: no checkpoint could be resumed."""
+    """JobError for a model whose `state_dict` has a name that no file of weights can have.
+
+    Also for one that leaves something out of its `state_dict`, and does not load what it gives: no checkpoint could be resumed.
+    """
     with job_at("in state_dict of the model"):
         state = model.state_dict(keep_vars=True)
+    if isinstance(state.get(METADATA), Tensor):
+        raise integrity_problems.NAME_OF_FORMAT(got=METADATA)
     passed_by = {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, module in model.named_modules()
