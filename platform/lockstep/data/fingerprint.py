@@ -100,7 +100,10 @@ def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any]
                 hasher.update(repr(leaf).encode())
         except UnreadableError as error:
             raise problems.SAMPLE_CONTENT(
-                index=index, kind=error.kind, reason=error.reason, dataset=type(dataset).__name__
+                **_place(f"sample {index}", range(index, index + 1)),
+                kind=error.kind,
+                reason=error.reason,
+                dataset=type(dataset).__name__,
             ) from error
     return hasher.hexdigest()[:32]
 
@@ -119,7 +122,7 @@ def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
         except (Exception, SystemExit) as error:  # a dataset may end the process
             if pause_s is None:
                 failed = problems.FINGERPRINT_SAMPLE(
-                    sample=index,
+                    **_place(f"sample {index}", range(index, index + 1)),
                     tries=len(PAUSES_S) + 1,
                     where=place_in_job(error),
                     got=first_line(error),
@@ -129,6 +132,36 @@ def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
                 raise (failed.as_kind(DataError) if isinstance(error, OSError) else failed) from error
             time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
+
+
+def of_part(error: LockstepError, what: Callable[[str], str], ids: Callable[[int], range]) -> LockstepError:
+    """The error of a sample of a part of the data as one of the whole, so that its line names the ids that `data.without` takes.
+
+    `what` names it anew, and `ids` are the samples of the whole that one of the part is in. Any other error as it is.
+    """
+    problem = {each.code: each for each in (problems.FINGERPRINT_SAMPLE, problems.SAMPLE_CONTENT)}.get(
+        error.code
+    )
+    if problem is None:
+        return error
+    span = range(0)
+    if error.facts["ids"]:
+        first, last = map(int, error.facts["ids"].split("-"))
+        span = range(ids(first).start, ids(last).stop)
+    return problem(**{**error.facts, **_place(what(error.facts["what"]), span)}).as_kind(type(error))
+
+
+def _place(what: str, ids: range) -> dict[str, str]:
+    """Facts of a sample: its name, the first and the last id that it is in, and how it is left out; empty ones where no id has it."""
+    if not ids:
+        return {"what": what, "ids": "", "leave_out": ""}
+    first, last = ids[0], ids[-1]
+    without = str(first) if first == last else f"{first}-{last}"
+    return {
+        "what": what,
+        "ids": f"{first}-{last}",
+        "leave_out": f"leave it out of train_data by data.without={without}, ",
+    }
 
 
 def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.data import fork_isolation, problems
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
+from lockstep.data.mixture import Mixture
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError
@@ -92,9 +93,16 @@ class MicroBatches(Dataset[Any]):
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
-            label = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
+            label = self._label(batch.ids[len(samples)]) if self.fetch_many is None else _named(batch.ids)
             raise _data_error(error, batch, label) from error
         return samples
+
+    def _label(self, sample_id: int) -> str:
+        """A sample in a message; one of a mixture also by its source, where its author looks for it."""
+        if not isinstance(self.samples, Mixture):
+            return f"sample {sample_id}"
+        name, index = self.samples.source_of(sample_id)
+        return f"sample {sample_id} (sample {index} of source {name!r})"
 
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
         """What torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where the result might differ.

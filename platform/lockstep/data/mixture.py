@@ -19,8 +19,9 @@ from torch.utils.data import Dataset, Subset
 
 from lockstep.data import problems
 from lockstep.data.dataset import checks_order, draws_nothing, is_table
-from lockstep.data.fingerprint import fingerprint
+from lockstep.data.fingerprint import fingerprint, of_part
 from lockstep.data.order import Bijection, Ids
+from lockstep.errors import LockstepError
 
 Weights = Mapping[str, float]
 
@@ -108,7 +109,14 @@ class Mixture(Dataset[Any]):
         """What the sources are, and how they are mixed. A sample whose id is `left_out` is not read."""
         fields: dict[str, Any] = {"samples_per_epoch": self.samples, "weights": json.dumps(self.weights)}
         for (name, source), size, first in zip(self.sources.items(), self.sizes, self._first, strict=True):
-            of_source = fingerprint(source, size, 0, lambda index, first=first: left_out(first + index))  # type: ignore[misc]
+            try:
+                of_source = fingerprint(source, size, 0, lambda index, first=first: left_out(first + index))  # type: ignore[misc]
+            except LockstepError as error:
+                raise of_part(
+                    error,
+                    lambda what, name=name: f"{what} of source {name!r}",  # type: ignore[misc]
+                    lambda index, first=first: range(first + index, first + index + 1),  # type: ignore[misc]
+                ) from error.__cause__
             fields |= {f"{name}.{field}": value for field, value in of_source.items()}
             fields[f"{name}.size"] = size
         return fields

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from lockstep.data import problems
 from lockstep.data.dataset import draws_nothing
-from lockstep.data.fingerprint import fingerprint
+from lockstep.data.fingerprint import fingerprint, of_part
+from lockstep.errors import LockstepError
 
 
 class Piece(NamedTuple):
@@ -117,12 +118,20 @@ class Packed(Dataset[dict[str, Tensor]]):
     def fingerprint(self, left_out: Callable[[int], bool] = lambda _: False) -> dict[str, Any]:
         """What the documents are, and how they are packed. A document all of whose rows are `left_out` is not read."""
 
-        def has_no_row(document: int) -> bool:
+        def rows_of(document: int) -> range:
             start, end = int(self._starts[document]), int(self._ends[document])
-            rows = range(start // self.length, min(-(-end // self.length), len(self)))
+            return range(start // self.length, min(-(-end // self.length), len(self)))
+
+        def has_no_row(document: int) -> bool:
+            rows = rows_of(document)
             return len(rows) > 0 and all(map(left_out, rows))
 
-        of_documents = fingerprint(self.documents, len(self.documents), 0, has_no_row)
+        try:
+            of_documents = fingerprint(self.documents, len(self.documents), 0, has_no_row)
+        except LockstepError as error:
+            raise of_part(
+                error, lambda what: what.replace("sample", "document", 1), rows_of
+            ) from error.__cause__
         return {
             **{f"documents.{field}": value for field, value in of_documents.items()},
             "lengths": hashlib.sha256(self._ends.tobytes()).hexdigest()[:32],

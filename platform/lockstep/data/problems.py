@@ -112,8 +112,9 @@ FINGERPRINT_KIND = Problem(
 SAMPLE_CONTENT = Problem(
     "data.sample_content",
     JobError,
-    "data: sample {index} holds a {kind}, whose content cannot be read ({reason}), so a change of it would go unseen",
+    "data: {what} holds a {kind}, whose content cannot be read ({reason}), so a change of it would go unseen",
     "return tensors, arrays or objects that pickle takes, or give {dataset} a fingerprint()",
+    shown="data: sample … holds a …, whose content cannot be read (…), so a change of it would go unseen; …",
     cause="a lock, an open file or a lambda in a sample",
     advice="return only data, or give the dataset a `fingerprint()`",
 )
@@ -275,7 +276,7 @@ FETCH_FAILED = Problem(
     "data.fetch_failed",
     JobError,
     "data: {what} failed ({where}{location}): {kind}: {got}{forked}",
-    shown="data: sample … failed (…): …`, `data: samples … failed (…): …`, `data: the collation of samples … failed (…): …`, `…; a loader process cannot read what was open before it was forked (…): …`, `… WaitsForeverError: it waits for a thread of the process that this loader process was forked from; …",
+    shown="data: sample … failed (…): …`, `data: sample … (sample … of source '…') failed (…): …`, `data: samples … failed (…): …`, `data: the collation of samples … failed (…): …`, `…; a loader process cannot read what was open before it was forked (…): …`, `… WaitsForeverError: it waits for a thread of the process that this loader process was forked from; …",
     cause="`__getitem__`, `__getitems__` or `collate` raised an error for these ids; or what they use is [the worker's own](data.md#what-a-loader-process-inherits): a connection, a file that "
     "cannot be opened again, or a thread that the dataset started before",
     advice="fix the dataset at these ids; open and start what it uses where it is used, once for each process, or `data.loader_processes=0`",
@@ -284,9 +285,9 @@ FETCH_FAILED = Problem(
 FINGERPRINT_SAMPLE = Problem(
     "data.fingerprint_sample",
     JobError,
-    "data: sample {sample} failed, tried {tries} times{where}: {got}; the data are known by {samples} samples, of which this is one",
-    "mend it, leave it out of train_data by data.without={sample}, or give {name} a fingerprint()",
-    shown="data: sample … failed, tried 4 times, …: …; the data are known by 16 samples, of which this is one; …",
+    "data: {what} failed, tried {tries} times{where}: {got}; the data are known by {samples} samples, of which this is one",
+    "mend it, {leave_out}or give {name} a fingerprint()",
+    shown="data: sample … failed, tried 4 times, …: …`, `data: sample … of source '…' failed, …`, `data: document … failed, …; the data are known by 16 samples, of which this is one; …",
     cause="`__getitem__` raised an error each time, before training; a DataError where a file could not be read",
     advice="mend the storage or the sample, leave it out by `data.without`, or give the dataset a `fingerprint()`",
 )

@@ -333,7 +333,7 @@ def test_samples_that_cannot_be_looked_into_need_a_fingerprint() -> None:
         def fingerprint(self) -> dict[str, str]:
             return {"version": "3"}
 
-    with raises(problems.SAMPLE_CONTENT, index=0, kind="_thread.lock", dataset="Locked"):
+    with raises(problems.SAMPLE_CONTENT, what="sample 0", kind="_thread.lock", dataset="Locked"):
         fingerprint(Locked([1]), 1, seed=1)
     assert fingerprint(Known([1]), 1, seed=1) == {"version": "3"}
     with raises(problems.BATCH_CONTENT, kind="_thread.lock"):

@@ -240,7 +240,7 @@ def test_a_sample_that_fails_once_is_fetched_again_and_one_that_stays_away_ends_
     data.failures = 5
     with pytest.raises(DataError) as raised:  # the problem's own kind is JobError
         fingerprint(data, 16, 1)
-    told = {"sample": "3", "tries": "4", "samples": "16", "name": "Failing"}
+    told = {"what": "sample 3", "tries": "4", "samples": "16", "name": "Failing"}
     assert raised.value.code == problems.FINGERPRINT_SAMPLE.code
     assert raised.value.facts.items() >= {**told, "got": "ConnectionError: reset by peer"}.items()
     assert data.failures == 1

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from lockstep.data import Mixture, Table, problems
 from lockstep.data.fingerprint import fingerprint
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.mixture import apportioned
-from lockstep.data.sampler import MicroBatchSampler
+from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.errors import JobError, Problem
 from lockstep.plan import Plan
 from tests.raised import raises
@@ -231,6 +232,29 @@ def test_a_sample_that_is_left_out_is_not_read_for_the_fingerprint() -> None:
     sources: Any = {"a": [1, 2], "b": Damaged([3, 4, 5])}
     assert "b.samples" in fingerprint(Mixture(sources, {"a": 1, "b": 1}), 5, 0, (4).__eq__)
     assert fingerprint(Named(sources, {"a": 1, "b": 1}), 5, 0, (4).__eq__) == {"name": "mixed"}
+
+
+class Torn(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 2:
+            raise ValueError("torn file")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_fails_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the index there, and by the id that `data.without` takes."""
+    data = Mixture({"a": [1, 2], "b": Torn([3, 4, 5])}, {"a": 1, "b": 1})  # type: ignore[dict-item]
+    batches = MicroBatches(data, list, seed=3, purpose="data")
+    with raises(problems.FETCH_FAILED, what="sample 4 (sample 2 of source 'b')", got="torn file"):
+        batches.fetched(MicroBatch(0, 0, [1, 4]))
+    monkeypatch.setattr("lockstep.data.fingerprint.PAUSES_S", (0.0, 0.0, 0.0))
+    advice = "leave it out of train_data by data.without=4, "
+    with raises(problems.FINGERPRINT_SAMPLE, what="sample 2 of source 'b'", leave_out=advice) as raised:
+        fingerprint(data, 5, 0)
+    assert isinstance(raised.value.__cause__, ValueError)
+    unreadable: Any = {"a": [1, 2], "b": [3, lambda: 4]}
+    with raises(problems.SAMPLE_CONTENT, what="sample 1 of source 'b'"):
+        fingerprint(Mixture(unreadable, {"a": 1, "b": 1}), 4, 0)
 
 
 def test_a_mixture_is_no_source_of_another() -> None:

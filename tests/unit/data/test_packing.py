@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data import Packed, problems
+from lockstep.data import Mixture, Packed, problems
 from lockstep.data.fingerprint import fingerprint
 from lockstep.errors import JobError, Problem
 from tests.raised import raises
@@ -118,6 +118,9 @@ def test_rows_beyond_the_last_are_no_rows() -> None:
         Packed([[1, 2]], 2)[1]  # type: ignore[arg-type]
 
 
+LEFT_OUT = "leave it out of train_data by "
+
+
 def test_a_document_whose_rows_are_left_out_is_not_read_for_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,5 +132,13 @@ def test_a_document_whose_rows_are_left_out_is_not_read_for_the_fingerprint(
     data = Packed(Damaged([[1, 2], [3, 4], [5]]), 1, lengths=[2, 2, 1])  # type: ignore[arg-type]
     assert fingerprint(data, 5, 0, {0, 1}.__contains__) != fingerprint(data, 5, 0, {0, 1, 4}.__contains__)
     monkeypatch.setattr("lockstep.data.fingerprint.PAUSES_S", (0.0, 0.0, 0.0))
-    with raises(problems.FINGERPRINT_SAMPLE, sample=0):
+    with raises(problems.FINGERPRINT_SAMPLE, what="document 0", leave_out=LEFT_OUT + "data.without=0-1, "):
         fingerprint(data, 5, 0, {0}.__contains__)
+    mixed = Mixture({"web": [1] * 4, "books": data}, {"web": 1, "books": 1})  # type: ignore[dict-item]
+    where = {"what": "document 0 of source 'books'", "leave_out": LEFT_OUT + "data.without=4-5, "}
+    with raises(problems.FINGERPRINT_SAMPLE, **where):
+        fingerprint(mixed, 9, 0)
+    assert fingerprint(mixed, 9, 0, {4, 5}.__contains__)
+    no_row = Packed(Damaged([[]]), 2, lengths=[0])  # type: ignore[arg-type]
+    with raises(problems.FINGERPRINT_SAMPLE, what="document 0", leave_out=""):
+        fingerprint(no_row, 0, 0)
