@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 from torch.utils.data import Subset
+
+from lockstep.data import problems
+from lockstep.errors import LockstepError, first_line
+from lockstep.job.frames import place_in_job
 
 if TYPE_CHECKING:
     from lockstep.data.tables import Table
@@ -85,6 +90,26 @@ class Resident(Protocol):
     def residence(self) -> Literal["memory", "mapped", "blocks"]: ...
 
 
+def optional(dataset: Any, name: str) -> Any:
+    """What a dataset has by a name, None where it has nothing. Raises JobError where it fails to say.
+
+    A `__getattr__` that looks the name up in a mapping, and lets the KeyError out, says that it has nothing.
+    """
+    try:
+        return getattr(dataset, name, None)
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, LookupError) and getattr_static(dataset, name, None) is None:
+            return None
+        raise problems.ATTRIBUTE_FAILED(
+            dataset=type(dataset).__name__,
+            name=name,
+            location=place_in_job(error),
+            got=first_line(error),
+        ) from error
+
+
 def is_map_style(dataset: object) -> bool:
     """Whether samples are fetched by index. Text and dicts, which can be indexed too, are no datasets."""
     if isinstance(dataset, dict | str):
@@ -97,13 +122,13 @@ def dataset_lengths(dataset: Any) -> Any:
     if isinstance(dataset, Subset):
         lengths = dataset_lengths(dataset.dataset)
         return None if lengths is None else np.asarray(lengths)[np.asarray(dataset.indices, np.int64)]
-    lengths = getattr(dataset, "lengths", None)
+    lengths = optional(dataset, "lengths")
     return lengths() if callable(lengths) else lengths
 
 
 def expects_epochs(dataset: object) -> bool:
     """Whether it has a `set_epoch`, as a dataset for torch's loop may have. Lockstep does not call it."""
-    return callable(getattr(dataset, "set_epoch", None))
+    return callable(optional(dataset, "set_epoch"))
 
 
 def orders_itself(dataset: Any) -> TypeGuard[OrdersItself]:
@@ -120,7 +145,7 @@ def is_batched(dataset: Any) -> TypeGuard[Batched]:
 
 def is_fingerprinted(dataset: Any) -> TypeGuard[Fingerprinted]:
     """Whether it says by itself what its data are."""
-    return callable(getattr(dataset, "fingerprint", None))
+    return callable(optional(dataset, "fingerprint"))
 
 
 def reads_samples(dataset: Fingerprinted) -> TypeGuard[FingerprintedBySamples]:
@@ -131,22 +156,22 @@ def reads_samples(dataset: Fingerprinted) -> TypeGuard[FingerprintedBySamples]:
 
 def is_blocked(dataset: Any) -> TypeGuard[Blocked]:
     """Whether it lies in blocks."""
-    return getattr(dataset, "block_sizes", None) is not None
+    return optional(dataset, "block_sizes") is not None
 
 
 def reads_ahead(dataset: Any) -> TypeGuard[ReadsAhead]:
     """Whether it reads blocks before they are needed."""
-    return callable(getattr(dataset, "read_ahead", None))
+    return callable(optional(dataset, "read_ahead"))
 
 
 def checks_order(dataset: Any) -> TypeGuard[ChecksOrder]:
     """Whether it may refuse an order."""
-    return callable(getattr(dataset, "check_order", None))
+    return callable(optional(dataset, "check_order"))
 
 
 def takes_arrays(dataset: Any) -> TypeGuard[TakesArrays]:
     """Whether ids are given as an int64 array rather than as a list."""
-    return bool(getattr(dataset, "takes_arrays", False))
+    return bool(optional(dataset, "takes_arrays"))
 
 
 def draws_nothing(dataset: Any) -> TypeGuard[DrawsNothing]:
@@ -157,7 +182,7 @@ def draws_nothing(dataset: Any) -> TypeGuard[DrawsNothing]:
     """
     for kind in type(dataset).__mro__:
         if "draws_nothing" in vars(kind):
-            return bool(dataset.draws_nothing)
+            return bool(optional(dataset, "draws_nothing"))
         if not vars(kind).keys().isdisjoint({"__getitem__", "__getitems__"}):
             return False
     return False
@@ -165,7 +190,7 @@ def draws_nothing(dataset: Any) -> TypeGuard[DrawsNothing]:
 
 def in_memory(dataset: Any) -> TypeGuard[Resident]:
     """Whether all samples are in memory, so that fetching ahead would gain nothing on the processor."""
-    return bool(getattr(dataset, "residence", None) == "memory")
+    return bool(optional(dataset, "residence") == "memory")
 
 
 def is_table(dataset: Any) -> TypeGuard[Table]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.data import problems
-from lockstep.data.dataset import OrdersItself, orders_itself
+from lockstep.data.dataset import OrdersItself, optional, orders_itself
 from lockstep.data.mixture import MixtureOrder
 from lockstep.data.order import Ids, Order, Shuffle
 from lockstep.randomness import epoch_order_key, seed_all
@@ -35,13 +35,13 @@ def number_of_ids(dataset: Any) -> int:
 
     It is the dataset's length, unless it has an order of its own and says another number, as `id_count`.
     """
-    id_count = getattr(dataset, "id_count", None) if orders_itself(dataset) else None
+    id_count = optional(dataset, "id_count") if orders_itself(dataset) else None
     return len(dataset) if id_count is None else int(id_count)
 
 
 def says_of_neighbours(dataset: Any) -> bool | None:
     """Whether neighbours in the order of a dataset that orders itself share a micro-batch; None where it does not say."""
-    declared = getattr(dataset, "neighbours_together", None) if orders_itself(dataset) else None
+    declared = optional(dataset, "neighbours_together") if orders_itself(dataset) else None
     return None if declared is None else bool(declared)
 
 

@@ -185,7 +185,7 @@ def _size(name: str, source: Any) -> int:
         whole = whole.dataset
     if isinstance(whole, Mixture):
         raise problems.MIXTURE_OF_MIXTURE(name=name)
-    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+    if not hasattr(type(source), "__len__") or not hasattr(type(source), "__getitem__"):
         raise problems.MIXTURE_SOURCE(name=name, got=type(source).__name__)
     return len(source)
 

@@ -140,6 +140,6 @@ class Packed(Dataset[dict[str, Tensor]]):
 
 
 def _count(documents: Any) -> int:
-    if not hasattr(documents, "__len__") or not hasattr(documents, "__getitem__"):
+    if not hasattr(type(documents), "__len__") or not hasattr(type(documents), "__getitem__"):
         raise problems.PACKED_SOURCE(got=type(documents).__name__)
     return len(documents)

@@ -245,6 +245,15 @@ ROWS_UNWRITABLE = Problem(
 
 # --- micro-batches -------------------------------------------------------------------------------------------
 
+ATTRIBUTE_FAILED = Problem(
+    "data.attribute_failed",
+    JobError,
+    "data: asking {dataset} whether it has a {name!r} failed{location}: {got}",
+    "raise AttributeError in its __getattr__ for a name that it does not have, or mend its {name}",
+    cause="a `__getattr__` or a property of the dataset raised another error than AttributeError",
+    advice="raise AttributeError for a name that the dataset does not have",
+)
+
 OTHER_COUNT = Problem(
     "data.other_count",
     JobError,

@@ -14,7 +14,18 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep.data import dataset_order
 from lockstep.data import problems as data_problems
+from lockstep.data.dataset import (
+    checks_order,
+    dataset_lengths,
+    expects_epochs,
+    in_memory,
+    is_blocked,
+    is_fingerprinted,
+    reads_ahead,
+    takes_arrays,
+)
 from lockstep.data.dataset_order import number_of_ids
+from lockstep.data.fingerprint import fingerprint
 from lockstep.data.mixture import Mixture
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, Problem
@@ -251,12 +262,17 @@ def test_a_later_epoch_is_looked_at_when_its_turn_comes() -> None:
     [
         (Ordered(fails), "full", r"in epoch_order of Ordered, epoch 0, .* in fails\): KeyError: 'weights'"),
         (Ordered(lambda epoch: Lazy(fails)), "full", r"in epoch_order of Ordered, epoch 0, .*: KeyError"),
-        (Blocked(lambda: fails(0)), "blocks", r"in block_sizes of Blocked, .* in fails\): KeyError"),
     ],
 )
 def test_what_its_own_code_raises_is_told_with_its_place(data: Any, shuffle: str, said: str) -> None:
     with pytest.raises(JobError, match=rf"^the job failed \({said}"):
         list(sampler(data, shuffle=shuffle))
+
+
+def test_block_sizes_that_fail_are_told_with_their_place() -> None:
+    where = {"name": "block_sizes", "location": re.compile("in fails$"), "got": "KeyError: 'weights'"}
+    with raises(data_problems.ATTRIBUTE_FAILED, dataset="Blocked", **where):
+        list(sampler(Blocked(lambda: fails(0)), shuffle="blocks"))
 
 
 def test_any_sample_of_a_mixture_may_be_left_out() -> None:
@@ -331,3 +347,48 @@ def test_a_dataset_without_a_length_is_refused() -> None:
 
     with raises(problems.NO_LENGTH, name="train_data", got="Stream"):
         dataset_size(Stream(), "train_data")
+
+
+class Columns(TensorDataset):
+    """Looks names up in a mapping, and lets its KeyError out."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {"lengths": [3, 4]}[name]
+
+
+class Remote(TensorDataset):
+    """Asks elsewhere for a name that it does not know."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(f"no answer\nfor {name}")
+
+
+class Described(TensorDataset):
+    """Has a fingerprint, if it can read it."""
+
+    @property
+    def fingerprint(self) -> Any:
+        return {}["version"]
+
+
+def test_a_name_that_a_dataset_looks_up_in_vain_is_one_that_it_does_not_have() -> None:
+    data = Columns(torch.ones(2))
+    assert not any(asked(data) for asked in (expects_epochs, is_blocked, is_fingerprinted, checks_order))
+    assert not any(asked(data) for asked in (takes_arrays, in_memory, reads_ahead))
+    assert dataset_lengths(data) == [3, 4]
+    assert fingerprint(data, 2, 1) == fingerprint(TensorDataset(torch.ones(2)), 2, 1)
+    assert Mixture({"a": data}, {"a": 1}).fingerprint()["a.size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "name", "got"),
+    [
+        (Remote, expects_epochs, "set_epoch", "ConnectionError: no answer"),
+        (Described, is_fingerprinted, "fingerprint", "KeyError: 'version'"),
+    ],
+)
+def test_a_dataset_that_cannot_say_what_it_has_is_told_in_one_line(
+    kind: Any, asked: Callable[[Any], bool], name: str, got: str
+) -> None:
+    with raises(data_problems.ATTRIBUTE_FAILED, dataset=kind.__name__, name=name, got=got):
+        asked(kind(torch.ones(2)))
