@@ -7,7 +7,6 @@ draws from a generator of its own, so that a field more or less leaves the other
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -256,8 +255,10 @@ class SweepSpec(Section):
 
     def sample(self, index: int) -> dict[str, Any]:
         """What trial `index` of a random or grid sweep sets, by dotted field."""
-        grid = list(itertools.product(*self._enumerated.values()))
-        fixed = dict(zip(self._enumerated, grid[index % len(grid)], strict=True))
+        fixed, rest = dict[str, Any](), index
+        for field, values in reversed(self._enumerated.items()):  # the last one changes from trial to trial
+            rest, at = divmod(rest, len(values))
+            fixed[field] = values[at]
         chosen: dict[str, Any] = {}
         for field, domain in self.space.items():
             if self.holds(domain.when, chosen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,22 @@ def test_grids_are_gone_through() -> None:
     space = {"precision": {"grid": ["fp32", "bf16"]}, "batch.micro": {"grid": [8, 16, 32]}}
     every = load_sweep({"spec": BASE, "space": space})
     assert every.total == 6
-    assert len({tuple(every.sample(i).items()) for i in range(6)}) == 6
+    assert [tuple(every.sample(i).values()) for i in range(7)] == [
+        *itertools.product(["fp32", "bf16"], [8, 16, 32]),
+        ("fp32", 8),
+    ]
     searched = load_sweep(
         {"spec": BASE, "search": "grid", "space": {"precision": {"choice": ["fp32", "bf16"]}}}
     )
     assert [searched.sample(i)["precision"] for i in range(searched.total)] == ["fp32", "bf16"]
+
+
+def test_a_trial_of_a_large_grid_is_made_without_the_others() -> None:
+    grid = {"grid": [*range(1000)]}
+    space = {f"job.params.{name}": grid for name in "abcdef"}
+    spec = {**BASE, "job": {"use": "jobs:Job", "params": {}}}
+    large = load_sweep({"spec": spec, "space": space, "trials": 2000})
+    assert [*large.sample(1999).values()] == [0, 0, 0, 0, 1, 999]
 
 
 @pytest.mark.scenario

@@ -106,8 +106,8 @@ def _owner(file: str) -> str | None:
     return None
 
 
-_OF_LIBRARIES = frozenset({"torch", "numpy", "typing-extensions", "beartype"})
-"""Distributions whose code is torch's or NumPy's own. Of the first two every identity has the version."""
+_OF_LIBRARIES = frozenset({"torch", "numpy", "typing-extensions", "beartype", "ray"})
+"""Distributions whose code is torch's or NumPy's own, of which every identity has the versions; and Ray, whose workers print to a log of theirs."""
 
 
 def _code_digest(function: FunctionType, file: str) -> str:
