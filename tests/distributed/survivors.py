@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 import lockstep.checkpoint.saver
 import lockstep.checkpoint.snapshot
+import lockstep.communication.group
 import lockstep.training.elastic.recovery
 import lockstep.training.loop
 import lockstep.training.run_facts
@@ -33,6 +34,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.tree_decoder import unpack
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
+from lockstep.communication.kernels import KernelWaits
 from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, Restored, tell_nobody
@@ -57,6 +59,8 @@ from lockstep.training.step.sharding import FullyShardedOptimizer
 from lockstep.training.step.shards import Shard
 from lockstep.training.step.span_gathering import SpanGathering
 from tests.distributed.flipped_jobs import flip
+from tests.distributed.kernels import NAME as KERNELS
+from tests.distributed.kernels import register
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, bits, digested
 from tests.forked import forking
@@ -160,10 +164,12 @@ def outlive(
     path: str = "",
     joining_worker: JoiningWorker = ALIKE,
     table_versions: Mapping[str, str] | None = None,
+    kernels: bool = False,
 ) -> Outlived:
     """Train on so many workers, of which some fall or leave while others join; these have the numbers from `workers` on.
 
-    All import the job from `path`, if any, and read tables in `table_versions`, but for what `joining_worker` says. `broken` names a mechanism that is taken away. Raises what ends a worker.
+    All import the job from `path`, if any, and read tables in `table_versions`, but for what `joining_worker` says. `broken` names a mechanism that is taken away. With `kernels`
+    they talk by a backend that waits as NCCL does. Raises what ends a worker.
     """
     context = forking()
     calls, told = RendezvousRounds(1, workers), Told()
@@ -178,7 +184,18 @@ def outlive(
                 if worker >= workers
                 else JoiningWorker(path, table_versions=table_versions or {})
             )
-            arguments = (there, digested(document), worker, workers, folder, own, run_id, broken, other)
+            arguments = (
+                there,
+                digested(document),
+                worker,
+                workers,
+                folder,
+                own,
+                run_id,
+                broken,
+                other,
+                kernels,
+            )
             process = context.Process(target=_live, args=arguments, daemon=False)
             process.start()
             there.close()
@@ -359,8 +376,12 @@ def _live(
     run_id: str,
     broken: str,
     other: JoiningWorker,
+    kernels: bool,
 ) -> None:
     """A worker's life."""
+    if kernels:  # in this process, which ends
+        register()
+        lockstep.communication.group.backend_of = lambda device: KERNELS
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **other.environment}
     if other.path:
         sys.path.insert(0, other.path)
@@ -381,8 +402,11 @@ def _live(
                 answer: Any = join(spec, job, cpu, rendezvous, origin)
             else:
                 store = dist.FileStore(f"{folder}/store", workers)
-                dist.init_process_group("gloo", store=store, rank=number, world_size=workers)
-                seat = worker.seated(Group.join(cpu), 1, Seat(None, tell_nobody, worker, origin))  # type: ignore[arg-type]
+                backend = KERNELS if kernels else "gloo"
+                dist.init_process_group(backend, store=store, rank=number, world_size=workers)
+                seat = worker.seated(
+                    Group.join(cpu, outlives=kernels), 1, Seat(None, tell_nobody, worker, origin)
+                )  # type: ignore[arg-type]
                 answer = fit(spec, job, *seat, rendezvous)
     except Exception as error:  # noqa: BLE001 - carried to the test
         answer = error
@@ -539,6 +563,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "history": (History, "retold", nothing),
         "buffers": (Stepper, "abandon", abandon),
         "start of the step": (Stepper, "abandon", without_start),
+        "note of kernels": (KernelWaits, "look", lambda self: None),
         "listening": (RendezvousHandler, "_listen", lambda self: None),
         "byte": (lockstep.training.elastic.recovery, "unpack", changed),
         "section": (TrainState, "restore", without_optimizer),
@@ -549,6 +574,8 @@ def _without(mechanism: str) -> Iterator[None]:
         if mechanism in ("mirrored rows", "mirror"):  # else the comparisons of each step find it
             stack.enter_context(mock.patch.object(MirroredShards, "balance", return_value=0))
             stack.enter_context(mock.patch.object(Agreement, "_compare_mirrors"))
+        if mechanism == "note of kernels":  # else whatever fails by it is the loss of a peer
+            stack.enter_context(mock.patch.object(Group, "gives_anything", False))
         if mechanism == "section":  # else the comparison finds it
             stack.enter_context(mock.patch.object(lockstep.training.elastic.recovery, "check_same_state"))
             stack.enter_context(mock.patch.object(Agreement, "compare"))

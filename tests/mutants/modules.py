@@ -31,6 +31,7 @@ COVERED = {
         "tests/unit/record/test_outage.py",
         "tests/unit/record/test_partial_store.py",
     ],
+    "communication/kernels.py": ["tests/distributed/test_kernels.py"],
     "training/elastic/recovery.py": [
         "tests/unit/training/elastic/test_recovery.py",
         "tests/distributed/test_joining.py",

@@ -63,7 +63,9 @@ class JoiningWorkers:
             where: Any = NodeAffinitySchedulingStrategy(location.node, soft=False)
             if location.bundle is not None:
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=location.bundle)
-            remote = ray.remote(num_cpus=each["CPU"], max_restarts=0)(JoiningWorker)
+            remote = ray.remote(num_cpus=each["CPU"], num_gpus=each.get("GPU", 0.0), max_restarts=0)(
+                JoiningWorker
+            )
             environment = RuntimeEnv.deserialize(runtime_env)
             actor = remote.options(scheduling_strategy=where, runtime_env=environment).remote()
             with self._lock:

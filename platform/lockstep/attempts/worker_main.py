@@ -11,14 +11,13 @@ from typing import Any
 
 import ray.train
 import ray.train.torch
-import torch
 
 from lockstep.attempts.event_sender import Sender
 from lockstep.attempts.hung_workers import listening
 from lockstep.attempts.mailbox import MailboxRendezvousClient, wait_for_run_id, wait_until_named
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.communication.group import Group
+from lockstep.communication.group import Group, assigned_device
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
@@ -124,7 +123,7 @@ def train_as(config: dict[str, Any], rank: int, ready: Callable[[], str | None])
         context.sender.tell(StageEnded("arrival", arrived))
     with _errors_reported(context.sender, f"rank {rank}", rank):
         node = ready()
-        group = Group.join(ray.train.torch.get_device())
+        group = Group.join(ray.train.torch.get_device(), outlives=True)
         seat = context.seated(group, context.attempt, config["origin"])
         with (
             memory_watched(context.sender.tell, rank, context.attempt),
@@ -144,7 +143,7 @@ def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -
         memory_watched(context.sender.tell, number, config["origin"].attempt),
         _worker_setup(config, context, number, node) as (spec, job, rendezvous),
     ):
-        join(spec, job, torch.device("cpu"), rendezvous, config["origin"])
+        join(spec, job, assigned_device(bool(ray.get_gpu_ids())), rendezvous, config["origin"])
 
 
 @contextmanager

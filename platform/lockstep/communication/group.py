@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store, _world
 
 from lockstep.communication import problems
+from lockstep.communication.credentials import Secret
 from lockstep.communication.gloo_sockets import (
     Ends,
     Inodes,
@@ -36,7 +37,15 @@ from lockstep.communication.gloo_sockets import (
     still_open,
     take_away,
 )
+from lockstep.communication.kernels import (
+    KernelWaits,
+    backend_of,
+    errors_left_alone,
+    has_kernels,
+    options_of,
+)
 from lockstep.communication.links import DIRECT_BYTES, Links, Messages, linked
+from lockstep.communication.store import connect_store, serve_store
 from lockstep.communication.waits import COLLECTIVE_TIMEOUT, Waits
 from lockstep.errors import LockstepError
 from lockstep.failure_kinds import kind_of
@@ -77,43 +86,66 @@ class Group:
     links: Links | None = field(default=None, compare=False)
     """For small messages; None in a group of one, on GPUs, in a large group, and where the channel's connections are not known."""
 
+    outlives: bool = False
+    """Where the group's messages are kernels of a device: whether they can be aborted, and the group is to go on without a member that is lost."""
+
     @classmethod
-    def join(cls, device: torch.device) -> Group:
-        """The group of the initialised default process group, or a group of one without any."""
+    def join(cls, device: torch.device, *, outlives: bool = False) -> Group:
+        """The group of the initialised default process group, or a group of one without any.
+
+        With `outlives`, one on GPUs can be broken off as well, and nothing but `break_off` ends its waits.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(rank=0, size=1, device=device)
-        ensure_descriptors(dist.get_world_size(), groups=1)
+            return cls(rank=0, size=1, device=device, outlives=outlives)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        ensure_descriptors(size, groups=1)
+        if has_kernels(None):  # which connect later
+            with errors_left_alone() if outlives else nullcontext():
+                options = options_of(dist.get_backend()) if outlives else None
+                channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT, pg_options=options)
+            return cls(rank, size, device, channel, outlives=outlives)._with_kernels()
         sockets_before, listeners = connected(), listening()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
-        if device.type == "cpu":  # NCCL connects later
+        if device.type == "cpu":
             refuse_connections(listening() - listeners)
-        return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(
-            sockets_before, _get_default_store()
-        )
+        return cls(rank, size, device, channel)._with_sockets(sockets_before, _get_default_store())
 
     @classmethod
     def formed(cls, rank: int, size: int, device: torch.device, store: Any, number: int) -> Group:
-        """A gloo group of processes that have met at `store`, apart from any default process group.
+        """A group of processes that have met at `store`, apart from any default process group.
 
         `number` is the same on all members, and different for each group that any of them forms. Raises torch's RuntimeError where a member is
         lost meanwhile.
         """
+        backend = backend_of(device)
         if size == 1:
-            return cls(rank=0, size=1, device=device)
+            return cls(rank=0, size=1, device=device, outlives=backend != "gloo")
         ensure_descriptors(size, groups=1)
         sockets_before, listeners = connected(), listening()
         hidden, dist.group.WORLD = dist.group.WORLD, None
         # torch names a group by the number of groups its process has made, and members meet under that name: a joining worker has made fewer.
         group_count, _world.group_count = _world.group_count, FIRST_FORMED + number
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
-            )
+            with errors_left_alone():
+                dist.init_process_group(
+                    backend,
+                    store=store if backend == "gloo" else store_of_kernels(store, rank, size),
+                    rank=rank,
+                    world_size=size,
+                    timeout=COLLECTIVE_TIMEOUT,
+                    pg_options=options_of(backend),
+                )
             channel = dist.group.WORLD
             refuse_connections(listening() - listeners)
         finally:
             dist.group.WORLD, _world.group_count = hidden, group_count
+        if has_kernels(channel):
+            return cls(rank, size, device, channel, store, outlives=True)._with_kernels()
         return cls(rank, size, device, channel, store)._with_sockets(sockets_before, store)
+
+    def _with_kernels(self) -> Group:
+        """The group of kernels with waits of theirs, if it is to outlive a member."""
+        return replace(self, waits=KernelWaits(self.channel, self.device)) if self.outlives else self
 
     def _with_sockets(self, earlier: Sockets, store: Any) -> Group:
         """The group with its connections: those that are not among the `earlier` ones and whose other end is a member's, as the members say at `store`."""
@@ -141,11 +173,20 @@ class Group:
 
     @property
     def can_abort(self) -> bool:
-        """Whether this group can be broken off: on gloo, where the system lists its connections. A single rank has none to break.
+        """Whether this group can be broken off: on gloo, where the system lists its connections; on NCCL, if it was made for that. A single rank has none to break."""
+        return bool(self.sockets) or self.outlives or (self.size == 1 and self.device.type == "cpu")
 
-        NCCL cannot: its kernel waits for a lost rank until it is aborted from outside.
+    @property
+    def gives_anything(self) -> bool:
+        """Whether the group's kernels were aborted: what it has given since is anything, and so is what failed by it."""
+        return self.outlives and self.waits.is_ended
+
+    def settle(self) -> None:
+        """Wait until all that was received from other ranks is there: before a state is changed by it, or the host decides by it.
+
+        On gloo each wait has seen to that. RuntimeError where the group is broken off.
         """
-        return bool(self.sockets) or (self.size == 1 and self.device.type == "cpu")
+        self.waits.settle()
 
     def break_off(self) -> None:
         """Break off what is under way, from any thread: every wait in a collective of the group raises an error."""
@@ -159,7 +200,7 @@ class Group:
     def abort(self) -> None:
         """End a group that has lost a member: break off what is under way, while the memory that it reads and writes still exists.
 
-        A gloo thread may wait for a lost rank until its timeout, and destroying the group would wait for that thread. So the
+        Kernels of a device have ended when this returns. A gloo thread may wait for a lost rank until its timeout, and destroying the group would wait for that thread. So the
         group object is never freed.
         """
         if self.channel is None:
@@ -169,6 +210,10 @@ class Group:
             self.links.close()
         if self.store is not None:
             self.store.close()
+        if isinstance(self.waits, KernelWaits):
+            self.waits.drain()
+            _abort_process_group(self.channel)  # it is aborted by now: torch forgets it
+            return
         until = time.monotonic() + DRAINED_S
         while still_open(self.inodes) and time.monotonic() < until:
             time.sleep(0.001)
@@ -180,7 +225,10 @@ class Group:
     def close(self) -> None:
         """End a group in which nobody waits any more."""
         if self.channel is not None:
-            self.break_off()
+            if isinstance(self.waits, KernelWaits):
+                self.settle()  # nobody waits in a kernel: to abort them would be no end for those of others
+            else:
+                self.break_off()
             if self.links is not None:
                 self.links.close()
             if self.store is not None:
@@ -370,6 +418,17 @@ def ensure_descriptors(ranks: int, groups: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise problems.OPEN_FILES(limit=hard, workers=ranks, wanted=needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def store_of_kernels(store: Any, rank: int, size: int) -> Any:
+    """A store for NCCL, at the machine of the one at which all `size` members have met: the one asks for no secret, and the other tells where it is."""
+    timeout = COLLECTIVE_TIMEOUT
+    if rank == 0:
+        own = serve_store(store.host, Secret(), size, timeout, gpus=True)
+        store.set("lockstep-kernels", str(own.port))
+        return own
+    port = int(store.get("lockstep-kernels"))
+    return connect_store(store.host, port, Secret(), timeout, gpus=True)
 
 
 def form_default_group(backend: str, store: Any, rank: int, size: int) -> None:

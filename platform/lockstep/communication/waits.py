@@ -44,6 +44,14 @@ class Waits:
         if self._calls is not None:
             self._calls.put(None)
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the group was broken off."""
+        return self._ended.is_set()
+
+    def settle(self) -> None:
+        """Wait until all that was received is there: a wait for it has seen to that."""
+
     def for_collective(self, work: Work) -> None:
         """Wait for a collective. Raises what it fails with, or RuntimeError where the group is broken off."""
         while True:

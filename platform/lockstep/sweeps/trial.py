@@ -333,7 +333,7 @@ class Training:
                 joined(store, 0, size),
                 trial_rendezvous(client, origin.attempt, 0, secret, self._seat) as rendezvous,
             ):
-                group, rank_zero = Group.join(device()), self._rank_zero
+                group, rank_zero = Group.join(device(), outlives=True), self._rank_zero
                 summary = fit(spec, job, group, rank_zero.tell, rank_zero, origin, rendezvous)
         except Exception as error:
             raise first_cause([*self._others.values()], error) from error

@@ -69,7 +69,7 @@ class Peer:
                 joined(store, rank, size),
                 trial_rendezvous(client, origin.attempt, rank, secret, _silent) as rendezvous,
             ):
-                job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
+                job, group = load_job(spec.job.use, spec.job.params), Group.join(device(), outlives=True)
                 fit(spec, job, group, tell_nobody, NoRequests(), origin, rendezvous)
         except Exception as error:
             lockstep_error = as_lockstep_error(error, f"rank {rank}")

@@ -128,7 +128,8 @@ def train_on(run: Run, seat: Seat, recovery: Recovery | None) -> dict[str, Any] 
         try:
             return train(run, seat, hasty=recovery is not None)
         except Exception as error:
-            if recovery is None or not (isinstance(error, RegroupError) or is_lost_peer(error)):
+            left = isinstance(error, RegroupError) or is_lost_peer(error) or seat.group.gives_anything
+            if recovery is None or not left:
                 raise
             cause = error
         try:

@@ -259,8 +259,13 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     for name, (dtype, shape) in source_shapes.items():
         tensor = tensors[name].detach() if is_source else torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            group.broadcast(row_of(tensor).view(torch.uint8), source)
+            row = row_of(tensor).view(torch.uint8)
+            sent = row.to(group.device)  # NCCL sends what is on the device, where a state has tensors on both
+            group.broadcast(sent, source)
+            if not is_source and sent is not row:
+                row.copy_(sent)
         received[name] = tensor
+    group.settle()
     if not is_source:
         state.restore_on_all_ranks(unpack(skeleton, received))
     state.lacks_evaluation = False

@@ -177,8 +177,11 @@ class Stepper:
             # The last message of the phase, unless its update evaluates the loss again: from here to the next one no rank waits for another, so a lost
             # rank leaves no half-done update.
             self.compute.buffers.end_step(agreed.flagged, resized=agreed.resized)
+            self.group.settle()
             self.compute.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down, again)
+            if self.spec.sharding.mode != "none":  # it has waited for what others have computed
+                self.group.settle()
             if last:
                 self.state.precision.settle()
             self.compute.times.mark("optimizer")

@@ -164,6 +164,7 @@ class Exchange:
             self.arrived(torch.cat(self._apart))
             self._wait, self._apart = None, []
         messages: list[list[float]] = self.message.view(self.group.size, -1).tolist()
+        self.group.settle()
         self._messages = None
         by_micro_batch = {
             m: message[i * self.width : (i + 1) * self.width]
