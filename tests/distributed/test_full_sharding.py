@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.loop as loop
 import lockstep.training.start as start_of_run
+import lockstep.training.step.fsdp_calls as fsdp_calls
 import lockstep.training.step.full_sharding as full_sharding
 import lockstep.training.step.phase_step as phase_step
 import lockstep.training.step.span_gathering as span_gathering
@@ -976,7 +978,43 @@ class MaskedTeacher(Kind):
         return Loss((model["student"](x) - aim).square().sum(), len(x))
 
 
-@pytest.mark.parametrize("kind", [AsksForShapes, MaskedTeacher])
+class AsksForClasses(Kind):
+    """Weighs its loss, and changes its rate, by the classes of its modules and their names."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        asked = sum({nn.Linear: 0.25, nn.Tanh: 0.5}.get(type(module), 0.0) for module in model.modules())
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (1 + asked + len(repr(model)) / 512), loss.weight)
+
+    def after_step(self, model: Any, step: int) -> None:
+        for module in model:
+            if type(module) in {nn.Linear} and not hasattr(module, "unshard"):
+                module.bias.mul_(0.75)
+
+
+@pytest.mark.parametrize("kind", [AsksForShapes, AsksForClasses, MaskedTeacher])
 def test_what_a_module_can_see_of_its_shards_decides_nothing(pool: Pool, kind: type[Kind]) -> None:
     document = kinds_of_jobs.document(kind, rehearsal="quick")
     assert pool.run(2, train_every, [full(document)]) == [train_every([document])] * 2
+
+
+def train_with_classes_of_torch(document: Document) -> list[tuple[Any, ...]]:
+    """The units keep the classes that torch gives them."""
+    with mock.patch.object(fsdp_calls, "restore_class", lambda module: None):
+        return train_every([document])
+
+
+def test_other_classes_give_other_bits(pool: Pool) -> None:
+    document = kinds_of_jobs.document(AsksForClasses, rehearsal="quick")
+    (run,) = pool.run(2, train_with_classes_of_torch, full(document))[0]
+    assert run[1] != train_every([document])[0][1]
+
+
+class CopiesItsUnits(Kind):
+    def after_step(self, model: Any, step: int) -> None:
+        copy.deepcopy(model)
+
+
+def test_a_copy_of_what_is_sharded_is_refused(pool: Pool) -> None:
+    with raises(problems.UNIT_COPIED, got="Linear"):
+        pool.run(2, train_every, [full(kinds_of_jobs.document(CopiesItsUnits, rehearsal="quick"))])

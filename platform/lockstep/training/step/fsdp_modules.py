@@ -6,13 +6,16 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
 from lockstep.training import problems
+
+if TYPE_CHECKING:
+    from lockstep.training.step.fsdp_calls import FSDPCalls
 
 Places = dict[str, list[tuple[nn.Module, str]]]
 """By the name of a parameter the modules that hold it, each with its name there: several of a tied one."""
@@ -64,9 +67,11 @@ def shard_modules(
     group: Group,
     fill: Callable[[Sequence[str]], None],
     settings: Sharding,
-) -> tuple[Root, list[nn.Module]]:
-    """The root of the sharded model, and its modules that have shards, the root last."""
+) -> tuple[Root, list[FSDPCalls]]:
+    """The root of the sharded model, and FSDP's calls on its modules that have shards, the root last."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    from lockstep.training.step.fsdp_calls import FSDPCalls
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     of_units = [[names[id(parameter)] for parameter in unit.parameters()] for unit in units]
@@ -75,6 +80,7 @@ def shard_modules(
     mesh = group.mesh()
     root = Root(model)
     modules = [*units, root]
+    calls = []
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.offload else OffloadPolicy()
     for module, of_module in zip(modules, [*of_units, list(names.values())], strict=True):
         fill(of_module)
@@ -87,10 +93,11 @@ def shard_modules(
             reshard_after_forward=reshards,
             offload_policy=policy,
         )
+        calls.append(FSDPCalls(module))
     for each in root.modules():
         # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
         vars(each).pop("_is_fsdp_managed_module", None)
-    return root, modules
+    return root, calls
 
 
 def in_order_of_fsdp(
@@ -155,15 +162,12 @@ def can_be_undone() -> bool:
 def undo(model: nn.Module, places: Places, blank: Mapping[str, nn.Parameter]) -> None:
     """Take FSDP off a model, in whatever state it is, and put the parameters of `blank` in the places of those that it has cut.
 
-    torch has no call for this. What FSDP leaves on a module are its class, its hooks, a few attributes and an entry in a table of torch's.
+    torch has no call for this. What FSDP leaves on a module are its hooks, a few attributes and an entry in a table of torch's; its class is gone.
     """
     from torch.distributed import _composable_state as composable
-    from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__mro__[2]  # of FSDP's subclass: itself, FSDPModule, the original
-            composable._module_state_mapping.pop(module, None)
+        composable._module_state_mapping.pop(module, None)
         for hooks in _hooks_of(module):
             for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:
                 del hooks[number]
@@ -180,7 +184,12 @@ def put(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> Non
         module._parameters[key] = parameter
 
 
-_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_ATTRIBUTES = (
+    "__composable_api_state_key",
+    "__deepcopy__",
+    "_is_fsdp_managed_module",
+    "_fsdp_use_orig_params",
+)
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
 from lockstep.training.step.uncut_parameters import uncut, unit_bytes
+
+if TYPE_CHECKING:
+    from lockstep.training.step.fsdp_calls import FSDPCalls
 
 T = TypeVar("T")
 
@@ -209,13 +212,14 @@ class FullSharding:
                 memory = torch.empty(blank.shape, dtype=blank.dtype, device=self.group.device)
                 put(self._places[name], nn.Parameter(memory, requires_grad=blank.requires_grad))
 
-    def _set_up(self, modules: Sequence[nn.Module], asking: Mapping[str, bool]) -> list[_Scatter]:
+    def _set_up(self, calls: Sequence[FSDPCalls], asking: Mapping[str, bool]) -> list[_Scatter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         scatters = []
-        for number, module in enumerate(modules):
-            sharded: Any = module
+        modules = [sharded.module for sharded in calls]
+        for number, sharded in enumerate(calls):
             of_unit = [
-                names[id(parameter)] for parameter in in_order_of_fsdp(module, modules, names, self.whole)
+                names[id(parameter)]
+                for parameter in in_order_of_fsdp(sharded.module, modules, names, self.whole)
             ]
             learning = [name for name in of_unit if asking[name]]
             scatter = _Scatter(self, learning)

@@ -497,6 +497,15 @@ NOT_GATHERED = Problem(
     advice="`sharding=optimizer`",
 )
 
+UNIT_COPIED = Problem(
+    "step.sharding.unit_copied",
+    JobError,
+    "a copy of a {got} whose parameters are sharded, which would share its shards",
+    "copy the tensors of its state_dict() in job.after_step(model, step), or set sharding=optimizer",
+    cause="with `sharding: full` the job makes a `copy.deepcopy` of a module after the start",
+    advice="copy the tensors of its `state_dict()` in `after_step`, or `sharding=optimizer`",
+)
+
 ONLY_GATHERED = Problem(
     "step.sharding.only_gathered",
     JobError,
