@@ -1018,3 +1018,49 @@ class CopiesItsUnits(Kind):
 def test_a_copy_of_what_is_sharded_is_refused(pool: Pool) -> None:
     with raises(problems.UNIT_COPIED, got="Linear"):
         pool.run(2, train_every, [full(kinds_of_jobs.document(CopiesItsUnits, rehearsal="quick"))])
+
+
+class AssignsData(Kind):
+    """Gives its parameters other memory after a step, and by way of another type."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.75
+        if step == 2:
+            model.double().float()
+
+
+def train_in_the_memory_of_the_job(document: Document) -> list[tuple[Any, ...]]:
+    """What the job has assigned is where the module computes, and FSDP gathers elsewhere."""
+    with mock.patch.object(full_sharding, "restore_memory", lambda parameter, memory: None):
+        return train_every([document])
+
+
+def test_parameters_whose_data_the_job_assigns(pool: Pool) -> None:
+    document = kinds_of_jobs.document(AssignsData, rehearsal="quick")
+    (wanted,) = train_every([document])
+    assert pool.run(2, train_every, [full(document)]) == [[wanted]] * 2
+    (control,) = pool.run(2, train_in_the_memory_of_the_job, full(document))[0]
+    assert control[1] != wanted[1]
+
+
+class AssignsAParameter(Kind):
+    def after_step(self, model: Any, step: int) -> None:
+        model[0].weight = nn.Parameter(model[0].weight * 0.5)
+
+
+class AssignsAType(Kind):
+    def after_step(self, model: Any, step: int) -> None:
+        model[0].bfloat16()
+
+
+class AssignsALayout(Kind):
+    def after_step(self, model: Any, step: int) -> None:
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("kind", [AssignsAParameter, AssignsAType, AssignsALayout])
+def test_another_parameter_in_the_place_of_one_is_refused(pool: Pool, kind: type[Kind]) -> None:
+    """It would compute for a step, and no update would reach it."""
+    with raises(problems.PARAMETER_REPLACED, name="0.weight", where="after step 1"):
+        pool.run(2, train_every, [full(kinds_of_jobs.document(kind, rehearsal="quick"))])

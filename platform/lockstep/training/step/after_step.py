@@ -48,7 +48,7 @@ def call_after_step(
     seed_all(after_step_key(seed, step - 1), device)
     sharding = state.sharding
     with (
-        nullcontext() if sharding is None else sharding.gathered(),
+        nullcontext() if sharding is None else sharding.gathered(f"after step {step}"),
         job_at(f"after step {step}"),
         torch.no_grad(),
     ):

@@ -216,10 +216,10 @@ class FullSharding:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         scatters = []
         modules = [sharded.module for sharded in calls]
-        for number, sharded in enumerate(calls):
+        for number, module in enumerate(modules):
+            sharded: Any = calls[number]
             of_unit = [
-                names[id(parameter)]
-                for parameter in in_order_of_fsdp(sharded.module, modules, names, self.whole)
+                names[id(parameter)] for parameter in in_order_of_fsdp(module, modules, names, self.whole)
             ]
             learning = [name for name in of_unit if asking[name]]
             scatter = _Scatter(self, learning)
@@ -386,22 +386,27 @@ class FullSharding:
         self.copied.clear()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Have every parameter whole in the model, on every worker; what is written to them stays. All ranks call it. It needs the memory of all parameters."""
+    def gathered(self, where: str) -> Iterator[None]:
+        """Have every parameter whole in the model, on every worker; what is written to them stays. All ranks call it. It needs the memory of all parameters.
+
+        JobError, with the place in the run, where the block leaves another parameter in the place of one, or gives one another type, shape or layout.
+        """
         for module in self._modules:
             module.unshard()
         try:
-            names = {
-                id(parameter): name
-                for name, parameter in self.model.named_parameters()
-                if name in self.shards
+            whole = {
+                name: parameter for name, parameter in self.model.named_parameters() if name in self.shards
             }
+            names = {id(parameter): name for name, parameter in whole.items()}
+            memory = {name: parameter.data for name, parameter in whole.items()}
             with whole_in_state_dicts(self.model), WholeGradients(names, self.whole_gradient):
                 yield
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    if name in self.shards:
-                        self.shards[name].fill(parameter.detach())
+            now = dict(self.model.named_parameters())
+            for name, parameter in whole.items():
+                if now.get(name) is not parameter or _form(parameter) != _form(memory[name]):
+                    raise problems.PARAMETER_REPLACED(name=name, where=where)
+                self.shards[name].fill(parameter.detach())
+                restore_memory(parameter, memory[name])
         finally:
             self.reshard()
 
@@ -607,6 +612,18 @@ def _left_out(model: nn.Module, units: Sequence[nn.Module], patterns: Sequence[s
         f"sharding.units: {left[0]!r}{more} no unit: a loss computes it several times in a micro-batch, or not at all, or it has no parameters; what is in "
         "no unit is gathered for the whole micro-batch"
     ]
+
+
+def restore_memory(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Have a parameter lie in the memory that FSDP gathers it into, where `parameter.data = …` has given it other memory."""
+    if parameter.data_ptr() != memory.data_ptr():
+        parameter.data = memory
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """The type, place, shape and layout of a tensor: kernels go by all of them."""
+    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.dtype, tensor.device, tensor.shape, strides
 
 
 def _name_of(model: nn.Module, unit: nn.Module) -> str:

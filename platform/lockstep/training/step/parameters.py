@@ -63,7 +63,9 @@ class ParameterWatch:
         """Raise JobError where an update has replaced a parameter: the optimizer holds the old one."""
         for full, parameter, owner, name in self._held:
             if owner.get(name) is not parameter:
-                raise step_problems.PARAMETER_REPLACED(name=full)
+                raise step_problems.PARAMETER_REPLACED(
+                    name=full, where="after the first update, before training"
+                )
 
 
 class ModuleWatch:

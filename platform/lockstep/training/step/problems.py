@@ -720,9 +720,9 @@ ALL_REST = Problem(
 PARAMETER_REPLACED = Problem(
     "step.parameter.replaced",
     JobError,
-    "parameter {name!r} was replaced after the first update (before training), and the optimizer and the other workers hold the old one",
+    "parameter {name!r} was replaced ({where}), and the optimizer and the other workers hold the old one",
     "write into it: parameter.copy_(…) in job.after_step(model, step)",
-    cause="`after_step` or a hook assigns a new parameter",
+    cause="`after_step` or a hook assigns a new parameter, or with `sharding: full` gives one another type or layout",
     advice="write into the one that is there: `parameter.copy_(…)`",
 )
 
