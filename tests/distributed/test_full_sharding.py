@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.loop as loop
+import lockstep.training.model_sharding as model_sharding
 import lockstep.training.start as start_of_run
 import lockstep.training.step.fsdp_calls as fsdp_calls
 import lockstep.training.step.full_sharding as full_sharding
@@ -1064,3 +1066,106 @@ def test_another_parameter_in_the_place_of_one_is_refused(pool: Pool, kind: type
     """It would compute for a step, and no update would reach it."""
     with raises(problems.PARAMETER_REPLACED, name="0.weight", where="after step 1"):
         pool.run(2, train_every, [full(kinds_of_jobs.document(kind, rehearsal="quick"))])
+
+
+class Experts(nn.Module):
+    """Two experts. The balance of their load, and what their weights cost, stay in attributes; the latter is computed last, from a weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(FEATURES, 2)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+        self.costs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shares = torch.softmax(self.gate(x), -1)
+        y = x + sum(self.shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        self.costs = [self.shares.mean(0).square().sum(), self.gate.weight.square().sum()]
+        return y
+
+
+class LeavesCosts(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Experts(), Experts(), nn.Linear(FEATURES, kinds_of_jobs.CLASSES))
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        costs = torch.stack([cost for experts in model[:2] for cost in experts.costs])
+        return replace(loss, total=loss.total + costs.sum() * 0.1 * loss.weight)
+
+
+class LeavesItsLoss(Kind):
+    """Keeps its newest loss, with the graph."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        self.newest = super().loss(model, batch)
+        return self.newest
+
+
+class ComputesItsWeights(Kind):
+    """Weights that hooks compute from parameters, and keep beside them: pruned, normed and spectral ones."""
+
+    def model(self) -> nn.Module:
+        width = kinds_of_jobs.FEATURES
+        pruned = prune.random_unstructured(nn.Linear(width, width), "weight", 0.3)
+        normed = nn.utils.weight_norm(nn.Linear(width, width))  # type: ignore[no-untyped-call]
+        spectral = nn.utils.spectral_norm(nn.Linear(width, kinds_of_jobs.CLASSES))
+        return nn.Sequential(pruned, nn.Tanh(), normed, nn.Tanh(), spectral)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("rehearsal", ["quick", "off"])
+@pytest.mark.parametrize("kind", [LeavesCosts, LeavesItsLoss, ComputesItsWeights])
+def test_graphs_that_a_forward_leaves_behind(pool: Pool, kind: type[Kind], rehearsal: str) -> None:
+    """They hold parameters of the start until the next forward, and a backward may begin at them."""
+    document = kinds_of_jobs.document(kind, rehearsal=rehearsal)
+    (wanted,) = train_every([document])
+    for (found,) in pool.run(2, train_every, [full(document)]):
+        assert found[:-1] == wanted[:-1]
+
+
+class Shifted(nn.Linear):
+    """Computes with a tensor that was made of its weight before training; a backward through that never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, kinds_of_jobs.CLASSES)
+        self.shifted = self.weight + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.shifted)
+
+
+class Viewing(nn.Linear):
+    """Keeps a view of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = self.weight.t()
+        return super().forward(x)
+
+
+class HoldsAGraph(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, FEATURES), Shifted())
+
+
+class HoldsAView(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, FEATURES), Viewing(FEATURES, kinds_of_jobs.CLASSES))
+
+
+@pytest.mark.parametrize("kind", [HoldsAGraph, HoldsAView])
+def test_what_would_go_on_with_the_weights_of_the_start_is_refused(pool: Pool, kind: type[Kind]) -> None:
+    with raises(HELD_OUTSIDE, name="1.weight"):
+        pool.run(2, train_every, [full(kinds_of_jobs.document(kind, rehearsal="quick"))])
+
+
+def train_with_what_is_held(document: Document) -> list[tuple[Any, ...]]:
+    """A gradient that reaches a parameter of the start is lost."""
+    with mock.patch.object(model_sharding, "check_gone", lambda originals: None):
+        return train_every([document])
+
+
+def test_a_gradient_that_is_lost_gives_other_bits(pool: Pool) -> None:
+    document = kinds_of_jobs.document(HoldsAGraph, rehearsal="quick")
+    (control,) = pool.run(2, train_with_what_is_held, full(document))[0]
+    assert control[1] != train_every([document])[0][1]

@@ -319,7 +319,7 @@ HELD_OUTSIDE = Problem(
     JobError,
     "job.model: parameter {name!r} is held outside of its module, by the job or a plain list of the model's, and with sharding=full it would stay there as it was at the start",
     "take it from its module each time, or set sharding=optimizer",
-    cause="with `sharding: full` the job or the model has the parameter in a list or attribute of its own, which keeps the weights of the start",
+    cause="with `sharding: full` the job or the model has the parameter, or a view of it, in a list or attribute of its own, which keeps the weights of the start, or a backward goes through a graph that was made before the model was sharded",
     advice="take it from its module each time, or `sharding=optimizer`",
 )
 

@@ -6,10 +6,12 @@ than with a whole model. FSDP itself finds its state by the module, so the class
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.training.step import problems
@@ -28,9 +30,32 @@ class FSDPCalls(FSDPModule):
         restore_class(module)
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
+        module.register_forward_hook(self._gather_for_attributes)
+
+    def _gather_for_attributes(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
+        """Have the module gathered before a backward begins at a tensor that its forward left in an attribute, as FSDP does for what it returns.
+
+        Otherwise the backward of a loss that a mixture of experts leaves so would read parameters that have no memory, and the process would crash.
+        """
+        if torch.is_grad_enabled():
+            for part in module.modules():
+                for tensor in _with_graph(vars(part).values()):
+                    tensor.register_hook(self._state._pre_backward)  # type: ignore[no-untyped-call]
 
     def _get_fsdp_state(self) -> Any:
         return self._state
+
+
+def _with_graph(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those tensors among the values, or in lists and dicts of them, that a backward could begin at."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _with_graph(value)
+        elif isinstance(value, dict):
+            yield from _with_graph(value.values())
 
 
 def restore_class(module: nn.Module) -> None:

@@ -6,9 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.communication.group import Group
 from lockstep.spec.sharding import Sharding
@@ -55,9 +58,13 @@ def whole_in_state_dicts(model: nn.Module) -> Iterator[None]:
             of_module[number] = hook
 
 
+_OF_FSDP = ("torch.distributed.fsdp", "lockstep.training.step.fsdp_calls")
+"""Where the hooks are defined that a sharded module has."""
+
+
 def _is_of_fsdp(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
+    return str(getattr(function, "__module__", "")).startswith(_OF_FSDP)
 
 
 def shard_modules(
@@ -138,11 +145,33 @@ def originals_of(model: nn.Module) -> Originals:
 
 
 def check_gone(originals: Originals) -> None:
-    """JobError where something still holds a parameter that is cut by now: it would have the memory that sharding is to save, and never learn."""
+    """JobError where something still holds a parameter that is cut by now: it would have the memory that sharding is to save, and never learn.
+
+    A graph may hold one, as where a module keeps the newest attention weights in an attribute: its memory is freed, and a backward through that graph
+    is the error.
+    """
     gc.collect()
-    held = [name for name, original in originals.items() if original() is not None]
-    if held:
-        raise problems.HELD_OUTSIDE(name=held[0])
+    known: dict[str, Any] = {name: original() for name, original in originals.items()}
+    alive = {name: original for name, original in known.items() if original is not None}
+    del known  # no graph, but it holds them
+    if not alive:
+        return
+    holders = [each for each in gc.get_referrers(*alive.values()) if each is not alive]  # a graph is none
+    held_ids = {id(each) for holder in holders for each in gc.get_referents(holder)}
+    memory: dict[str, Any] = {
+        name: StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+        for name, each in alive.items()
+    }
+    for each in alive.values():
+        each.data = each.new_empty(0)
+    for name, each in alive.items():
+        if id(each) in held_ids or not memory[name].expired():  # by a view, in the latter case
+            raise problems.HELD_OUTSIDE(name=name)
+        each.register_hook(partial(_refuse_gradient, name))
+
+
+def _refuse_gradient(name: str, _gradient: torch.Tensor) -> NoReturn:
+    raise problems.HELD_OUTSIDE(name=name)
 
 
 def can_be_undone() -> bool:
