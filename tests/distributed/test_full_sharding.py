@@ -1113,9 +1113,41 @@ class ComputesItsWeights(Kind):
         return nn.Sequential(pruned, nn.Tanh(), normed, nn.Tanh(), spectral)
 
 
+class Turned(nn.Module):
+    """Returns a view, to which its model adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.tanh(self.into(x)))
+        return y.unsqueeze(0).transpose(0, 1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turned() for _ in range(2))
+        self.head = nn.Linear(FEATURES, kinds_of_jobs.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(x)
+            h += x.unsqueeze(1)
+            x = h.squeeze(1)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class AddsToAView(Kind):
+    def model(self) -> nn.Module:
+        return Residual()
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.parametrize("rehearsal", ["quick", "off"])
-@pytest.mark.parametrize("kind", [LeavesCosts, LeavesItsLoss, ComputesItsWeights])
+@pytest.mark.parametrize("kind", [LeavesCosts, LeavesItsLoss, ComputesItsWeights, AddsToAView])
 def test_graphs_that_a_forward_leaves_behind(pool: Pool, kind: type[Kind], rehearsal: str) -> None:
     """They hold parameters of the start until the next forward, and a backward may begin at them."""
     document = kinds_of_jobs.document(kind, rehearsal=rehearsal)

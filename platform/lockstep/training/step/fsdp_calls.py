@@ -30,32 +30,47 @@ class FSDPCalls(FSDPModule):
         restore_class(module)
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
-        module.register_forward_hook(self._gather_for_attributes)
 
-    def _gather_for_attributes(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
-        """Have the module gathered before a backward begins at a tensor that its forward left in an attribute, as FSDP does for what it returns.
+    def gather_for_all(self) -> None:
+        """Have the module gathered before a backward begins at any tensor that its forward left; FSDP does so for what it returns.
 
-        Otherwise the backward of a loss that a mixture of experts leaves so would read parameters that have no memory, and the process would crash.
+        A mixture of experts leaves its losses in attributes: their backward would read parameters that have no memory, and the process would crash. And an
+        in-place sum on a view that was returned, as of a residual, would drop FSDP's hook.
         """
-        if torch.is_grad_enabled():
-            for part in module.modules():
-                for tensor in _with_graph(vars(part).values()):
-                    tensor.register_hook(self._state._pre_backward)  # type: ignore[no-untyped-call]
+        self.module.register_forward_hook(self._note_tensors)
+
+    def _note_tensors(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in _with_graph([output]):
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(
+                    self._gather
+                )  # a write to the view leaves this node in the graph
+        for part in module.modules():
+            for tensor in _with_graph(vars(part).values()):
+                tensor.register_hook(self._gather)  # type: ignore[no-untyped-call]
+
+    def _gather(self, _gradients: Any) -> None:
+        self._state._pre_backward(None)
 
     def _get_fsdp_state(self) -> Any:
         return self._state
 
 
-def _with_graph(values: Iterable[Any]) -> Iterator[Tensor]:
+_MANY = 1024
+"""Entries of a list or dict that is no collection of losses but data, such as a vocabulary: to look through it takes time in each forward."""
+
+
+def _with_graph(values: Iterable[Any], depth: int = 2) -> Iterator[Tensor]:
     """Those tensors among the values, or in lists and dicts of them, that a backward could begin at."""
     for value in values:
         if isinstance(value, Tensor):
             if value.grad_fn is not None:
                 yield value
-        elif isinstance(value, list | tuple):
-            yield from _with_graph(value)
-        elif isinstance(value, dict):
-            yield from _with_graph(value.values())
+        elif isinstance(value, list | tuple | dict) and depth and len(value) <= _MANY:
+            yield from _with_graph(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def restore_class(module: nn.Module) -> None:

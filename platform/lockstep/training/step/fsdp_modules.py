@@ -101,6 +101,8 @@ def shard_modules(
             offload_policy=policy,
         )
         calls.append(FSDPCalls(module))
+    for unit in calls[:-1]:  # the root has its parameters until the backward ends
+        unit.gather_for_all()
     for each in root.modules():
         # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
         vars(each).pop("_is_fsdp_managed_module", None)
