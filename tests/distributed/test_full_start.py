@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -96,6 +97,36 @@ def test_a_start_by_shards_finds_what_a_micro_batch_leaves_behind(pool: Pool) ->
     with pytest.raises(JobError, match=r"is kept from one micro-batch to the next"):
         pool.run(2, by_shards, document)
     pool.run(2, train, document | {"rehearsal": "off"})
+
+
+class Differentiates(Plain):
+    """Its loss penalises the gradient of the outputs at the inputs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).logsumexp(1).sum(), x)
+        loss = super().loss(model, (x.detach(), y))
+        return Loss(loss.total * (1 + slope.square().mean()), loss.weight)
+
+
+class Maps(Plain):
+    """Its loss maps the model over the samples."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        outputs = torch.func.vmap(model)(x)
+        return Loss(F.cross_entropy(outputs, y, reduction="sum"), len(y))
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("job", ["Differentiates", "Maps"])
+def test_a_loss_that_needs_more_than_a_forward_begins_by_shards(pool: Pool, job: str) -> None:
+    """Its units are found out with all parameters at once, where a member at a time does not do."""
+    document = small(f"{HERE}:{job}", rehearsal="off")
+    whole = train(document)
+    found = pool.run(2, train, full(document))
+    assert [(rank.rows, rank.weights_digest) for rank in found] == [(whole.rows, whole.weights_digest)] * 2
 
 
 class SaysItDrawsNothing(TensorDataset):

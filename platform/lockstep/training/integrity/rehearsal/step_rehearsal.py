@@ -26,6 +26,7 @@ from torch import nn
 from lockstep.checkpoint.tree import pack
 from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
+from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss, Rows
 from lockstep.plan import Plan
 from lockstep.randomness import model_key, rehearsal_key, seed_all
@@ -188,46 +189,60 @@ class StepRehearsal:
 
     def units(self, deferred: DeferredModel) -> list[str]:
         """The names of the modules that the loss of the first micro-batch calls once, found out in another process, which has memory for one member's parameters at a
-        time. SpecError where none can.
+        time. A loss that differentiates or maps its model needs all of them at once. SpecError where none can.
         """
-        model, seed = deferred.model, self.spec.seed
+        try:
+            return in_child(
+                partial(self._units, deferred), self.job, forked=self.forked, limit_s=self._limit_s()
+            )
+        except NoChildError as reason:
+            raise problems.UNITS_UNKNOWN(got=reason) from reason
+
+    def _units(self, deferred: DeferredModel) -> list[str]:
+        model = deferred.model
         members = [
             member for member in members_of(model, self.spec.sharding.units) if deferred.names_in([member])
         ]
         inside = {name for member in members for name in deferred.names_in([member])}
-        outside = [name for name in deferred.names_in([model]) if name not in inside]
         shared = {
             name for name in inside if sum(name in deferred.names_in([member]) for member in members) > 1
         }
-
-        def called() -> list[str]:
-            deferred.fill([*outside, *shared], again=True)
-            for member in members:
-                names = [name for name in deferred.names_in([member]) if name not in shared]
-                member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True))
-                member.register_forward_hook(lambda *_, names=names: deferred.empty(names))
-            modules, key, calls = self._modules(), self._fetched.keys()[0], Calls(LossModule)
-            where = "first micro-batch, before training"
-
-            def forward() -> None:
-                for module in modules:
-                    batch = self._fetched.fetch(key)
-                    seed_all(rehearsal_key(seed), self.device)
-                    with torch.no_grad(), self.state.precision.autocast(), job_at(where):
-                        module(batch)
-
-            with self.state.eager():
-                check_norms(model, self.plan, len(key.ids), forward)
-                with calls.counted():
-                    forward()
-            return [
-                name for name, member in model.named_modules() if member in members and calls.once(member)
+        deferred.fill(
+            [name for name in deferred.names_in([model]) if name not in inside - shared], again=True
+        )
+        hooks = []
+        for member in members:
+            names = [name for name in deferred.names_in([member]) if name not in shared]
+            hooks += [
+                member.register_forward_pre_hook(lambda *_, names=names: deferred.fill(names, again=True)),
+                member.register_forward_hook(lambda *_, names=names: deferred.empty(names)),
             ]
-
         try:
-            return in_child(called, self.job, forked=self.forked, limit_s=self._limit_s())
-        except NoChildError as reason:
-            raise problems.UNITS_UNKNOWN(got=reason) from reason
+            with torch.no_grad():
+                return self._called_once(model, members)
+        except LockstepError:
+            for hook in hooks:
+                hook.remove()
+            deferred.fill(deferred.names_in([model]), again=True)
+            with torch.enable_grad():
+                return self._called_once(model, members)
+
+    def _called_once(self, model: nn.Module, members: Sequence[nn.Module]) -> list[str]:
+        """The names of those members that the loss of the first micro-batch calls once."""
+        modules, key, calls = self._modules(), self._fetched.keys()[0], Calls(LossModule)
+
+        def forward() -> None:
+            for module in modules:
+                batch = self._fetched.fetch(key)
+                seed_all(rehearsal_key(self.spec.seed), self.device)
+                with self.state.precision.autocast(), job_at("first micro-batch, before training"):
+                    module(batch)
+
+        with self.state.eager():
+            check_norms(model, self.plan, len(key.ids), forward)
+            with calls.counted():
+                forward()
+        return [name for name, member in model.named_modules() if member in members and calls.once(member)]
 
     def _compare_here(self, modules: Sequence[LossModule], firsts: Sequence[Computed]) -> None:
         """Compare the first micro-batch with itself after the second one, in this process, where no other can be forked.
