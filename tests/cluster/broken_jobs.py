@@ -273,22 +273,24 @@ class FlippedBit(SlowDigits):
 
 
 class FailingSample(SlowDigits):
-    """One micro-batch fails like a broken GPU wherever it is computed: the tenth that rank 1 sees, whose digest a file remembers."""
+    """One micro-batch fails like a broken GPU wherever it is computed: the first that rank 1 sees after step 3, whose digest a file remembers."""
 
     class Params(SlowDigits.Params):
         file: lockstep.Placement[str]
 
     params: Params
-    seen = 0
+    begins = False
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         file, digest = Path(self.params.file), hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()
-        self.seen += 1
-        if self.seen == 10 and _rank() == 1 and not file.exists():
+        if self.begins and not file.exists():
             file.write_text(digest)
         if file.exists() and file.read_text() == digest:
             raise RuntimeError("CUDA error: unspecified launch failure")
         return super().loss(model, batch)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.begins = step == 3 and _rank() == 1
 
 
 class KilledOnce(SlowDigits):

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,40 @@ def test_a_node_whose_device_fails_twice_is_left_out(tmp_path: Path) -> None:
     assert told["weights_digest"] == left_alone(tmp_path, 12).weights_digest
 
 
+@pytest.mark.scenario
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_whose_device_fails_while_it_trains_is_outlived(tmp_path: Path) -> None:
+    """Its process ends, and the others go on in theirs with the same bits."""
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    job = {
+        "use": "tests.chaos.exposed:ExposedDigits",
+        "params": {"width": 4, "pause_s": 0.05, "faults": str(faults)},
+    }
+    changes = {"length": {"steps": 12}, "workers": {"min": 1, "max": 2}}
+
+    def plant() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        (faults / "ecc").touch()
+
+    threading.Thread(target=plant, daemon=True).start()
+    result = train(spec(tmp_path, job=job, **changes))
+    first, second, *_ = accounts(result)
+    assert "an uncorrectable memory error of the GPU" in first["why"]
+    assert not first["planned"] and not first["left_out"]
+    assert (second["in_memory"], second["workers"]) == (True, 1)
+    whole = train(spec(tmp_path / "whole", **changes), local=True)
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+
+
 @pytest.mark.exact  # minutes
 def test_a_micro_batch_that_fails_alike_on_two_workers_is_the_jobs(tmp_path: Path) -> None:
-    """Two attempts with both nodes, one without the node of the first failures; then the run ends, with a file that takes it again."""
+    """The worker that met it first is outlived, and the other one meets it then; the run ends, with a file that takes it again."""
     told = in_a_process("tests.cluster.failing_sample", tmp_path)
     assert "fails in the same way on different workers (rank 1 on node " in told["error"]
+    assert " in attempt 1 and rank 0 on node " in told["error"]
     (script,) = tmp_path.glob("runs/*/reproduce-step-*.py")
     assert script.name in told["error"]
     assert "Its samples: " in script.read_text()

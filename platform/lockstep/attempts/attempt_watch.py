@@ -6,6 +6,7 @@ Where workers go on in memory, or others join them there, the watch only follows
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.attempts.attempts_account import RunAccount
@@ -21,7 +22,7 @@ from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import LockstepError, SpecError
+from lockstep.errors import DeviceError, LockstepError, SpecError
 from lockstep.record.events.union import Document
 from lockstep.running_time import running_s, wait_for
 from lockstep.spec.fields import Spec
@@ -45,20 +46,23 @@ class AttemptWatch:
         chaos: Chaos | None,
         *,
         saves_at_once: bool,
+        saved_step: Callable[[], int],
     ) -> None:
-        """`saves_at_once`: attempts before this one came to no checkpoint, so one is saved as soon as a step is done."""
+        """`saves_at_once`: attempts before this one came to no checkpoint, so one is saved as soon as a step is done. `saved_step` gives that of the newest."""
         self.moving: str | None = None
         """Why the attempt is asked to end, so that the next one runs elsewhere or on more workers."""
         self._spec, self._workers, self._around = spec, workers, around
         self._account, self._recording, self._stop = account, recording, stop
         self._blame, self._chaos = blame, chaos
-        self._saves_at_once = saves_at_once
+        self._saves_at_once, self._saved_step = saves_at_once, saved_step
         self._stopping = False
         """Whether a signal was handed on to the workers."""
         self._change: PlannedChange | None = None
         """By which workers join or leave while the attempt goes on."""
         self._outlived: set[int] = set()
         """Workers, by their numbers, whose loss the others have outlived, and which are told."""
+        self._left = 0
+        """How many attempts that these workers have left because something failed are taken in."""
         self._looked_at = 0.0
 
     def until_over(self, placement: WorkerPlacement) -> None:
@@ -220,7 +224,9 @@ class AttemptWatch:
     def _went_on(self, status: RunStatus, began: WentOn) -> None:
         """Workers go on in their processes, without those that were lost or left, and with those that joined: another attempt."""
         lost, change = self._workers.lost, self._change
-        why = [str(lost[worker]) for worker in sorted(lost.keys() - self._outlived)]
+        left, self._left = began.left[self._left :], len(began.left)
+        why = [str(view.error) for view in left if isinstance(view.error, DeviceError)]
+        why += [str(lost[worker]) for worker in sorted(lost.keys() - self._outlived)]
         self._outlived |= lost.keys()
         self._workers.let_in(status.numbers)
         planned = not why and change is not None and change.is_done(status)
@@ -231,6 +237,10 @@ class AttemptWatch:
         else:
             self._cluster.outlived(began.workers)
         text = "; ".join(why) or "a connection between workers was lost"
+        for view in left:
+            self._blame.end(view, self._account.current, self._recording.run_id, self._saved_step)
+        if self._blame.fault_of_job is not None:  # its other workers would fail alike
+            self._workers.end()
         self._account.went_on(status.view.attempt, began, text, planned=planned)
 
     def _end_hung(self, patience: Patience, view: RunView) -> None:

@@ -9,7 +9,7 @@ from lockstep.attempts.failed_nodes import FailedNodes, node_label
 from lockstep.attempts.failing_micro_batches import Repeats, repeat
 from lockstep.attempts.untrusted_workers import UntrustedWorkers
 from lockstep.driver.run_view import RunView
-from lockstep.errors import DriftError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.record.events.union import Corrupted, Document, Tell
 
 
@@ -21,7 +21,8 @@ class Blame:
         self._nodes, self._untrusted_workers, self._repeats = FailedNodes(), UntrustedWorkers(), Repeats()
         self._judged: list[Corrupted] = []
         """The differences between workers that were judged."""
-        self._fault_of_job: DriftError | None = None
+        self.fault_of_job: LockstepError | None = None
+        """The error that ends the run, where the attempts so far show that the job is to blame."""
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -40,13 +41,14 @@ class Blame:
     def end(
         self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
     ) -> LockstepError | None:
-        """Judge an attempt that has ended. Returns the error that ends the run, where the job is to blame.
+        """Judge an attempt that has ended, with its workers or without those that it has lost. Returns the error that ends the run, where the job is to blame.
 
         `saved_step` gives the step of the newest checkpoint.
         """
         self._count_devices(view, summary)
         self.judge(view, summary)
-        return self._fault_of_job or self._failed_alike(view, summary, run_id, saved_step)
+        self.fault_of_job = self.fault_of_job or self._failed_alike(view, summary, run_id, saved_step)
+        return self.fault_of_job
 
     def judge(self, view: RunView, summary: AttemptSummary) -> frozenset[str]:
         """Judge each difference between the bits of workers, once. Returns the nodes that are left out for them."""
@@ -68,7 +70,7 @@ class Blame:
         lines = "; ".join(map(str, (verdict.corruption, *verdict.settled)))
         self._warn(f"{lines}{f'; {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
-            self._fault_of_job = verdict.fault_of_job
+            self.fault_of_job = verdict.fault_of_job
         elif verdict.corruption != corruption:  # two attempts together decide what this one could not
             self._tell(verdict.corruption)
         for settled in verdict.settled:

@@ -20,7 +20,7 @@ import ray
 from lockstep.attempts import problems
 from lockstep.clusters.bounded_calls import answer_of, unanswered
 from lockstep.driver.run_view import RunView
-from lockstep.errors import RecordError, SilentError
+from lockstep.errors import DeviceError, RecordError, SilentError
 from lockstep.record.events.union import (
     Broke,
     Event,
@@ -75,6 +75,8 @@ class WentOn(NamedTuple):
     step: int
     """The step from which they go on."""
     workers: int
+    left: Sequence[RunView]
+    """What was seen of each attempt that these workers have left in memory because a device or a micro-batch failed, in order."""
     joined: int = 0
     """How many of them were handed the state."""
 
@@ -170,7 +172,8 @@ class Mailbox:
         for reported in events:
             event = reported
             if isinstance(reported, Broke) and attempt == self._view.attempt:
-                self._calls.end(reported.rank)
+                if not isinstance(reported.error, DeviceError):  # its process ends, and the others go on
+                    self._calls.end(reported.rank)
                 event = replace(reported, rank=self._rank_of(reported.rank))
             if attempt == self._view.attempt:
                 self._view.take(event)
@@ -271,11 +274,18 @@ class Mailbox:
         """See the attempt that the rendezvous has begun, where it has."""
         formation = self._calls.newest
         if formation is not None and formation.attempt > self._view.attempt:
-            self._view.members = self._by_number
-            self._view = self._view.gone_on(formation.attempt, formation.workers)
+            left, numbers = self._view, self._numbers
+            left.members = self._by_number
+            self._view = left.gone_on(formation.attempt, formation.workers)
+            left.members = {rank: left.members[n] for rank, n in enumerate(numbers) if n in left.members}
             joined = len(set(formation.workers) - set(self._numbers))
             self._numbers = formation.workers
-            self._went_on = WentOn(time.time(), formation.progress.step, len(formation.workers), joined)
+            failed = [] if self._went_on is None else [*self._went_on.left]
+            if left.device_ranks or left.broken:
+                failed.append(left)
+            self._went_on = WentOn(
+                time.time(), formation.progress.step, len(formation.workers), failed, joined
+            )
 
     # --- for the driver ---------------------------------------------------------------------------------------
 

@@ -169,7 +169,8 @@ class Supervisor:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
         *earlier, newest = self._account.attempts
         trained = any(attempt.last_step for attempt in earlier)
-        return trained and not newest.last_step and isinstance(error, JobError | DeterminismError)
+        refused = isinstance(error, JobError | DeterminismError) and error is not self._blame.fault_of_job
+        return trained and not newest.last_step and refused
 
     def _attempt(self, placement: WorkerPlacement, *, saves_at_once: bool) -> tuple[RunView, str | None]:
         """One attempt, from its start to what it came to: a summary or an error; and why it was asked to move, if it was."""
@@ -182,7 +183,7 @@ class Supervisor:
         )
         watch = AttemptWatch(
             self._spec, workers, self._around, account, self._recording, self._stop,
-            self._blame, self._chaos, saves_at_once=saves_at_once,
+            self._blame, self._chaos, saves_at_once=saves_at_once, saved_step=self._saved_step,
         )  # fmt: skip
         view, mailbox_lost = RunView(origin.attempt), False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from lockstep.attempts.mailbox import MailboxRendezvousClient, wait_for_run_id, 
 from lockstep.attempts.worker_output import keep_private, output_sent
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group, assigned_device
+from lockstep.errors import DeviceError, LockstepError
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
@@ -148,7 +150,8 @@ def joining_worker_main(config: dict[str, Any], number: int, node: str | None) -
 
 @contextmanager
 def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
-    """Report the error that ends a worker, and make sure that all its events arrive."""
+    """Report the error that ends a worker, and make sure that all its events arrive. One whose device failed ends its process: the others go on without it."""
+    lockstep_error: LockstepError | None = None
     try:
         yield
     except Exception as error:
@@ -157,6 +160,8 @@ def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
         raise
     finally:
         sender.close()
+        if isinstance(lockstep_error, DeviceError):
+            os._exit(1)  # a device that failed may hold up every other end
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from lockstep.attempts.mailbox import (
     LOOK_S,
     STEADY_LOOK_S,
@@ -14,7 +16,7 @@ from lockstep.attempts.mailbox import (
     TrainerSlots,
     look_every_s,
 )
-from lockstep.errors import ClusterError, DeviceError, RecordError
+from lockstep.errors import ClusterError, DeviceError, JobError, LockstepError, RecordError
 from lockstep.record.events.union import Broke, Event, Failed, Finished, Joined, StageEnded, Started, Warned
 from lockstep.record.recorder_state import RecorderState
 from lockstep.training.elastic.membership import Arrival, Formation, Progress, Refused
@@ -139,6 +141,30 @@ def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:
     mailbox.begin(3, workers=2)
     assert mailbox.status().went_on is None
     assert not mailbox.lose(0)  # nobody trains yet
+
+
+@pytest.mark.parametrize(("error", "goes_on"), [(DeviceError("ECC"), True), (JobError("no gradient"), False)])
+def test_a_worker_whose_device_failed_is_outlived_and_one_with_an_error_of_the_job_is_not(
+    error: LockstepError, goes_on: bool
+) -> None:
+    """What was seen of the attempt that it ended goes on to the driver: who failed there, and where."""
+    mailbox = Mailbox()
+    mailbox.begin(1, workers=3)
+    for worker in range(3):
+        mailbox.tell(1, [joined(worker)])
+        mailbox.ready(1, worker)
+    mailbox.tell(1, [step_row(7), Broke(error, "", rank=1)])
+    assert mailbox.lose(1) == goes_on
+    for worker in (0, 2):
+        mailbox.arrive(1, worker, Arrival(Progress(7, 0), "host", worker))
+    went_on = mailbox.status().went_on
+    assert (went_on is not None) == goes_on
+    if went_on is not None:
+        (left,) = went_on.left
+        assert left.error is error
+        assert left.device_ranks == {1}
+        assert {rank: member.pid for rank, member in left.members.items()} == {0: 100, 1: 101, 2: 102}
+        assert mailbox.status().view.error is None
 
 
 def test_what_workers_call_before_their_attempt_is_begun_waits_for_that() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -19,7 +20,7 @@ from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.mailbox import Mailbox, RunStatus
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import Members
-from lockstep.attempts.problems import NO_FIRST_STEP, NO_PROGRESS, TOO_SMALL, WAIT_SIGNALLED
+from lockstep.attempts.problems import NO_FIRST_STEP, NO_PROGRESS, REPEATED, TOO_SMALL, WAIT_SIGNALLED
 from lockstep.attempts.resizing import Advice
 from lockstep.checkpoint import problems as checkpoint_problems
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
@@ -31,6 +32,7 @@ from lockstep.data.table_pins import FIELD
 from lockstep.errors import (
     ClusterError,
     DeviceError,
+    FailedAt,
     JobError,
     LockstepError,
     SilentError,
@@ -40,6 +42,7 @@ from lockstep.errors import (
 from lockstep.record.events.union import (
     Alerted,
     Alive,
+    Broke,
     Document,
     Failed,
     Finished,
@@ -575,6 +578,48 @@ def test_workers_that_go_on_without_a_lost_one_are_another_attempt(tmp_path: Pat
     assert [watch.left for watch in run.watches] == [[1], [1]]
     assert ["decision" in one["seconds"] for one in run.recording.summaries] == [False, False, True, False]
     assert "attempt 1 ended: rank 1: first; the others go on from step 2" in run.told.lines
+
+
+def device_error() -> DeviceError:
+    error = DeviceError("CUDA error: uncorrectable ECC error encountered")
+    error.failed_at = FailedAt("cuda", 7, 3, (4, 5))
+    return error
+
+
+def test_a_worker_whose_device_failed_is_outlived(tmp_path: Path) -> None:
+    """Its error is why its attempt ended, with no end of the others' processes."""
+
+    def fails(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        yield
+        workers.tell(Broke(device_error(), "its traceback", 1))
+        workers.outlive(1, "rank 1 of 2 was lost: it ended", 1)
+        yield from workers.until(lambda: workers.inside == (0,))
+        workers.step(2)
+        workers.finish(2)
+
+    run = Supervised(tmp_path, [fails], ranks=2)
+    assert run.run().attempts == 2
+    first, second = run.recording.summaries
+    assert first["why"] == f"{device_error()}; rank 1 of 2 was lost: it ended"
+    assert second["in_memory"] and second["workers"] == 1
+
+
+def test_a_micro_batch_that_fails_alike_on_workers_that_are_outlived_is_the_jobs(tmp_path: Path) -> None:
+    """On one worker after another until none is left it would be found too late."""
+
+    def fails(workers: Workers) -> Generator[None]:
+        workers.step(1)
+        yield
+        for rank in (2, 1):
+            workers.tell(Broke(device_error(), "its traceback", rank))
+            workers.outlive(rank, f"rank {rank} was lost: it ended", 1)
+            yield from workers.until(lambda rank=rank: len(workers.inside) == rank or workers.ended)
+        yield from workers.until(lambda: workers.ended)
+
+    run = Supervised(tmp_path, [fails], ranks=3)
+    with raises(REPEATED, step=7, micro_batch=3, workers=re.compile("rank 2 .* in attempt 1 and rank 1 ")):
+        run.run()
 
 
 def test_workers_that_wait_for_one_that_never_comes_are_given_up(tmp_path: Path) -> None:
