@@ -26,7 +26,7 @@ from lockstep.record.events.union import tell_nobody
 from lockstep.reduction_tree import worker_ranges
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.integrity.sdc_check import assigned_again
+from lockstep.training.integrity.recheck import assigned_again
 from lockstep.training.setup import prepare
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool

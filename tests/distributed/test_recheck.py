@@ -16,7 +16,7 @@ from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.randomness import digest64
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.sdc_check import assigned_again, is_chosen, odd_ones
+from lockstep.training.integrity.recheck import assigned_again, is_chosen, odd_ones
 from lockstep.training.step.accumulation import Accumulation
 from lockstep.training.step.forward_backward import ForwardBackward
 from tests.distributed import test_same_bits

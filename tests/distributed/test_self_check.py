@@ -10,7 +10,7 @@ import torch
 
 from lockstep import Loss
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.sdc_check import SELDOM, is_looked_at
+from lockstep.training.integrity.recheck import SELDOM, is_looked_at
 from tests.distributed.kinds import Kind, document
 from tests.distributed.pool import Pool
 from tests.distributed.training import train

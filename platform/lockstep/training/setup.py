@@ -41,12 +41,12 @@ from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.identity_inputs import Inputs, continued
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
 from lockstep.training.integrity.digests import digest_on_first, element_digest
+from lockstep.training.integrity.recheck import Recheck
 from lockstep.training.integrity.rehearsal.child_process import NoChildError, can_fork, in_child
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
 from lockstep.training.integrity.resume_check.due import Due
-from lockstep.training.integrity.sdc_check import Recheck
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import (
     JobData,

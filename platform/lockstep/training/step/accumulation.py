@@ -16,7 +16,7 @@ from lockstep.randomness import seed_all, whole_batch_key
 from lockstep.training.failure import job_at
 from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.integrity.digests import Summed
-from lockstep.training.integrity.sdc_check import Recheck
+from lockstep.training.integrity.recheck import Recheck
 from lockstep.training.integrity.step_digests import StepDigests
 from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.full_sharding import FullSharding, advised
